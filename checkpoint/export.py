@@ -109,8 +109,7 @@ def _special_tokens(tokenizer: Tokenizer, family: str) -> dict[str, int | None]:
     next follows."""
     if family == "bert":
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad}
-    bos = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-    return {"bos_token_id": bos, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
+    return {"bos_token_id": tokenizer.before_text, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
 
 
 def main(arguments: list[str] | None = None) -> int:

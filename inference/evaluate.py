@@ -1,10 +1,10 @@
 """How well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride 128]`.
 
 Prints the tokens' perplexity and the bits per byte of each file and of all together; `--by-position` adds the loss of
-all by the position in the text. A file's documents are read as in training, and each follows an end-of-text token. A
-text longer than the model's sequence length is read in windows that overlap, so that each token is predicted once, from
-at least the length minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte
-any models.
+all by the position in the text. A file's documents are read as in training, and each follows its tokenizer's begin
+token, or the end-of-text token, as in training, where the tokenizer names no begin token. A text longer than the
+model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
+minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
 
 `--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (`bash launch/setup.sh --extra eval`
 installs it) from the .yaml files of a folder, whose data are local files; nothing is downloaded.
@@ -37,14 +37,14 @@ HARNESS = "bash launch/setup.sh --extra eval"  # what installs it
 def evaluate_texts(
     model: OpenModel, decoder: Decoder, texts: Sequence[str], length: int, stride: int, batch_size: int
 ) -> list[Score]:
-    """The scores of texts that each follow an end-of-text token, as documents do in training."""
+    """The scores of texts that each follow their tokenizer's begin token, or its end-of-text token."""
     from inference.scoring import (  # imports torch, as others below: seconds that --help need not wait for
         Score,
         log_likelihoods_of,
     )
 
     tokenizer = model.needed_tokenizer("Give --tokenizer.")
-    tokens = [[tokenizer.eod, *tokenizer.encode(text)] for text in texts]
+    tokens = [[tokenizer.before_text, *tokenizer.encode(text)] for text in texts]
     found = log_likelihoods_of(decoder, tokens, length, stride, batch_size)
     return [Score.of(-log_probs, len(text.encode())) for log_probs, text in zip(found, texts, strict=True)]
 

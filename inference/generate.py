@@ -110,7 +110,7 @@ def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
 def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int]]:
     if not as_ids:
         tokenizer = model.needed_tokenizer("Give prompts as token ids with --ids.")
-        return [tokenizer.encode_prompt(prompt) or [tokenizer.eod] for prompt in prompts]
+        return [tokenizer.encode_prompt(prompt) or [tokenizer.before_text] for prompt in prompts]
     try:
         return [[int(word) for word in prompt.split()] for prompt in prompts]
     except ValueError as error:

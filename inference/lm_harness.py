@@ -22,6 +22,8 @@ from inference.open_model import OpenModel
 from inference.scoring import log_likelihoods_of, score_together, shared_batches
 
 MAX_NEW_TOKENS = 256  # of an answer whose task does not say
+# A task's own word for how long an answer may become: the first that it has.
+MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
@@ -36,24 +38,33 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends, and in training precedes, every document."""
+        """The token that ends every document."""
         return self.words.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that a text without a context is predicted from."""
+        return self.words.before_text
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids without special tokens."""
-        return self.words.encode(string)
+        """Token ids, by default with the special tokens that the tokenizer puts around a text that does not begin with
+        their name."""
+        if add_special_tokens is None:
+            name = self.words.piece(self.prefix_token_id)
+            add_special_tokens = not (name and string.startswith(name))
+        return self.words.encode_prompt(string) if add_special_tokens else self.words.encode(string)
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        results: dict[int, tuple[float, bool]] = {}
+        results = dict.fromkeys(range(len(requests)), (0.0, True))  # of an answer without tokens
         longest_answer = max((len(continuation) for _, _, continuation in requests), default=0)
-        if longest_answer >= self.length:
-            self._refuse(f"an answer of {longest_answer} tokens", "fit, after a token of its question, into", "Leave")
-        # A continuation is predicted from as much of its context as the model was trained to read.
-        texts = [(context + continuation)[-self.length :] for _, context, continuation in requests]
-        order = sorted(range(len(requests)), key=lambda i: len(texts[i]))
+        if longest_answer > self.length:
+            self._refuse(f"an answer of {longest_answer} tokens", "be at most", "Leave")
+        # A continuation is predicted from as much of its context as the model reads. Its last token is not read.
+        texts = [(context + continuation)[-self.length - 1 :] for _, context, continuation in requests]
+        order = sorted((i for i in results if requests[i][2]), key=lambda i: len(texts[i]))
         batches = [order[begin : begin + self.batch_size] for begin in range(0, len(order), self.batch_size)]
         for those in shared_batches(self.decoder, batches, [[len(texts[i]) for i in batch] for batch in batches]):
             found = score_together(self.decoder, [[texts[i] for i in batch] for batch in those])
@@ -65,10 +76,9 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts."""
-        stride = max(1, self.length // 2)
-        texts = [[self.eot_token_id, *self.words.encode(request.args[0])] for request in requests]
-        found = log_likelihoods_of(self.decoder, texts, self.length, stride, self.batch_size)
+        """Log-likelihood of whole texts, in windows of which each predicts as many tokens as the model reads."""
+        texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
+        found = log_likelihoods_of(self.decoder, texts, self.length + 1, self.length, self.batch_size)
         return [float(log_probs.sum()) for log_probs in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -77,8 +87,8 @@ class HarnessModel(TemplateLM):
         A prompt is read whole: where it and `max_gen_toks` exceed the model's length, the answer gets what is left.
         Raises ConfigError, before anything is generated, where nothing is.
         """
-        prompts = [self.words.encode(request.args[0]) or [self.eot_token_id] for request in requests]
-        wanted = [int(request.args[1].get("max_gen_toks", MAX_NEW_TOKENS)) for request in requests]
+        prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
+        wanted = [_most_tokens(request.args[1]) for request in requests]
         rooms = [room_for_answer(len(prompt), most, self.length) for prompt, most in zip(prompts, wanted, strict=True)]
         full = [len(prompt) for prompt, most, room in zip(prompts, wanted, rooms, strict=True) if room == 0 < most]
         if full:
@@ -110,19 +120,26 @@ class HarnessModel(TemplateLM):
 
     def _answers(self, prompts: list[list[int]], max_tokens: int, settings: dict[str, Any]) -> list[str]:
         until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+        until = [word for word in ([until] if isinstance(until, str) else until) if word]
+        draws = settings.get("do_sample")  # where a task does not say, a temperature does
+        temperature = 0.0 if draws is False else float(settings.get("temperature", 1.0 if draws else 0.0))
         sampling = Sampling(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
+
+        stop = {*self.end_tokens, self.eot_token_id}
 
         def is_done(tokens: list[int]) -> bool:
             text = self.words.decode(tokens)
             return any(word in text for word in until)
 
-        found = generate(
-            self.decoder, prompts, max_tokens, sampling, stop=self.end_tokens, is_done=is_done, batch_size=1
-        )
+        found = generate(self.decoder, prompts, max_tokens, sampling, stop=stop, is_done=is_done, batch_size=1)
         texts = [self.words.decode(answer.tokens) for answer in found]
         return [text[: min((text.index(word) for word in until if word in text), default=len(text))] for text in texts]
+
+
+def _most_tokens(settings: dict[str, Any]) -> int:
+    """How long an answer may become, under whichever of the harness's names a task says it."""
+    found = (settings.get(name) for name in MOST_TOKENS)
+    return int(next((value for value in found if value is not None), MAX_NEW_TOKENS))
 
 
 def run_tasks(

@@ -20,7 +20,7 @@ class Score:
     """Sum of the negative log-likelihood in nats over `num_tokens` tokens that stand for `num_bytes` bytes of UTF-8.
 
     by_position: the same sum and number of the tokens that follow one at 0, 1, 2-3, 4-7, ... of their text, of which
-    the end token before it is 0.
+    the token before it is 0.
     """
 
     nats: float

@@ -29,7 +29,7 @@ class Tokenizer(ABC):
 
     `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError when the tokenizer has
     none. `bos` is the id that the tokenizer itself begins texts with, if it names one: training does not use it, its
-    documents follow `eod`.
+    documents follow `eod`. `before_text` is the id that a text is predicted from where none stands before it.
     """
 
     path: str
@@ -114,6 +114,11 @@ class Tokenizer(ABC):
     def _earlier_roles(self) -> list[int]:
         """eod and pad as earlier versions found them."""
         return [self.eod, self.pad]
+
+    @property
+    def before_text(self) -> int:
+        """`bos`, or `eod` of a tokenizer that names none, as in lm-eval."""
+        return self.eod if self.bos is None else self.bos
 
     def encode(self, text: str) -> list[int]:
         """`encode_array` as a list."""

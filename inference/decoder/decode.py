@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -110,23 +110,24 @@ class Decoder(Transformer):
         return self._decode(batches)
 
     def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """`score` of several batches in one pass over the weights."""
-        self._reserve_for(batches, generates=False)
-        found = self._run([batch.tokens for batch in batches], [self._first_step(batch) for batch in batches])
+        """`score` of several batches in one pass over the weights. The last token is predicted and not read: a text
+        may be one token longer than the model."""
+        read = [
+            replace(batch, tokens=batch.tokens[:, :-1], lengths=[max(1, length - 1) for length in batch.lengths])
+            for batch in batches
+        ]
+        self._reserve_for(read, generates=False)
+        found = self._run([batch.tokens for batch in read], [self._first_step(batch) for batch in read])
         targets = [to_device(batch.tokens[:, 1:].reshape(-1), self.device) for batch in batches]
         if found is not None:
             assert self._head is not None
-            before = [
-                each.view(*batch.tokens.shape, -1)[:, :-1].reshape(-1, each.size(1))
-                for each, batch in zip(found, batches, strict=True)
-            ]
-            scores = self._head.scores(before, targets)
+            scores = self._head.scores(found, targets)
         else:
             scores = [
                 (torch.empty(len(each), device=self.device), torch.empty_like(each, dtype=torch.bool))
                 for each in targets
             ]
-        self.source.pass_is_over(sum(batch.tokens.numel() for batch in batches))
+        self.source.pass_is_over(sum(batch.tokens.numel() for batch in read))
         shapes = [(len(batch.tokens), batch.tokens.size(1) - 1) for batch in batches]
         results = [
             (self._from_last(log_probs).view(shape), self._from_last(greedy).view(shape))

@@ -190,6 +190,9 @@ metric_list:
 """
 
 
+BEGIN = 1  # begins texts with a "=" only, so that both kinds of tokenizers are one
+
+
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[tuple[list[int], int]]]]:
     """Our model as the harness sees it, of 10 tokens, without the harness; and what it is asked to continue, with the
@@ -207,7 +210,14 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[tuple[l
 
     monkeypatch.setattr(lm_harness, "generate", generate)
     monkeypatch.setattr(lm_harness.dist, "get_rank", lambda: 0)
-    words = SimpleNamespace(encode=lambda text: [ord(letter) for letter in text], decode=lambda ids: "", eod=0)
+    words = SimpleNamespace(
+        encode=lambda text: [ord(letter) for letter in text],
+        encode_prompt=lambda text: [BEGIN, *map(ord, text)] if "=" in text else list(map(ord, text)),
+        decode=lambda ids: "",
+        piece=lambda token: "<s>",
+        eod=0,
+        before_text=BEGIN,
+    )
     config = SimpleNamespace(model=SimpleNamespace(sequence_length=10))
     model = SimpleNamespace(config=config, end_tokens={0}, needed_tokenizer=lambda advice: words)
     yield lm_harness.HarnessModel(model, None, 2), asked
@@ -235,8 +245,59 @@ def test_what_is_longer_than_the_model_is_refused_by_the_harness(harness: Any) -
     with pytest.raises(ConfigError, match=r"--tasks has a prompt of 10 tokens: .*\(10\). Try fewer --few-shots"):
         model.generate_until(requests)
     assert asked == []
-    with pytest.raises(ConfigError, match=r"--tasks has an answer of 10 tokens"):
-        model._loglikelihood_tokens([(("", ""), [1], [2] * 10)])
+    with pytest.raises(ConfigError, match=r"--tasks has an answer of 11 tokens: it must be at most"):
+        model._loglikelihood_tokens([(("", ""), [1], [2] * 11)])
+
+
+def test_the_harness_gets_the_begin_token_of_the_tokenizer(harness: Any) -> None:
+    model, asked = harness
+    assert model.prefix_token_id == BEGIN
+    assert model.tok_encode("a") == [97] and model.tok_encode("a=") == [BEGIN, 97, 61]
+    assert model.tok_encode("a=", add_special_tokens=False) == [97, 61]
+    assert model.tok_encode("<s>=") == [*map(ord, "<s>=")]
+    model.generate_until([_request("", 1), _request("=", 2)])
+    assert asked == [([BEGIN], 1), ([BEGIN, 61], 2)]
+
+
+def test_an_answer_of_the_harness_goes_on_past_an_empty_stop_word(harness: Any) -> None:
+    model, asked = harness
+    names = ("max_new_tokens", "max_tokens", "max_completion_tokens")
+    model.generate_until([SimpleNamespace(args=("a", {name: 3, "until": [""]})) for name in names])
+    assert asked == [([97], 3)] * 3
+
+
+def _scored(harness: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[list[int]]]:
+    """The model of the harness, for which each token has -1, and the texts that it is shown."""
+    shown: list[list[int]] = []
+
+    def score(_: Any, batches: list[list[list[int]]]) -> list[Any]:
+        shown.extend(text for batch in batches for text in batch)
+        shapes = [(len(batch), max(map(len, batch)) - 1) for batch in batches]
+        return [(-torch.ones(shape), torch.ones(shape, dtype=torch.bool)) for shape in shapes]
+
+    model, _ = harness
+    model.decoder = SimpleNamespace(batches_at_once=lambda *_: 1)
+    for module in ("inference.lm_harness", "inference.scoring"):
+        monkeypatch.setattr(sys.modules[module], "score_together", score)
+    return model, shown
+
+
+@pytest.mark.parametrize(("num_tokens", "windows_of"), [(1, [2]), (10, [11]), (11, [11, 11]), (30, [11, 11, 11])])
+def test_rolling_windows_of_the_harness_have_one_token_of_context(
+    num_tokens: int, windows_of: list[int], harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shown = _scored(harness, monkeypatch)
+    text = "abcdefghijklmnopqrstuvwxyzABCD"[:num_tokens]
+    assert model.loglikelihood_rolling([_request(text, 0)]) == [-num_tokens]
+    assert list(map(len, shown)) == windows_of
+    assert shown[0][0] == BEGIN and shown[-1][-1] == ord(text[-1])
+
+
+def test_the_harness_reads_a_question_as_long_as_the_model(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, shown = _scored(harness, monkeypatch)
+    requests = [(("", ""), list(range(9)), [50, 51]), (("", ""), list(range(40)), [50, 51]), (("", ""), [7], [])]
+    assert model._loglikelihood_tokens(requests) == [(-2.0, True), (-2.0, True), (0.0, True)]
+    assert shown == [[*range(9), 50, 51], [*range(31, 40), 50, 51]]
 
 
 def _evaluate_tasks(cache: Path, arguments: list[str]) -> tuple[int, str, str]:
