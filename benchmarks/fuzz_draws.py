@@ -131,10 +131,7 @@ THRESHOLDS: dict[str, tuple[Values, Values]] = {
         {"data.documents": "separate", "family": "gpt", "model.attention_dropout": "0"},
         {"parallel.context": "2", "ranks": "4"},
     ),
-    "dropout over context": (
-        {"model.hidden_dropout": "0.2", "model.attention_dropout": "0"},
-        {"parallel.context": "2", "ranks": "2"},
-    ),
+    "dropout": ({"model.hidden_dropout": "0.2", "model.attention_dropout": "0"}, {"parallel.context": "1"}),
     "tiles of tokens": ({}, {"training.token_tile": "1", "training.recompute": "full"}),
     "recompute": ({}, {"training.recompute": "full", "training.activation_offload": "auto"}),
 }
@@ -215,7 +212,9 @@ class Draw:
                 places = self._places(config, ranks, forced_leg)
                 overrides = _overrides({"training.micro_batch_size": str(size), **places})
                 changed = self._legal([*shared, *overrides, f"training.steps={steps}"], ranks)
-                if changed is not None:
+                if changed is not None and _draws_other_masks(changed):
+                    self.refused["(another layout is another draw of dropout)"] += 1
+                elif changed is not None:
                     legs.append(Leg(ranks, last, overrides))
                     break
             else:
@@ -311,6 +310,13 @@ class Draw:
         if config.training.deterministic:
             values["optimizer.engine"] = pick(("device_stream", "host"))
         return {**values, **forced}
+
+
+def _draws_other_masks(config: Config) -> bool:
+    """Whether ranks drop by their own share of rows or heads (docs/decisions/dropout-by-place.md)."""
+    parallel, model = config.parallel, config.model
+    by_rows = model.hidden_dropout > 0 and (parallel.sequence or parallel.context > 1)
+    return by_rows or (model.attention_dropout > 0 and parallel.tensor > 1)
 
 
 def _overrides(values: Mapping[str, str]) -> tuple[str, ...]:
