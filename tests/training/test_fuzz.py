@@ -1,0 +1,30 @@
+"""A case of the random trainings, trained: benchmarks/fuzz.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from benchmarks import fuzz
+from benchmarks.fuzz_draws import Case, Draw, Leg
+
+
+def test_a_random_training_is_that_of_one_process(data: list[str], tmp_path: Path) -> None:
+    class Given(Draw):
+        def next_case(self) -> Case:
+            shared = (
+                "experiment=gpt_moe_tiny",
+                "model.num_layers=2",
+                "model.hidden_size=16",
+                "moe.router_score=sigmoid",
+            )
+            sizes = ("model.sequence_length=16", "moe.expert_bias=true", "training.global_batch_size=4")
+            layout = ("training.micro_batch_size=1", "parallel.expert=2", "moe.weights_device=host")
+            leg = Leg(2, 2, (*layout, "optimizer.state_device=host", "optimizer.engine=host"))
+            more = (*shared, *sizes, "moe.aux_loss_coeff=0", "data.documents=separate", "training.precision=fp32")
+            return Case(1, "", 2, "short", more, ("training.micro_batch_size=2",), (leg,))
+
+    found = fuzz.check(Given(1, 1, thresholds=False), tmp_path, {"short": data}, [])
+    assert found.faults == [] and found.refused == Counter()
+    assert 0 < found.loss < 1e-5  # two computations, or nothing would be compared
+    assert "any" in fuzz.summary([found], markdown=True)
