@@ -48,7 +48,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     """
     run_dir = Path(config.run_dir)
     prepared, expected = _prepare(config)
-    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    tokenizer = load_tokenizer(prepared.tokenizer_path, tried=True)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     topology = topology_module.initialize(config)
     for callback in callbacks:
