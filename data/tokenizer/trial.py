@@ -26,7 +26,7 @@ from data.tokenizer.load import cannot_be_read, open_tokenizer
 from data.tokenizer.probes import PROBES, runs_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CPU_SECONDS, PER_MEGABYTE = 10, 2  # of one processor, for one tokenizer; the largest published ones need half of it
+CPU_SECONDS, PER_MEGABYTE = 5, 4  # of one processor, for one tokenizer; the largest published ones need half of it
 MEMORY_GIB = 2  # of address space
 BUSY = 10  # seconds of the clock for one of the processor, on a machine with other work
 IDLE_SECONDS = 60.0

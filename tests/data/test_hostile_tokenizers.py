@@ -27,7 +27,7 @@ DEEP = "[" * 100_000
 def _spec(model: dict[str, Any] | None = None, **parts: Any) -> str:
     """A tokenizer.json."""
     rules = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
-    usual = {"type": "BPE", "vocab": VOCABULARY, "merges": [], "dropout": None, "unk_token": None}
+    usual: dict[str, Any] = {"type": "BPE", "vocab": VOCABULARY, "merges": [], "dropout": None, "unk_token": None}
     return json.dumps({"version": "1.0", "added_tokens": [], **rules, "model": {**usual, **(model or {})}, **parts})
 
 
