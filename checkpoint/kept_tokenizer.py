@@ -26,7 +26,7 @@ def digest_of(checkpoint: Path) -> str | None:
     if data is not None:
         return str(data["tokenizer"])
     folder = checkpoint.parent.parent / FOLDER
-    return tokenizer_digest(folder) if folder.is_dir() else None
+    return tokenizer_digest(folder, tried=True) if folder.is_dir() else None
 
 
 def of_checkpoint(checkpoint: Path) -> Path | None:
@@ -40,7 +40,7 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
     if not kept or wanted is None:
         return None
     for folder in kept:
-        if is_tokenizer(folder, wanted):
+        if is_tokenizer(folder, wanted, tried=True):
             return folder
     raise ConfigError(
         f"{kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was trained with: its weights "
@@ -52,7 +52,7 @@ def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
     """Keep a run's tokenizer in `tokenizer`, from which one of other content moves away first. Raises OSError."""
     folder = run_dir / FOLDER
     if folder.is_dir() and any(folder.iterdir()):
-        old = tokenizer_digest(folder)
+        old = tokenizer_digest(folder, tried=True)
         if old == tokenizer.digest:
             return
         place = run_dir / f"{FOLDER}-{old[:8]}"

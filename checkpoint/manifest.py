@@ -22,7 +22,7 @@ import xxhash
 import yaml
 
 from checkpoint import record, safetensors_header
-from configs.files import SUM, own_sum, writing
+from configs.files import SUM, own_sum, read_yaml, writing
 from configs.schema import ConfigError
 
 FORMAT = 2
@@ -186,7 +186,7 @@ def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
                 if not isinstance(json.loads((folder / name).read_bytes()), dict):
                     raise ValueError("no JSON object")
             elif name == CONFIG:
-                if not isinstance(yaml.safe_load((folder / name).read_bytes()), dict):
+                if not isinstance(read_yaml(folder / name), dict):
                     raise ValueError("no mapping")
             elif name.endswith(safetensors_header.SUFFIX):
                 entries += safetensors_header.read(folder / name).values()

@@ -21,7 +21,7 @@ from checkpoint.state_file import read_state
 from configs.architecture import architecture, to_architecture
 from configs.changes import Change, changes
 from configs.compose import load
-from configs.files import read_json_lines
+from configs.files import read_json_lines, read_yaml
 from configs.keys import get
 from configs.ranks import world_size
 from configs.rules import first_problem
@@ -189,7 +189,7 @@ def _adopted(run_dir: Path) -> Record | None:
     told = read_json_lines(run_dir / record.EVENTS)
     began: dict[str, Any] = {"resume": "auto", "weights": None, "checkpoint": None}
     try:
-        began |= yaml.safe_load((run_dir / manifest.CONFIG).read_text())["checkpoint"]
+        began |= read_yaml(run_dir / manifest.CONFIG)["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         pass  # auto goes on with any run
     began |= next(

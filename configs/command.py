@@ -29,14 +29,19 @@ def run(body: Callable[[], int | None]) -> int:
         return status
     except ConfigError as error:
         return _end(str(error), WRONG_CONFIG)
-    except BrokenPipeError:  # the reader has seen enough, as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        drop_output()
         return 0
     except OSError as error:
         text = f"{error.filename}: {error.strerror}" if error.filename is not None and error.strerror else str(error)
         return _end(text, WRONG_CONFIG if error.errno in WRONG_PATHS else FAILED)
     except KeyboardInterrupt:
         return _end("interrupted", INTERRUPTED)
+
+
+def drop_output() -> None:
+    """Write nothing more to standard output, whose reader has seen enough, as in `... | head`."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _end(text: str, status: int) -> int:

@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import exit_status, help, last_words, weights
+from configs import command, exit_status, help, last_words, weights
 from configs.dropped import without_dropped
 from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse, presets_by_group
 from configs.presets import check_mapping, check_preset, read_mapping
@@ -121,18 +121,28 @@ def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
     shell completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the
     other in this process, after all of them were checked.
     """
-    if "--version" in sys.argv[1:]:  # the parser's own says Hydra's
-        print(help.version())
-        sys.exit(0)
-    args = get_args_parser().parse_args()
+    shows = True
     try:
+        if "--version" in sys.argv[1:]:  # the parser's own says Hydra's
+            print(help.version(), flush=True)
+            sys.exit(0)
+        args = get_args_parser().parse_args()
         configs = _checked_configs(args)
         if configs is None:
             _show(args)
+            sys.stdout.flush()
             sys.exit(0)
         status = 0
         for config, given in configs:
+            shows = bool(config.plan)
             status = status or main(config, given)
+            if shows:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if not shows:  # a training's own
+            raise
+        command.drop_output()
+        sys.exit(0)
     except ConfigError as error:
         _report(str(error))
         sys.exit(exit_status.WRONG_CONFIG)
@@ -154,7 +164,7 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
     if args.multirun and (args.cfg or args.info is not None):
         raise ConfigError("--multirun does not go with --cfg or --info. Try one of them alone")
     if args.help:
-        print(help.describe(compose(args.overrides, args.config_dir), presets_by_group(args.config_dir)))
+        print(help.describe(compose(args.overrides, args.config_dir), presets_by_group(args.config_dir)), flush=True)
         sys.exit(0)
     if args.cfg:
         compose(args.overrides, args.config_dir)

@@ -21,6 +21,7 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CLOSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _TEMPORARY = re.compile(r".+\.\d+\.tmp")
+MOST_YAML_BYTES, MOST_NODES = 1 << 24, 100_000  # of a file of keys and of values in it
 _BLOCK = 1 << 20  # bytes that are read at once
 
 
@@ -369,3 +370,44 @@ class SideLog:
         if self._log is not None:
             self._log.close()
             self._log = None
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a file; a pipe, on which a reader would wait for ever, or a device is none. Raises OSError."""
+    if path.exists() and not path.is_file():
+        number = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(number, "it is no regular file", str(path))
+    return path.read_bytes()
+
+
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file whose aliases do not make it larger than MOST_NODES. Raises OSError, YAMLError,
+    ValueError."""
+    return parse_yaml(read_regular(path))
+
+
+def parse_yaml(content: bytes) -> Any:
+    """`read_yaml` of the bytes of a file. Raises YAMLError, ValueError."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        """How many nodes there are with each alias written out."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1
+        if id(node) in sizes:
+            return sizes[id(node)]
+        sizes[id(node)] = MOST_NODES  # for one that holds itself
+        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
+        sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    if len(content) > MOST_YAML_BYTES:
+        raise ValueError(f"{len(content)} bytes are no file of keys, of at most {MOST_YAML_BYTES}")
+    try:
+        if b"*" in content and (node := yaml.compose(content, yaml.SafeLoader)) is not None and size(node) > MOST_NODES:
+            raise ValueError(f"its aliases (*name) make it more than {MOST_NODES} values; write them out")
+        return yaml.safe_load(content)
+    except RecursionError as error:
+        raise ValueError("its lists or mappings are too deep") from error

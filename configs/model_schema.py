@@ -199,7 +199,9 @@ class PlacementConfig:
 
 @dataclass
 class MoEConfig:
-    num_experts: Optional[int] = key(None, "experts of an MoE layer; null: a dense model", architecture=True, low=1)
+    num_experts: Optional[int] = key(
+        None, "experts of an MoE layer; null: a dense model", architecture=True, low=1, high=1 << 16
+    )
     top_k: int = key(2, "experts that compute a token", architecture=True, low=1)
     ffn_hidden_size: Optional[int] = key(
         None, "width of an expert; null: model.ffn_hidden_size", architecture=True, low=1

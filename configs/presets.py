@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from configs import files
 from configs.keys import Key
 from configs.mistakes import CONFIG_DIR, check_choice, unknown_key
 from configs.schema import KEYS, ConfigError
@@ -24,7 +25,8 @@ UNQUOTED = "; unquoted, YAML reads on, off, yes and no as true or false, and 1e3
 def read_mapping(path: Path) -> dict[Any, Any]:
     """The keys and values of a YAML file, unresolved. Raises ConfigError if the file is missing or no mapping."""
     try:
-        content = OmegaConf.load(path)
+        read = files.read_yaml(path)
+        content = OmegaConf.create({} if read is None else read)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (YAMLError, UnicodeDecodeError, ValueError, OmegaConfBaseException) as error:

@@ -30,3 +30,11 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The one of `names` that a user who typed `name` most likely meant, if any is near."""
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=cutoff)
     return close[0] if close else None
+
+
+def visible(text: str) -> str:
+    """A text from a file for a terminal: what is not printable there, such as marks that turn the direction of what
+    follows, as an escape."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )

@@ -102,8 +102,8 @@ def _class_in(folder: Path) -> str:
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         return str(settings.get("tokenizer_class", "")).removesuffix("Fast")
-    except (OSError, ValueError, AttributeError):  # whoever opens the tokenizer says what is wrong with it
-        return ""
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return ""  # whoever opens the tokenizer says what is wrong with it
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:

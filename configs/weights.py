@@ -15,6 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from configs import files
 from configs.architecture import architecture
 from configs.keys import get, put
 from configs.rotary import normalised
@@ -33,7 +34,7 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
     folder."""
     path = folder / "config.yaml"
     try:
-        content = yaml.safe_load(path.read_bytes()) if path.is_file() else None
+        content = files.read_yaml(path) if path.exists() else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -54,6 +55,10 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
                 raise ConfigError(
                     f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}."
                 ) from error
+        if section == "model" and values.get("vocab_size") is None:
+            raise ConfigError(
+                f"{path}: model.vocab_size (null) must be the number of rows of the embedding. Import the model again."
+            )
         if "rotary_scaling" in values:
             values["rotary_scaling"] = normalised(values["rotary_scaling"])
     return {section: dict(values) for section, values in found.items() if values is not None}
@@ -132,7 +137,7 @@ def _adopt_again(config: Config, named: set[str]) -> bool:
     """Take the model from the run's own config, where a run that has begun from these weights outlived their folder."""
     path = Path(config.run_dir) / "config.yaml"
     try:
-        kept = yaml.safe_load(path.read_bytes())
+        kept = files.read_yaml(path)
         if (
             Path(kept["checkpoint"]["weights"]).resolve() != Path(str(config.checkpoint.weights)).resolve()
             or not (path.parent / "checkpoints").is_dir()

@@ -129,7 +129,7 @@ def _samples(config: Config, prepared: PreparedData, files: list[TokenFile], shu
         return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size, separate)
     return BertSamples(
         files,
-        load_tokenizer(prepared.tokenizer_path),
+        load_tokenizer(prepared.tokenizer_path, tried=True),
         model.sequence_length,
         seed,
         model.sentence_head,

@@ -134,7 +134,7 @@ def main() -> None:
     if not first:  # the caller has gone already
         return
     settings = json.loads(first)
-    tokenizer = load_tokenizer(settings["tokenizer"]) if settings["tokenizer"] else None
+    tokenizer = load_tokenizer(settings["tokenizer"], tried=True) if settings["tokenizer"] else None
     for line in sys.stdin:
         job = json.loads(line)
         try:

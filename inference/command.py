@@ -12,6 +12,7 @@ from typing import Any
 from checkpoint import manifest
 from configs import command
 from configs.ranks import launched
+from configs.schema import ConfigError
 from parallel.devices import refuse_missing
 
 GRACE = 5.0  # seconds that a rank has to say why it leaves
@@ -65,6 +66,20 @@ def _beside_others(body: Callable[[argparse.Namespace], Any], options: argparse.
         raise OSError("another rank has left; its own last line says why") from error
 
 
+def _refuse_other_encodings(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a text among the options that is no UTF-8. A path may be in any encoding."""
+    for name, value in vars(options).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not text.isascii():
+                try:
+                    text.encode()
+                except UnicodeEncodeError as error:
+                    raw = text.encode(errors="surrogateescape")[:40]
+                    raise ConfigError(
+                        f"--{name.replace('_', '-')} ({raw!r}) must be UTF-8. Convert it by iconv -t UTF-8."
+                    ) from error
+
+
 def run_command(
     body: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> int:
@@ -72,6 +87,7 @@ def run_command(
     options = parser.parse_args(arguments)
 
     def checked() -> None:
+        _refuse_other_encodings(options)
         launched().check_meeting()
         refuse_missing(options.device, "--device")
         manifest.kind_of_model(options.checkpoint)

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from inference.open_model import OpenModel
 
 
-def _number(kind: Callable[[str], float], low: float, high: float = float("inf")) -> Callable[[str], float]:
+def _number(
+    kind: Callable[[str], float], low: float, high: float = float("inf"), above: bool = False
+) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
-        if not low <= value <= high:
+        if not low <= value <= high or (above and value == low):
+            rule = f"above {low}" if above else f"at least {low}"
             raise argparse.ArgumentTypeError(
-                f"{text} must be at least {low}" + (f" and at most {high}" if high < float("inf") else "")
+                f"{text} must be {rule}" + (f" and at most {high}" if high < float("inf") else "")
             )
         return value
 
@@ -56,7 +59,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--top-p",
-        type=_number(float, 0, 1),
+        type=_number(float, 0, 1, above=True),
         default=1.0,
         help="draw from the likeliest tokens with this probability (1)",
     )

@@ -107,7 +107,7 @@ def find_prepared(config: DataConfig, family: str, split_rule: str = "alike") ->
     path = tokenizer_path(config, sources, cache, config.documents_in_text)
     if config.tokenizer == "sentencepiece" and not path.exists():
         return None
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, tried=config.tokenizer == "sentencepiece")
     found = list[TokenFile]()
     for source in sources:
         if source.megatron:

@@ -64,7 +64,7 @@ def find_tokenizer(
                     print(f"note: {said}", file=sys.stderr, flush=True)
                 if show_progress:
                     print(f"Trained it in {time.monotonic() - begin:.1f} s: {path}", file=sys.stderr, flush=True)
-    return load_tokenizer(path)
+    return load_tokenizer(path, tried=True)
 
 
 def _training_texts(

@@ -4,8 +4,8 @@ torch and transformers are not imported: the processes that tokenize import this
 """
 
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer
-from data.tokenizer.load import is_tokenizer, load_tokenizer, tokenizer_digest
 from data.tokenizer.train import train_tokenizer
+from data.tokenizer.trial import is_tokenizer, load_tokenizer, tokenizer_digest
 
 __all__ = [
     "CLS",

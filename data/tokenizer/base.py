@@ -72,6 +72,10 @@ class Tokenizer(ABC):
     def _content(self) -> bytes:
         """What decides the ids of a text, apart from the roles."""
 
+    def rule_texts(self) -> list[str]:
+        """Texts that its rules look for: patterns, and what is replaced."""
+        return []
+
     def notes(self) -> list[str]:
         """What a user should know of how it is read."""
         return list(self.said)

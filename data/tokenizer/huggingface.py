@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,21 @@ from typing import Any
 import numpy as np
 
 from configs.schema import ConfigError
+from configs.tokenizer_files import JSON, SETTINGS, tokenizer_files
 from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, PAD_NAMES, SPACE, Tokenizer
 from data.tokenizer.formats.byte_pairs import byte_level_alphabet
+from data.tokenizer.probes import MOST_RUNS
 from data.tokenizer.rebuilt import AS_IT_IS, class_of, comes_apart
-from data.tokenizer.settings import Settings, first_line, read_settings, refuse_unknown_end, token_flags, token_name
+from data.tokenizer.settings import (
+    CONFIG,
+    FLAGS,
+    Settings,
+    first_line,
+    read_settings,
+    refuse_unknown_end,
+    token_flags,
+    token_name,
+)
 from data.tokenizer.words import WordEncoder, word_encoder
 
 
@@ -30,6 +42,10 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             self._model = tokenizers.Tokenizer.from_str(text)
             self._spec: dict[str, Any] = json.loads(text)
+            self._dropout = self._spec["model"].get("dropout")
+            if self._dropout:  # with it a text would have other tokens each time
+                self._spec["model"]["dropout"] = None
+                self._model = tokenizers.Tokenizer.from_str(json.dumps(self._spec, ensure_ascii=False))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(
                 f"data.tokenizer={path}: {file} is no Hugging Face tokenizer.json: {first_line(error)}"
@@ -39,7 +55,10 @@ class HuggingFaceTokenizer(Tokenizer):
         self._before = self._roles_by(self._settings.earlier)
         self.end_file = self._settings.end_file(file.parent)
         self._take_settings(file)
-        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
+        ids = self._model.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ConfigError(f"data.tokenizer={path}: {file} has no tokens; give a tokenizer with a vocabulary")
+        self.vocab_size = max(ids) + 1
         roles = self._roles_by(self._settings.values)
         if roles is None:
             raise ConfigError(
@@ -96,14 +115,21 @@ class HuggingFaceTokenizer(Tokenizer):
             one.special = one.special or one.content in names
         if not {token_name(settings.values.get("eos_token"))} & known.keys():
             refuse_unknown_end(self.path, settings, file.name, self._named("eos_token", settings.values) is not None)
-        before = json.loads(self._model.to_str())["added_tokens"]
+        before = self._added_tokens()
         self._model.add_tokens(tokens)
-        after = json.loads(self._model.to_str())["added_tokens"]
+        after = self._added_tokens()
         if after != before:
             self.rules["added_tokens"] = after
         # whether "<s>" in a text is three characters
         if settings.values.get("split_special_tokens") and any(value["special"] for value in after):
             self._model.encode_special_tokens = self.rules["split_special_tokens"] = True
+
+    def _added_tokens(self) -> list[dict[str, Any]]:
+        """The added tokens as tokenizer.json lists them, without the writing of all the others."""
+        return [
+            {"id": i, "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
+            for i, token in sorted(self._model.get_added_tokens_decoder().items())
+        ]
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
         """The tokenizer's file, the text of its tokenizer.json, and what the files beside it say. Raises
@@ -117,18 +143,35 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
 
     def encode_array(self, text: str) -> np.ndarray:
-        ids = None if self._words is None else self._words.encode(text)
-        if ids is not None:
-            return ids
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        with self._named_errors(text):
+            ids = None if self._words is None else self._words.encode(text)
+            if ids is not None:
+                return ids
+            return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_prompt(self, text: str) -> list[int]:
-        return list(self._model.encode(text, add_special_tokens=True).ids)
+        with self._named_errors(text):
+            return list(self._model.encode(text, add_special_tokens=True).ids)
 
     def encode_masked(self, text: str) -> list[int]:
         """Encode like `encode`, with the mask token where the text says its name or [MASK]."""
         text = text.replace(MASK, self.piece(self.mask))
-        return list(self._with_mask.encode(text, add_special_tokens=False).ids)
+        with self._named_errors(text):
+            return list(self._with_mask.encode(text, add_special_tokens=False).ids)
+
+    @contextlib.contextmanager
+    def _named_errors(self, text: str) -> Iterator[None]:
+        """Name the tokenizer and the text where the library gives up, such as on a pattern that it searches too long
+        for. Its PanicException is no Exception. Raises ConfigError."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError, ConfigError)):
+                raise
+            raise ConfigError(
+                f"data.tokenizer={self.path}: the tokenizers library cannot encode the text {text[:40]!r} "
+                f"({len(text)} characters): {first_line(error)}. Give a tokenizer with other rules"
+            ) from error
 
     @cached_property
     def _with_mask(self) -> Any:
@@ -148,10 +191,22 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         if self._words is not None:
             return super().encode_batch(texts)
-        return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
+        with self._named_errors(max(texts, key=len, default="")):
+            return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
     def piece(self, token: int) -> str:
         return self._model.id_to_token(token) or ""
+
+    def rule_texts(self) -> list[str]:
+        texts: list[str] = []
+        pending = [self._spec.get(key) for key in ("normalizer", "pre_tokenizer", "decoder")]
+        while pending:
+            item = pending.pop()
+            if isinstance(item, str) and len(texts) < MOST_RUNS:
+                texts.append(item)
+            elif isinstance(item, (dict, list)):
+                pending.extend(item.values() if isinstance(item, dict) else item)
+        return texts
 
     def control_tokens(self) -> dict[int, str]:
         unigram, unknown = self._spec["model"].get("unk_id"), self._spec["model"].get("unk_token")
@@ -168,33 +223,47 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return str(self._model.decode([int(i) for i in ids], skip_special_tokens=True))
 
+    def kept_files(self) -> dict[str, str] | None:
+        if not self._dropout:
+            return None
+        settings = {name: file for name, file in tokenizer_files(Path(self.path)).items() if name in SETTINGS}
+        return {
+            **{name: file.read_text(encoding="utf-8") for name, file in settings.items()},
+            **self._without_dropout(),
+        }
+
+    def _without_dropout(self) -> dict[str, str]:
+        return {JSON: json.dumps(self._spec, ensure_ascii=False)} if self._dropout else {}
+
     def for_transformers(self, family: str) -> dict[str, str]:
         # Without a class in its settings, transformers would take that of the model's family, which may split texts by
         # rules of its own. So may the class.
         values = self._settings.values
         name = str(values.get("tokenizer_class", "")).removesuffix("Fast")
         if name and comes_apart(self._spec, values, name) is None:
-            return {}
+            return self._without_dropout()
         roles = {"eos_token": self._model.id_to_token(self.eod), "pad_token": self._model.id_to_token(self.pad)}
         settings = {**(values or roles), "tokenizer_class": AS_IT_IS}
-        return {"tokenizer_config.json": json.dumps(settings, indent=2) + "\n"}
+        return {**self._without_dropout(), CONFIG: json.dumps(settings, indent=2) + "\n"}
 
     def notes(self) -> list[str]:
         folder = Path(self.path) if Path(self.path).is_dir() else Path(self.path).parent
         name = class_of(self._settings.values, folder)
         text = comes_apart(self._spec, self._settings.values, name)
+        notes = super().notes()
+        if self._dropout:
+            notes.append(f"{self.path} has dropout {self._dropout}, with which tokens are random; it is read without")
         if text is None:
-            return super().notes()
+            return notes
         other = (
             f"{self.path} is read as its tokenizer.json says; transformers 5 makes {name} of it, and other tokens of "
             f"{text[:20]!r}"
         )
-        return [*super().notes(), other]
+        return [*notes, other]
 
     @cached_property
     def _words(self) -> WordEncoder | None:
-        added = json.loads(self._model.to_str())["added_tokens"]
-        return word_encoder(self._model, {**self._spec, "added_tokens": added})
+        return word_encoder(self._model, {**self._spec, "added_tokens": self._added_tokens()})
 
     def _find(self, names: Iterable[str]) -> int | None:
         return next((i for i in map(self._model.token_to_id, names) if i is not None), None)

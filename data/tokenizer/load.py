@@ -10,22 +10,50 @@ from data.tokenizer.base import Tokenizer
 from data.tokenizer.formats.converted import ConvertedTokenizer
 from data.tokenizer.huggingface import HuggingFaceTokenizer
 from data.tokenizer.sentencepiece_model import SentencePieceTokenizer
+from data.tokenizer.settings import first_line
 
+MOST_TOKENS = 1 << 24  # 80 times the largest published vocabulary
 EXPECTED = (
     "tokenizer.json, a sentencepiece .model, tiktoken's tokenizer.model or *.tiktoken, tekken.json, vocab.json with "
     "merges.txt, or vocab.txt"
 )
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def open_tokenizer(path: str | Path) -> Tokenizer:
     """Open a tokenizer's file, or a folder with one: a `tokenizer.json`, a sentencepiece `.model`, or a format that
     data/tokenizer/formats reads. Raises ConfigError naming data.tokenizer."""
+    try:
+        tokenizer = _opened(path)
+    except ConfigError:
+        raise
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+            raise
+        raise cannot_be_read(path, error) from error
+    if tokenizer.vocab_size > MOST_TOKENS:
+        raise ConfigError(
+            f"data.tokenizer={path}: its largest token id is {tokenizer.vocab_size - 1}, and must be below "
+            f"{MOST_TOKENS}: a model has an embedding for each id up to it"
+        )
+    return tokenizer
+
+
+def cannot_be_read(path: str | Path, error: BaseException) -> ConfigError:
+    """The mistake that an unexpected error of a reader is."""
+    return ConfigError(
+        f"data.tokenizer={path}: it cannot be read as a tokenizer: {type(error).__name__}: {first_line(error)[:300]}"
+    )
+
+
+def _opened(path: str | Path) -> Tokenizer:
     place = Path(path)
     if not place.exists():
         raise ConfigError(
             f"data.tokenizer={path}: no such file or folder; give a file or folder with {EXPECTED}, or "
             "data.tokenizer=sentencepiece to train one"
         )
+    if not place.is_dir() and not place.is_file():
+        raise ConfigError(f"data.tokenizer={path}: it is neither a file nor a folder; give one with {EXPECTED}")
     core = core_file(place)
     if core is None:
         several = next(iter(formats_in(place).values()), [])
@@ -42,15 +70,3 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if place.is_dir() and others:
         tokenizer.said = [f"{core} is the tokenizer, and {', '.join(others)} beside it is not read", *tokenizer.said]
     return tokenizer
-
-
-def tokenizer_digest(path: str | Path) -> str:
-    """The content of the tokenizer at `path` (as load_tokenizer takes it) in 32 hexadecimal digits. Raises
-    ConfigError."""
-    return load_tokenizer(path).digest
-
-
-def is_tokenizer(path: str | Path, digest: str) -> bool:
-    """Whether the tokenizer at `path` is the one that a run recorded as `digest`, today or by an earlier version.
-    Raises ConfigError."""
-    return load_tokenizer(path).is_named_by(digest)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+RUN = 64  # characters: enough for a pattern that tries all ways to cut them
+MOST_RUNS = 128
+
 PROBES = (
     "",
     " ",
@@ -35,3 +40,12 @@ PROBES = (
     " " * 67,
     "\n" * 9 + "=" * 40 + "a" * 37 + "-" * 70 + "0" * 21,
 )
+
+
+def runs_of(texts: Iterable[str]) -> list[str]:
+    """Runs of each character that the texts hold, and of some of every kind, each with an end that no pattern of them
+    takes; and the texts in a row."""
+    texts = list(texts)
+    characters = dict.fromkeys(["a", "Z", "0", " ", "_", ".", "\n", "\xe9", "\u4e2d", *"".join(texts)[:4096]])
+    rows = [text[:RUN] * 8 for text in texts[:MOST_RUNS]]
+    return [*(f"{character * RUN}\x01" for character in list(characters)[:MOST_RUNS]), *rows]

@@ -93,7 +93,7 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object")
@@ -122,5 +122,5 @@ def token_flags(token: dict[str, Any]) -> dict[str, bool]:
     return {flag: bool(token[flag]) for flag in FLAGS if flag in token}
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]

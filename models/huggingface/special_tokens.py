@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from configs.files import read_yaml
 from configs.schema import ConfigError
 from models.folder import read_json, read_token_ids, show_json
 
@@ -59,7 +58,7 @@ def of_config(hf: dict[str, Any], vocab_size: int) -> SpecialTokens:
 def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
     """What the config.yaml of a folder of logical weights says; None where it is silent, as those of earlier versions.
     Raises ConfigError."""
-    section = yaml.safe_load((folder / "config.yaml").read_text()).get("special_tokens")
+    section = read_yaml(folder / "config.yaml").get("special_tokens")
     if section is not None and not isinstance(section, dict):
         raise ConfigError(f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must say {', '.join(KEYS)}.")
     return None if section is None else _checked(section, vocab_size, str(folder / "config.yaml"))

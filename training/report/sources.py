@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from checkpoint.record import RECORD
+from configs.files import parse_yaml, read_regular
 from configs.schema import ConfigError
 from simulator.clock.output.trace import FOLDER as TRACES
 from training.report.environment import ENVIRONMENT
@@ -72,9 +73,9 @@ def _config(source: RunFiles) -> dict[str, Any]:
         source.notes.append("config.yaml is missing: what was trained is not known.")
         return {}
     try:
-        source.config_text = path.read_text(encoding="utf-8")
-        config = yaml.safe_load(source.config_text)
-    except (yaml.YAMLError, UnicodeDecodeError):
+        source.config_text = read_regular(path).decode()
+        config = parse_yaml(source.config_text.encode())
+    except (OSError, yaml.YAMLError, ValueError):
         config = None
     if not isinstance(config, dict):
         source.notes.append("config.yaml cannot be read: what was trained is not known.")

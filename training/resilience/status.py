@@ -15,6 +15,7 @@ from typing import Any
 from checkpoint import record
 from configs import command, files
 from configs.schema import ConfigError
+from configs.show import visible
 
 STATUS = "status.json"
 
@@ -32,7 +33,7 @@ def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> Non
 def read(run_dir: Path) -> dict[str, Any]:
     """What the run said of itself last; nothing if it said nothing that can be read."""
     try:
-        content = json.loads((run_dir / STATUS).read_text())
+        content = json.loads(files.read_regular(run_dir / STATUS))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -71,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             json.dumps(content)
             if options.json
-            else f"{content['state']} after step {content['step']}: {content['text']}"
+            else visible(f"{content['state']} after step {content['step']}: {content['text']}")
         )
 
     return command.run(body)

@@ -49,7 +49,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
     """
     run_dir = Path(config.run_dir)
     prepared, expected = _prepare(config)
-    tokenizer = load_tokenizer(prepared.tokenizer_path)
+    tokenizer = load_tokenizer(prepared.tokenizer_path, tried=True)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     topology = topology_module.initialize(config)
     refuse_other_facts(identity.facts(prepared.identity))

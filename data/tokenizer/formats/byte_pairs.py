@@ -21,8 +21,11 @@ def merges_of(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
     is left over stands at the end, which makes the first pair of the text that one.
     """
     merges = []
+    lengths = sorted({len(piece) for piece in ranks})
     for piece, rank in ranks.items():
-        for cut in range(1, len(piece)):
+        for cut in lengths:  # of a piece much longer than others few cuts can be two pieces
+            if cut >= len(piece):
+                break
             left, right = piece[:cut], piece[cut:]
             if left in ranks and right in ranks:
                 merges.append((rank, -cut, left, right))

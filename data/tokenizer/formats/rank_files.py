@@ -31,6 +31,7 @@ TEKKEN_SPECIALS = (
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
+MOST_SPECIALS = 1 << 16  # published ones have 1000
 # Oniguruma reads these in another way than the library that the pattern was written for.
 OTHERWISE_READ = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\^(?<!\[\^)|[}*+?]\+)")
 
@@ -71,10 +72,10 @@ def tekken(file: Path, settings: dict[str, Any]) -> Converted:
         pattern = str(config["pattern"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"data.tokenizer={file}: it is no tekken.json: {first_line(error)}") from error
-    if size > count + len(ranks) or any(i >= count for i in specials):
+    if size > count + len(ranks) or count > MOST_SPECIALS or any(not 0 <= i < count for i in specials):
         raise ConfigError(
             f"data.tokenizer={file}: it holds {len(ranks)} tokens and {len(specials)} special ones, and says that they "
-            f"are {size} with {count} special ones"
+            f"are {size} with {count} special ones, of which there may be {MOST_SPECIALS}"
         )
     found = OTHERWISE_READ.search(pattern)
     if found is not None:
@@ -110,8 +111,9 @@ def _converted(
                 f"data.tokenizer={file}: tokenizer_config.json beside it names {role} {name!r}, and no special token "
                 f"has that name; the first ones are {', '.join(list(specials.values())[:5])}"
             )
+    taken = set(ranks.values())
     for i, name in specials.items():
-        if name in vocabulary or i in ranks.values():
+        if name in vocabulary or i in taken:
             raise ConfigError(f"data.tokenizer={file}: the special token {name!r} ({i}) is in the vocabulary, too")
         vocabulary[name] = i
     spec = tokenizer_spec(

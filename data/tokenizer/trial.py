@@ -1,0 +1,197 @@
+"""Tokenizers of others are read and tried in a process with limits of time and memory before this one reads them: a
+file can make the libraries that read it search for ever, take all memory, or end their process.
+
+The process imports the libraries once and forks for each tokenizer, so that one takes milliseconds. It ends with its
+caller, or when nobody has asked it for a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.schema import ConfigError
+from configs.tokenizer_files import tokenizer_files
+from data.tokenizer.base import Tokenizer
+from data.tokenizer.load import cannot_be_read, open_tokenizer
+from data.tokenizer.probes import PROBES, runs_of
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CPU_SECONDS, PER_MEGABYTE = 5, 4  # of one processor, for one tokenizer; the largest published ones need half of it
+MEMORY_GIB = 2  # of address space
+BUSY = 10  # seconds of the clock for one of the processor, on a machine with other work
+IDLE_SECONDS = 60.0
+OTHER = "Give another tokenizer, or data.tokenizer=sentencepiece to train one"
+SERVE = "from data.tokenizer import trial; trial.serve()"
+
+_lock = threading.Lock()
+_server: tuple[int, subprocess.Popen[bytes]] | None = None  # with the process that started it
+_good: set[str] = set()  # what was tried, by names, sizes and times of the files
+
+
+def load_tokenizer(path: str | Path, tried: bool = False) -> Tokenizer:
+    """Open a tokenizer's file, or a folder with one, as `open_tokenizer` does; unless it was `tried`, in a process with
+    limits first. Raises ConfigError naming data.tokenizer."""
+    if not tried:
+        _try(path)
+    return open_tokenizer(path)
+
+
+def tokenizer_digest(path: str | Path, tried: bool = False) -> str:
+    """The content of the tokenizer at `path` (as load_tokenizer takes it) in 32 hexadecimal digits. Raises
+    ConfigError."""
+    return load_tokenizer(path, tried).digest
+
+
+def is_tokenizer(path: str | Path, digest: str, tried: bool = False) -> bool:
+    """Whether the tokenizer at `path` is the one that a run recorded as `digest`, today or by an earlier version.
+    Raises ConfigError."""
+    return load_tokenizer(path, tried).is_named_by(digest)
+
+
+def _try(path: str | Path) -> None:
+    """Raise ConfigError where a tokenizer cannot be used within the limits."""
+    place = Path(path)
+    files = [*tokenizer_files(place).values(), (place if place.is_dir() else place.parent) / "config.json"]
+    stats = [(str(file.absolute()), file.stat()) for file in files if file.is_file()]
+    state = json.dumps([(name, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in stats])
+    if state in _good:
+        return
+    seconds = CPU_SECONDS + PER_MEGABYTE * sum(found.st_size for _, found in stats) // 10**6
+    wrong = _answer({"path": str(path), "folder": os.getcwd(), "seconds": seconds})
+    if wrong:
+        raise ConfigError(wrong)
+    _good.add(state)
+
+
+def _answer(question: dict[str, Any]) -> str:
+    """What is wrong with a tokenizer, "" for nothing. Raises OSError where the process does not answer."""
+    limit = BUSY * question["seconds"]
+    with _lock:
+        for _ in range(2):  # the process may have ended just now, as it was idle
+            server = _started()
+            assert server.stdin and server.stdout
+            try:
+                server.stdin.write(json.dumps(question).encode() + b"\n")
+                server.stdin.flush()
+            except BrokenPipeError:
+                server.wait(limit)
+                continue
+            if not select.select([server.stdout], [], [], 2 * limit)[0]:
+                server.kill()
+                break
+            line = server.stdout.readline()
+            if line:
+                return str(json.loads(line))
+            server.wait(limit)
+    raise OSError(f"data.tokenizer={question['path']}: the process that tries tokenizers gave no answer; start again")
+
+
+def _started() -> subprocess.Popen[bytes]:
+    global _server
+    if _server is not None and _server[0] == os.getpid() and _server[1].poll() is None:
+        return _server[1]
+    one_thread = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"), "1")
+    environment = {**os.environ, **one_thread, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,  # what the libraries say of a file before they break off
+        env=environment,
+    )
+    _server = (os.getpid(), server)
+    return server
+
+
+def serve() -> None:
+    """Answer each line of standard input, until it ends or none comes for a while."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    import sentencepiece  # noqa: F401  (here once, not in each fork)
+    import tokenizers  # noqa: F401
+
+    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        replies.write(json.dumps(_tried(json.loads(line))) + "\n")
+        replies.flush()
+
+
+def _tried(question: dict[str, Any]) -> str:
+    """What is wrong with a tokenizer, found by a fork of this process with limits; "" for nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.chdir(question["folder"])
+            _limit(resource.RLIMIT_AS, MEMORY_GIB << 30)
+            _limit(resource.RLIMIT_CPU, question["seconds"])
+            _limit(resource.RLIMIT_CORE, 0)
+            os.write(writing, _use(question["path"]).encode(errors="replace")[:8192])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    deadline, answer = time.monotonic() + BUSY * question["seconds"], b""
+    while select.select([reading], [], [], max(deadline - time.monotonic(), 0))[0]:
+        content = os.read(reading, 8192)
+        if not content:
+            break
+        answer += content
+    else:
+        os.kill(child, signal.SIGKILL)
+    os.close(reading)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status == 0:
+        return answer.decode()
+    name = f"data.tokenizer={question['path']}"
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
+        return f"{name}: reading it and encoding short texts takes more than {question['seconds']} s. {OTHER}"
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return (
+        f"{name}: the library that reads it breaks off ({how}): the file is damaged, or needs more than {MEMORY_GIB} "
+        f"GiB of memory. {OTHER}"
+    )
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, hard))
+
+
+def _use(path: str) -> str:
+    """Do with a tokenizer all that is done with one; what is wrong with it, "" for nothing."""
+    try:
+        tokenizer: Any = open_tokenizer(path)
+        texts = [*PROBES, *runs_of(tokenizer.rule_texts())]
+        for text in texts:
+            tokenizer.decode(tokenizer.encode(text))
+            tokenizer.encode_prompt(text)
+        tokenizer.encode_batch(texts)
+        for first in range(0, 0xD800, 1024):  # tables of characters may be wrong for any of them
+            tokenizer.encode("".join(map(chr, range(first, first + 1024))))
+        tokenizer.decode(range(min(tokenizer.vocab_size, 4096)))
+        for method in ("special_ids", "word_starts", "control_tokens", "notes"):
+            getattr(tokenizer, method)()
+        _ = tokenizer.digest
+    except ConfigError as error:
+        return str(error)
+    except MemoryError:
+        return f"data.tokenizer={path}: it needs more than {MEMORY_GIB} GiB of memory. {OTHER}"
+    except BaseException as error:  # tokenizers' PanicException is no Exception
+        return str(cannot_be_read(path, error))
+    return ""
