@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel.norms import tensor_norms
 
@@ -20,6 +23,7 @@ def apply() -> None:
     _measure_gradients_exactly()
     _accept_subclasses_of_layers()
     _let_latent_attention_do_without_te()
+    _free_outputs_once_sent()
 
 
 def _define_te_general_gemm() -> None:
@@ -55,3 +59,27 @@ def _measure_gradients_exactly() -> None:
 
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm
+
+
+def _free_outputs_once_sent() -> None:
+    # The interleaved schedule frees a chunk's output while its send may still read it: what keeps a tensor of NCCL's
+    # alive does not keep memory that `Tensor.data` gives up. Upstream waits since 0.18.0 (#4047), right after it has
+    # posted the send; here the output is waited for where it is freed, which is a backward pass later.
+    send, free = p2p_communication.P2PCommunicator.send_forward_recv_forward, schedules.deallocate_output_tensor
+    sends = WeakTensorKeyDictionary()
+
+    @functools.wraps(send)
+    def send_and_note(self: Any, output_tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        received = send(self, output_tensor, *args, **kwargs)
+        if isinstance(received, tuple) and output_tensor is not None:  # overlapped: nobody has waited for it
+            sends[output_tensor] = received[1]["send_next"]
+        return received
+
+    @functools.wraps(free)
+    def free_once_sent(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
+        if out is not None and deallocate_pipeline_outputs and (sent := sends.pop(out, None)) is not None:
+            sent.wait()
+        free(out, deallocate_pipeline_outputs)
+
+    p2p_communication.P2PCommunicator.send_forward_recv_forward = send_and_note
+    schedules.deallocate_output_tensor = free_once_sent
