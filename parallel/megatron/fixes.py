@@ -10,6 +10,7 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,6 +25,7 @@ def apply() -> None:
     _accept_subclasses_of_layers()
     _let_latent_attention_do_without_te()
     _free_outputs_once_sent()
+    _return_the_sum()
 
 
 def _define_te_general_gemm() -> None:
@@ -83,3 +85,15 @@ def _free_outputs_once_sent() -> None:
 
     p2p_communication.P2PCommunicator.send_forward_recv_forward = send_and_note
     schedules.deallocate_output_tensor = free_once_sent
+
+
+def _return_the_sum() -> None:
+    # The sum over the tensor ranks of a tensor that is not contiguous, as the gradient of one in a concatenation is, is
+    # made in a copy, and the tensor itself is returned. Fixed upstream in 0.19.0 (#5338).
+    add_up = mappings._reduce
+
+    @functools.wraps(add_up)
+    def add_up_contiguous(input_: torch.Tensor, group: Any) -> Any:
+        return add_up(input_.contiguous(), group)
+
+    mappings._reduce = add_up_contiguous
