@@ -22,7 +22,8 @@ import xxhash
 import yaml
 
 from checkpoint import record, safetensors_header
-from configs.files import SUM, own_sum, read_yaml, writing
+from configs.checksums import SUM, own_sum
+from configs.files import read_yaml, writing
 from configs.schema import ConfigError
 
 FORMAT = 2

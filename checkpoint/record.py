@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from configs import files
+from configs import checksums
 from configs.schema import Config, ConfigError
 
 RECORD = "run.json"
@@ -85,7 +85,7 @@ def read(run_dir: Path) -> Record | None:
     """The record of a folder's run; None where there is none. Raises ConfigError for one that cannot be read."""
     path = run_dir / RECORD
     try:
-        content = files.read_summed(path)
+        content = checksums.read_summed(path)
         known = {field.name for field in dataclasses.fields(Record)}
         found = Record(**{key: value for key, value in content.items() if key in known})
         for name, kinds in _KINDS.items():
@@ -103,7 +103,7 @@ def read(run_dir: Path) -> Record | None:
 
 def write(run_dir: Path, record: Record) -> None:
     """Put a record in place, whole or not at all. Raises OSError."""
-    files.write_summed(run_dir / RECORD, asdict(record))
+    checksums.write_summed(run_dir / RECORD, asdict(record))
 
 
 def this_process() -> dict[str, Any]:

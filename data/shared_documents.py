@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from configs import files
+from configs import checksums
 from configs.schema import ConfigError
 from data.digest import digest_of
 
@@ -101,11 +101,11 @@ def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
     key = digest_of([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip((one, other), stats)])
     place = cache / "overlaps" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError):
-        found = files.read_summed(place)
+        found = checksums.read_summed(place)
         return int(found["shared"]), int(found["total"])
     texts = np.load(one)
     shared = len(np.intersect1d(texts, np.load(other), assume_unique=True))
     with contextlib.suppress(OSError):  # a cache that cannot be written: every start looks again
         place.parent.mkdir(parents=True, exist_ok=True)
-        files.write_summed(place, {"shared": shared, "total": len(texts)})
+        checksums.write_summed(place, {"shared": shared, "total": len(texts)})
     return shared, len(texts)

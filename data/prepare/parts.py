@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from configs.files import sync, write_summed, write_text
+from configs.checksums import write_summed
+from configs.files import sync, write_text
 from configs.schema import ConfigError, DataConfig
 from data import shared_documents
 from data.corpus import Source, plan_parts

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import progress
-from configs.files import read_summed, writing_into
+from configs.checksums import read_summed
+from configs.files import writing_into
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Source

@@ -222,12 +222,7 @@ class LatentAttention(MLASelfAttention):
             # Megatron-core gathers the rotary key of such a part by itself, and that sums its gradients.
             return scatter_to_sequence_parallel_region(full), output[1]
         latent, rotary = full.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        rotary = copy_to_tensor_model_parallel_region(rotary)
-        if rotary.requires_grad:
-            # Megatron-core sums a copy of a gradient that is not contiguous, as a part of a concatenation is, and goes
-            # on with the gradient itself.
-            rotary.register_hook(torch.Tensor.contiguous)
-        return torch.cat([latent, rotary], dim=-1), output[1]
+        return torch.cat([latent, copy_to_tensor_model_parallel_region(rotary)], dim=-1), output[1]
 
 
 @functools.lru_cache(maxsize=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from typing import Any
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.optimizer import clip_grads
+from megatron.core.pipeline_parallel import p2p_communication, schedules
+from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer import multi_latent_attention, transformer_layer
 from megatron.core.transformer.moe import moe_utils
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from parallel.norms import tensor_norms
 
@@ -23,6 +27,8 @@ def apply() -> None:
     _accept_subclasses_of_layers()
     _let_latent_attention_do_without_te()
     _compare_counts_exactly()
+    _free_outputs_once_sent()
+    _return_the_sum()
 
 
 def _define_te_general_gemm() -> None:
@@ -72,3 +78,39 @@ def _compare_counts_exactly() -> None:
     # The package has a function of the same name as the module.
     module: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     module.get_updated_expert_bias = updated
+
+
+def _free_outputs_once_sent() -> None:
+    # The interleaved schedule frees a chunk's output while its send may still read it: what keeps a tensor of NCCL's
+    # alive does not keep memory that `Tensor.data` gives up. Upstream waits since 0.18.0 (#4047), right after it has
+    # posted the send; here the output is waited for where it is freed, which is a backward pass later.
+    send, free = p2p_communication.P2PCommunicator.send_forward_recv_forward, schedules.deallocate_output_tensor
+    sends = WeakTensorKeyDictionary()
+
+    @functools.wraps(send)
+    def send_and_note(self: Any, output_tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        received = send(self, output_tensor, *args, **kwargs)
+        if isinstance(received, tuple) and output_tensor is not None:  # overlapped: nobody has waited for it
+            sends[output_tensor] = received[1]["send_next"]
+        return received
+
+    @functools.wraps(free)
+    def free_once_sent(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
+        if out is not None and deallocate_pipeline_outputs and (sent := sends.pop(out, None)) is not None:
+            sent.wait()
+        free(out, deallocate_pipeline_outputs)
+
+    p2p_communication.P2PCommunicator.send_forward_recv_forward = send_and_note
+    schedules.deallocate_output_tensor = free_once_sent
+
+
+def _return_the_sum() -> None:
+    # The sum over the tensor ranks of a tensor that is not contiguous, as the gradient of one in a concatenation is, is
+    # made in a copy, and the tensor itself is returned. Fixed upstream in 0.19.0 (#5338).
+    add_up = mappings._reduce
+
+    @functools.wraps(add_up)
+    def add_up_contiguous(input_: torch.Tensor, group: Any) -> Any:
+        return add_up(input_.contiguous(), group)
+
+    mappings._reduce = add_up_contiguous

@@ -14,7 +14,7 @@ from checkpoint import manifest, record, start
 from checkpoint.record import Record
 from checkpoint.run_files import GrowingFiles, changed
 from checkpoint.safetensors_header import Entry, incomplete
-from configs import files
+from configs import checksums, files
 from configs.schema import Config, ConfigError
 from tests.training.test_start import ID, save, take_steps
 from training.resilience.health import SKIPPED, SkippedSamples
@@ -157,13 +157,13 @@ def test_boxes_that_overlap_are_refused_where_their_number_of_elements_is_right(
 def test_a_choice_that_was_changed_is_not_obeyed(tmp_path: Path) -> None:
     path = tmp_path / "experts_chosen.json"
     assert read_choice(path, ("a", "b")) is None
-    files.write_summed(path, {"values": {"a": 1}, "world_size": 2})
+    checksums.write_summed(path, {"values": {"a": 1}, "world_size": 2})
     assert read_choice(path, ("a", "b")) == {"values": {"a": 1}, "world_size": 2}
     path.write_text(path.read_text().replace('"a": 1', '"a": 2'))
     with pytest.raises(ConfigError, match=r"experts_chosen.json cannot be read \(it was changed.*or delete it"):
         read_choice(path, ("a", "b"))
     for content in ({"values": {"a": 1, "optimizer.lr": 1.0}}, {"world_size": 2}, {"values": [1]}):
-        files.write_summed(path, content)
+        checksums.write_summed(path, content)
         with pytest.raises(ConfigError, match="which is none of its keys"):
             read_choice(path, ("a", "b"))
     for text in ("", "[1]", "{"):
@@ -175,13 +175,13 @@ def test_a_choice_that_was_changed_is_not_obeyed(tmp_path: Path) -> None:
 def test_a_file_with_its_checksum_next_to_it(tmp_path: Path) -> None:
     path = tmp_path / SKIPPED
     SkippedSamples(tmp_path)._write(True)
-    assert files.read_with_sum(path) == "[]"
-    files.write_with_sum(path, "[1]")
-    assert files.read_with_sum(path) == "[1]"
+    assert checksums.read_with_sum(path) == "[]"
+    checksums.write_with_sum(path, "[1]")
+    assert checksums.read_with_sum(path) == "[1]"
     path.write_text("[]")  # a kill after the checksum was written, before the file was
-    assert files.read_with_sum(path) == "[]"
+    assert checksums.read_with_sum(path) == "[]"
     path.write_text("[2]")
     with pytest.raises(ValueError, match="it was changed"):
-        files.read_with_sum(path)
+        checksums.read_with_sum(path)
     (tmp_path / f"{SKIPPED}.xxh3").unlink()
-    assert files.read_with_sum(path) == "[2]"
+    assert checksums.read_with_sum(path) == "[2]"

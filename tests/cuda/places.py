@@ -15,6 +15,7 @@ GRADS = "megatron/core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketG
 WEIGHTS = "megatron/core/distributed/param_and_grad_buffer.py:_ParamAndGradBucketGroup.finish_param_sync"
 LINEAR = "megatron/core/tensor_parallel/layers.py:LinearWithGradAccumulationAndAsyncCommunication"
 INTERLEAVED = "megatron/core/pipeline_parallel/schedules.py:forward_backward_pipelining_with_interleaving"
+SENT = "parallel/megatron/fixes.py:_free_outputs_once_sent.<locals>.free_once_sent"
 OVER_RANKS = "moe/schedule/over_ranks.py:"
 OFFLOAD = "memory/offload.py:OffloadedTensor."
 EXPERTS, EXPERT_TIER = "moe/experts/streamed.py:", "optim/tiers/expert_tier.py:ExpertTier."
@@ -102,6 +103,7 @@ MUTANTS = {
     "another stage's activations": _mutant("wait", P2P, "pipeline"),
     "another stage's experts": _mutant("wait", P2P, "experts in a pipeline"),
     "activations of a model chunk": _mutant("wait", INTERLEAVED, "interleaved"),
+    "an output that is sent before it is freed": _mutant("wait", SENT, "interleaved"),
     "gradients that are sharded": _mutant("wait", GRADS, "data parallel"),
     "gradients that are not": _mutant("wait", GRADS, "gradients not sharded"),
     "weights that are gathered": _mutant("wait", WEIGHTS, "data parallel"),

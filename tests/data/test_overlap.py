@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.files import read_summed
+from configs.checksums import read_summed
 from configs.schema import ConfigError, DataConfig
 from data import overlap
 from data.corpus import parse_corpus

@@ -39,6 +39,7 @@ CONTEXTS: dict[str, tuple[int, Overrides]] = {
     "2 with tp2 and sp": (4, {"parallel": {"context": 2, "tensor": 2, "sequence": True}}),
     "2 with pp2": (4, {"parallel": {"context": 2, "pipeline": 2}}),
     "2 with dp2": (4, {"parallel": {"context": 2}}),
+    "2 with tp2": (4, {"parallel": {"context": 2, "tensor": 2}}),
 }
 
 
@@ -57,7 +58,9 @@ EVERY = 3  # of the layouts, for each model; the next model begins with the next
 
 def cases() -> Iterator[tuple[str, str, str]]:
     """Layout, model and documents: joined and separate in turns, and joined alone for BERT."""
-    layouts = list(CONTEXTS)
+    # There the tensor ranks sum the gradient of a latent, which is not contiguous: a part of a concatenation's.
+    yield "2 with tp2", "latent", "joined"
+    layouts = [name for name in CONTEXTS if name != "2 with tp2"]
     for i, model in enumerate(MODELS):
         for turn, layout in enumerate(layouts[i % EVERY :: EVERY]):
             yield layout, model, "separate" if model != "bert" and (i + turn) % 2 else "joined"

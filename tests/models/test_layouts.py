@@ -78,6 +78,7 @@ MODELS: dict[str, list[Overrides]] = {
     "bert_moe": [BERT_MOE],
     "bert_moe_without_bias": [BERT_MOE, {"model": {"linear_bias": False}}],
     "gpt_latent": [LATENT],
+    "gpt_norm_of_each_head": [{"model": {"qk_norm": True}}],
     "gpt_norm_of_all_heads": [{"model": {"qk_norm": True, "qk_norm_over": "all_heads"}}],
     "gpt_one_query_group": [{"model": {"num_query_groups": 1, "qkv_bias": True}}],
 }
@@ -114,6 +115,7 @@ CASES = [
     ("gpt_one_query_group", "tp2"),
     ("gpt_latent", "tp2_without_sp"),
     ("gpt_latent", "pp2_vpp2"),
+    ("gpt_norm_of_each_head", "tp2_without_sp"),
     ("gpt_norm_of_all_heads", "tp2_without_sp"),
 ]
 _single: dict[str, dict[str, Any]] = {}

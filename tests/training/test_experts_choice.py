@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.checksums import read_summed, write_summed
 from configs.compose import compose
-from configs.files import read_summed, write_summed
 from configs.schema import Config, ConfigError
 from tests.training.test_layout_choice import cpu_machine
 from training.starting import experts_choice

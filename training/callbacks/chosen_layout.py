@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from configs.files import write_summed
+from configs.checksums import write_summed
 from training.resilience import events
 from training.run import Callback, Run
 from training.starting.layout_choice import CHOSEN, LayoutChoice

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from configs import files
+from configs import checksums
 from configs.schema import Config, ConfigError
 
 SKIPPED = "skipped_samples.json"
@@ -220,7 +220,7 @@ class SkippedSamples:
             path = origin / SKIPPED
         if dist.get_rank() == 0 and path.exists():
             try:
-                text = files.read_with_sum(path)
+                text = checksums.read_with_sum(path)
                 [Skip(**skip) for skip in json.loads(text)]
                 answer[0] = text
             except (OSError, ValueError, TypeError) as error:
@@ -255,4 +255,4 @@ class SkippedSamples:
 
     def _write(self, write: bool) -> None:
         if write:
-            files.write_with_sum(self._path, json.dumps([asdict(skip) for skip in self._skips], indent=1))
+            checksums.write_with_sum(self._path, json.dumps([asdict(skip) for skip in self._skips], indent=1))

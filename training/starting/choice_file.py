@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from configs.files import read_summed
+from configs.checksums import read_summed
 from configs.schema import ConfigError
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from configs import validate
-from configs.files import spared, write_summed
+from configs.checksums import write_summed
+from configs.files import spared
 from configs.keys import get
 from configs.ranks import launched
 from configs.schema import Config, ConfigError

@@ -34,6 +34,7 @@ class _State:
         self.overtaken: dict[Key, Exchange] = {}  # by the mutant `order`
         self.all: list[Exchange] = []  # the Python half of what C++ still holds
         self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # messages on their way, and gloo's works
+        self.not_waited_for: dict[Key, deque[Exchange]] = defaultdict(deque)  # sends that have run without a wait
         self.log: Log = {}
         self.agents: dict[Key, order.Agent] = defaultdict(order.Agent)  # a communicator has a stream of its own
         self.locks: dict[Key, Any] = defaultdict(threading.RLock)  # who holds it does its operations
@@ -145,8 +146,11 @@ class Exchange(Work):  # type: ignore[misc]
                 _STATE.queues[self._key].append(self)
             while not self._is_done:
                 _STATE.queues[self._key].popleft().run()
+            sent = _STATE.not_waited_for[self._key]
+            for _ in range(sent.index(self) + 1 if self in sent else len(sent)):
+                sent.popleft().end()
 
-    def run(self) -> None:
+    def run(self, is_waited_for: bool = True) -> None:
         if self.operation.name != "send":  # that does not wait for other ranks
             _send_what_waits()
         self._is_done = True
@@ -170,7 +174,10 @@ class Exchange(Work):  # type: ignore[misc]
             raise RuntimeError(f"{self.operation}, on rank {dist.get_rank()}, over {self._key}: {error}") from error
         finally:
             _THREAD.is_running = False
-            self.end()
+            if is_waited_for:
+                self.end()
+            else:  # NCCL may read until somebody has waited
+                _STATE.not_waited_for[self._key].append(self)
 
     def end(self) -> None:
         """Nothing is held any more."""
@@ -218,6 +225,9 @@ def run_all() -> int:
         while queue:
             left += 1
             queue.popleft().run()
+    for sent in _STATE.not_waited_for.values():
+        while sent:
+            sent.popleft().end()
     while _STATE.sent:
         _STATE.sent.popleft()[0].wait(LIMIT)
     return left
@@ -230,7 +240,7 @@ def _send_what_waits() -> None:
         if _STATE.locks[key].acquire(blocking=False):
             try:
                 while queue and queue[0].operation.name == "send":
-                    queue.popleft().run()
+                    queue.popleft().run(is_waited_for=False)
             finally:
                 _STATE.locks[key].release()
 
@@ -247,4 +257,5 @@ def forget() -> None:
     for exchange in _STATE.all:
         exchange.end()
     _STATE.queues, _STATE.overtaken, _STATE.all, _STATE.log = {}, {}, [], {}
+    _STATE.not_waited_for.clear()
     _STATE.sent.clear()
