@@ -209,6 +209,14 @@ def _adopted(run_dir: Path) -> Record | None:
     return dataclasses.replace(found, id=ids[0] if ids else found.id, saved=saved[-1] if saved else 0, adopted=not ids)
 
 
+def in_new_folder(config: Config) -> str:
+    """A run_dir beside that of `config` that no run has, as it is typed: for what a run that has started refuses."""
+    number = 2
+    while Path(f"{config.run_dir}_{number}").exists():
+        number += 1
+    return as_typed("run_dir", f"{config.run_dir}_{number}")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What differs from the checkpoint
 # ---------------------------------------------------------------------------------------------------------------------

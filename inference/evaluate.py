@@ -57,7 +57,8 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
     length = options.length or model.config.model.sequence_length
     if decoder.max_length is not None and length > decoder.max_length:
         raise ConfigError(
-            f"--length ({length}) exceeds the model's {decoder.max_length} learned positions. Try {decoder.max_length}."
+            f"--length ({length}) exceeds the model's {decoder.max_length} learned positions. Try --length "
+            f"{decoder.max_length}."
         )
     if length < 2:
         raise ConfigError(f"--length ({length}) must be at least 2: a token to read and one to predict.")

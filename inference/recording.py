@@ -33,10 +33,11 @@ def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
     layers = tuple(layer for layer, is_moe in enumerate(derived.moe_layer_pattern(model.config)) if is_moe)
     if not layers:
         raise ConfigError(f"{FLAG} ({path}) needs a model with experts, and {model.source} has none.")
-    if model.config.parallel.pipeline > 1:
-        raise ConfigError(
-            f"parallel.pipeline ({model.config.parallel.pipeline}) must be 1 with {FLAG}. Try parallel.expert."
-        )
+    layout = model.config.parallel
+    if layout.pipeline > 1:
+        ranks, experts = layout.expert * layout.pipeline, model.config.moe.num_experts or 0
+        advice = "fewer ranks" if experts % ranks else f"parallel.pipeline=1 parallel.expert={ranks}"
+        raise ConfigError(f"parallel.pipeline ({layout.pipeline}) must be 1 with {FLAG}. Try {advice}.")
     if model.topology.rank > 0:
         yield
         return

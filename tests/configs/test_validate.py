@@ -93,7 +93,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "Try model.attention_dropout=0",
     ),
     (["data.vocab_size=319"], 1, "data.vocab_size", "Try data.vocab_size=320"),
-    (["data.vocab_size=100", "model.vocab_size=110"], 1, "data.vocab_size", "=320 model.vocab_size=null"),
+    (
+        ["data.vocab_size=100", "model.vocab_size=110"],
+        1,
+        "data.vocab_size",
+        "data.vocab_size=320 model.vocab_size=null",
+    ),
     (["data.vocab_size=2147483647"], 1, "data.vocab_size", "Try data.vocab_size=1000000"),
     (["model.vocab_size=1000"], 1, "model.vocab_size", "4096"),
     (["data.corpus=[]"], 1, "data.corpus", "stdlib"),

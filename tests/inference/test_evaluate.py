@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -408,3 +409,19 @@ def test_masked_words(layout: list[str], tmp_path: Path) -> None:
     for message, (main, arguments) in wrong.items():
         status, out, err = distributed.run(command, 1, main, arguments)[0]
         assert (status, out) == (2, "") and message in err
+
+
+@pytest.mark.parametrize("line", [["--length", "99"], ["--length", "8", "--stride", "9"]], ids=["length", "stride"])
+def test_an_advised_length_and_stride_are_typed_and_taken(line: list[str]) -> None:
+    model: Any = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(sequence_length=LENGTH)))
+    decoder: Any = SimpleNamespace(max_length=LENGTH)
+    parser = argparse.ArgumentParser()
+    for option in ("--length", "--stride"):
+        parser.add_argument(option, type=int)
+    fixed = argparse.Namespace(files=[Path("nothing")], text_key="text", documents_in_text="file", batch=1)
+    with pytest.raises(ConfigError) as caught:
+        evaluate._evaluate_files(parser.parse_args(line, fixed), model, decoder)
+    advised = re.search(r"Try (--[a-z]+ [0-9]+)\.$", str(caught.value))
+    assert advised, caught.value
+    with pytest.raises(ConfigError, match="nothing"):  # the window is right: the file is next
+        evaluate._evaluate_files(parser.parse_args([*line, *advised[1].split()], fixed), model, decoder)

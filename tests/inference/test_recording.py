@@ -28,9 +28,9 @@ def test_the_advised_layout_records_what_one_rank_does(model: Path, tmp_path: Pa
     assert status == 0
     for status, said, errors in distributed.run(command, 2, generate.main, _line(model, tmp_path / "two", PP2)):
         assert (status, said) == (2, "") and "Traceback" not in errors
-        assert "parallel.pipeline (2) must be 1 with --record-routing. Try parallel.expert." in errors
+        assert f"parallel.pipeline (2) must be 1 with --record-routing. Try parallel.pipeline=1 {EP2}." in errors
     assert not (tmp_path / "two").exists()
-    answers = distributed.run(command, 2, generate.main, _line(model, tmp_path / "two", EP2))
+    answers = distributed.run(command, 2, generate.main, _line(model, tmp_path / "two", "parallel.pipeline=1", EP2))
     assert [(status, text) for status, text, _ in answers] == [(0, out), (0, "")]
     one, two = ((tmp_path / name).read_text().splitlines() for name in ("one", "two"))
     assert one == two and len(one) > 8

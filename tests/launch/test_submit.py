@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from configs.schema import ConfigError
 from launch import job, submit
+from tests.configs import advice
 
 pytestmark = pytest.mark.fast
 
@@ -52,6 +55,32 @@ def test_sbatch_line(options: list[str], world_sizes: list[int], line: list[str]
 def test_impossible_requests_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         submit.prepare(arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "typed"),
+    [
+        (["--nodes", "two"], TINY),
+        (["--nodes", "4-2"], TINY),
+        (["--ranks-per-node", "0"], TINY),
+        (["--array", "7-3"], TINY),
+        (["--nodes", "3"], TINY),
+        ([], [*TINY, "parallel.tensor=3"]),
+        ([], [*TINY, "optimizer.lrr=0.01"]),
+        ([], [*TINY, "data.vocab_size=319"]),
+    ],
+)
+def test_what_is_advised_is_taken(options: list[str], typed: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        submit.prepare([*options, "--", *typed])
+    option = re.search(r"Try (--[a-z-]+ \S+)$", str(caught.value))
+    tries = [(option[1].split(), typed)] if option else []
+    for fixes in [] if option else advice.split(str(caught.value))[1]:
+        if not fixes[0].startswith("WORLD_SIZE="):
+            tries.append((options, [*(typed if options else typed[:-1]), *fixes]))  # the last one was wrong
+    assert tries, caught.value
+    for front, back in tries:
+        assert submit.prepare([*front, "--", *back]).world_sizes
 
 
 def test_elastic_config_is_not_refused_for_the_ranks_that_it_leaves_out() -> None:

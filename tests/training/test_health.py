@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from checkpoint import manifest
 from configs.schema import Config
 from tests import distributed
+from tests.configs import advice
 from tests.distributed import RankError
 from tests.training.helpers import Lines, make_config, read_metrics
 from tests.training.test_step import batches_of, build, small
@@ -185,21 +187,47 @@ def test_rollback_takes_the_steps_again_without_the_batch(data: list[str], tmp_p
 
 
 def test_rollback_without_a_checkpoint_stops(data: list[str], tmp_path: Path) -> None:
+    overrides = ["experiment=gpt_tiny", *data, f"run_dir={tmp_path}"]
     with pytest.raises(RankError, match="no checkpoint to go back to") as caught:
-        run(
-            ["experiment=gpt_tiny", *data, "training.nonfinite=rollback", f"run_dir={tmp_path}"],
-            1,
-            0,
-            [8],
-            value=float("nan"),
-        )
+        run([*overrides, "training.nonfinite=rollback"], 1, 0, [8], value=float("nan"))
     assert isinstance(caught.value.__cause__, UnhealthyRun)
+    # Both that it advises are tried, the second first: it goes back and passes over the batch.
+    assert str(caught.value.__cause__).endswith("Try training.nonfinite=skip, or checkpoint.interval=1.")
+    again = [*overrides, "training.nonfinite=rollback", "checkpoint.interval=1", f"run_dir={tmp_path}/with_interval"]
+    assert [line["step"] for line in run(again, 1, 0, [8], value=float("nan"))] == [1, 2, 3, 4, 5, 6]
+    assert run([*overrides, "training.nonfinite=skip"], 1, 0, [8], value=float("nan"))[-1]["step"] == 6
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("kind", "damaged", "step", "advised"),
+    [
+        ("nonfinite", False, 8, "Try training.nonfinite=skip, or checkpoint.interval=4."),
+        ("spike", False, 8, "Try training.spike=skip, or checkpoint.interval=4."),
+        ("nonfinite", False, 0, "Try training.nonfinite=skip."),
+        ("nonfinite", True, 1, "Try checkpoint.interval=1."),
+    ],
+)
+def test_what_is_advised_without_a_checkpoint(
+    kind: str, damaged: bool, step: int, advised: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The key is of what was refused, skipping mends no weights, and an interval is of steps that were taken."""
+    from training.resilience import recovery
+
+    monkeypatch.setattr(recovery.resume, "newest", lambda *_: None)
+    run: Any = SimpleNamespace(run_dir=tmp_path, progress=SimpleNamespace(step=step))
+    checkpoints: Any = SimpleNamespace(finish_pending=lambda run: None)
+    with pytest.raises(UnhealthyRun) as caught:
+        recovery._go_back(run, Health(Config()), "text", checkpoints, kind, damaged)
+    assert str(caught.value) == f"text. There is no checkpoint to go back to. {advised}"
 
 
 def test_stop_saves_the_last_good_step(data: list[str], tmp_path: Path) -> None:
     overrides = ["experiment=gpt_tiny", *data, f"run_dir={tmp_path}"]
     with pytest.raises(
-        RankError, match=r"The optimizer was not touched; the checkpoint of step 3 is good.*training.nonfinite=skip"
+        RankError,
+        match=r"The optimizer was not touched; the checkpoint of step 3 is good.*"
+        r"training.nonfinite=skip, or training.nonfinite=rollback to",
     ) as caught:
         run(overrides, 2, 0, [3 * SAMPLES], value=float("nan"))
     assert isinstance(caught.value.__cause__, UnhealthyRun)
@@ -326,9 +354,15 @@ def test_fp16_overflow_is_no_fault(data: list[str], tmp_path: Path) -> None:
 
 
 def test_fp16_that_never_updates_is_not_finished(data: list[str], tmp_path: Path) -> None:
+    overrides = [*fp16(data, tmp_path / "run", 1e30, 4), "checkpoint.interval=2"]
     with pytest.raises(RankError, match="after step 4: no step made an update, as fp16 gradients overflowed") as caught:
-        run(fp16(data, tmp_path, 1e30, 4), 1)
+        run(overrides, 1)
     assert isinstance(caught.value.__cause__, UnhealthyRun)
+    # The checkpoints there are of fp16 and of their loss scale: the advice begins another run.
+    (fixes,) = advice.split(str(caught.value.__cause__))[1]
+    assert fixes == ["training.precision=bf16", f"run_dir={tmp_path}/run_2"]
+    lines = run([*overrides, *fixes], 1)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and all(line["updated"] for line in lines)
 
 
 @pytest.mark.parametrize(

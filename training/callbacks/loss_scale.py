@@ -3,13 +3,13 @@ more."""
 
 from __future__ import annotations
 
+from checkpoint import start
 from optim import state as optimizer_state
 from training.resilience import events
 from training.resilience.health import UnhealthyRun
 from training.run import Callback, Metrics, Run
 
 MOST_IN_A_ROW = 50  # such steps: 2**50 below the scale of the first of them, nothing will fit either
-ADVICE = "Try training.precision=bf16, a lower optimizer.lr, or another training.initial_loss_scale."
 
 
 class LossScale(Callback):
@@ -41,8 +41,10 @@ class LossScale(Callback):
         left = run.config.training.steps - step
         why = hopeless(scale, lowest, in_a_row, left, optimizer_state.steps_taken(run.engine.optimizer))
         if why is not None:
+            folder = start.in_new_folder(run.config)  # a checkpoint here keeps its precision and its loss scale
             raise UnhealthyRun(
-                f"after step {step}: {why}, as fp16 gradients overflowed; the loss scale fell to {scale:g}. {ADVICE}"
+                f"after step {step}: {why}, as fp16 gradients overflowed; the loss scale fell to {scale:g}. Try "
+                f"training.precision=bf16 {folder}, or there a lower optimizer.lr or training.initial_loss_scale."
             )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkpoint import manifest, resume
+from checkpoint import manifest, resume, start
 from checkpoint.saver import SaveError
 from configs import derived
+from configs.values import as_typed
 from training import progress
 from training.callbacks.checkpoints import Checkpoints
 from training.resilience import diagnosis, events
@@ -56,7 +57,7 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, refusal: Refu
     if policy == "stop":
         _stop(run, health, text, refusal.kind, damaged, checkpoints)
     if policy == "rollback":
-        _go_back(run, health, text, checkpoints)
+        _go_back(run, health, text, checkpoints, refusal.kind, damaged)
     if not damaged:
         skip = Skip(first, end, step, text)
         health.passed_over(skip)
@@ -94,7 +95,7 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
             step=step,
             samples=marked,
         )
-    key = "training.nonfinite" if kind == "nonfinite" else "training.spike"
+    key = _key(kind)
     saved = "the weights are as the step before left them"
     if damaged:
         saved = "the weights are damaged, and were not saved"
@@ -108,35 +109,52 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
             except SaveError as error:
                 saved = f"its weights are lost: {str(error).rstrip('.')}"
     many = advice = ""
+    has_checkpoint = bool(manifest.list_checkpoints(run.run_dir))
     if gave_up and damaged:
         many = f"; {MOST_DAMAGES} times the run went back to a checkpoint, and the weights were damaged again"
     elif gave_up and kind == NOTHING_PREDICTED:
         many, advice = f"; {MOST_IN_A_ROW + 1} refused batches in a row are too many", f". {MORE_TO_PREDICT}"
     elif gave_up:
         many = f"; {MOST_IN_A_ROW + 1} refused batches in a row are not the data's fault"
-    elif damaged:
+    elif damaged and has_checkpoint:
         advice = f". To go back to the last good checkpoint: {key}=rollback"
+    elif damaged:
+        advice = f". There is no checkpoint to go back to. To have one next time: {_earlier_checkpoints(step)}"
     else:
-        advice = f". To go on without this batch: {key}=skip, or =rollback to go back to a checkpoint first"
+        advice = f". To go on without this batch: {key}=skip" + (
+            f", or {key}=rollback to go back to a checkpoint first" if has_checkpoint else ""
+        )
     raise UnhealthyRun(f"{text}{many}. The optimizer was not touched; {saved}{advice}.")
 
 
-def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints) -> None:
+def _key(kind: str) -> str:
+    return "training.nonfinite" if kind == "nonfinite" else "training.spike"
+
+
+def _earlier_checkpoints(step: int) -> str:
+    """An interval with which a run that got this far has a checkpoint there."""
+    return f"checkpoint.interval={max(1, step // 2)}"
+
+
+def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind: str, damaged: bool) -> None:
     checkpoints.finish_pending(run)
     folder = resume.newest(run.run_dir, beginning.passed_over)
     if folder is None:
+        step = run.progress.step
+        advice = [f"{_key(kind)}=skip"] * (not damaged) + [_earlier_checkpoints(step)] * (step > 0)
         raise UnhealthyRun(
-            f"{text}. There is no checkpoint to go back to. Try training.nonfinite=skip, or a smaller "
-            "checkpoint.interval."
+            f"{text}. There is no checkpoint to go back to." + (f" Try {', or '.join(advice)}." if advice else "")
         )
     before = run.progress.step
     run.progress = progress.load(run.engine, folder)
     run.saver.last_step = None  # a step that is taken again is saved again
     damage = diagnosis.damage(run.engine)
     if damage is not None:
+        older = [path for path in manifest.list_checkpoints(run.run_dir) if path.name < folder.name]
+        advice = [f"{as_typed('checkpoint.resume', str(path))} {start.in_new_folder(run.config)}" for path in older[:1]]
         raise UnhealthyRun(
-            f"{text}. The checkpoint to go back to, {folder}, is damaged in the same way: {damage}. Go on from an "
-            "older one with checkpoint.resume=PATH."
+            f"{text}. The checkpoint to go back to, {folder}, is damaged in the same way: {damage}."
+            + (f" Try {advice[0]} to go on from an older one." if advice else "")
         )
     kept, line = kept_state(run.progress.health, run.progress.step, folder)
     health.go_back(kept)
