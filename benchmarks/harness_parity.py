@@ -68,6 +68,10 @@ def write_tasks(folder: Path, seed: int, documents: int) -> None:
             "doc_to_target": "{{question}}" if kind == ROLLING else "{{word}}",
             "metric_list": [{"metric": metric} for metric in metrics],
         }
+        if most == 0:
+            # Of a text that begins with a space transformers' class for Llama's sentencepiece models leaves one space
+            # out, and sentencepiece, as which we read them, does not.
+            spec["target_delimiter"] = ""
         if kind == CHOICE:
             spec |= {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
         if kind == ANSWER:
@@ -94,6 +98,8 @@ def write_tokenizer(kind: str, folder: Path) -> tuple[int, int | None, int]:
             vocab_size=320,
             model_type="bpe",
             byte_fallback=True,
+            normalization_rule_name="identity",  # as Llama's: transformers' class has no other
+            remove_extra_whitespaces=False,
             minloglevel=2,
         )
         corpus.unlink()

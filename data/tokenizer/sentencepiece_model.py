@@ -122,7 +122,7 @@ class SentencePieceTokenizer(Tokenizer):
         known = (i for i in map(int, ids) if 0 <= i < self.vocab_size)
         kept = [i for i in known if not (model.is_control(i) or model.is_unknown(i))]
         text = model.decode(kept)
-        if REPLACEMENT not in text or not self._lossless:
+        if REPLACEMENT not in text:
             return str(text)
         # As Hugging Face's tokenizers write bytes in a row that are no UTF-8 as a whole: a replacement character for
         # each.

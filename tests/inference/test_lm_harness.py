@@ -39,6 +39,14 @@ def test_the_first_token_is_begin_or_else_end(kind: str, tmp_path: Path, monkeyp
 
 
 @pytest.mark.fast
+def test_bytes_that_are_no_text_read_as_in_transformers(tmp_path: Path) -> None:
+    parity.write_tokenizer(parity.BY_SETTING, tmp_path)
+    words = load_tokenizer(tmp_path)
+    ids = {words.piece(i): i for i in range(words.vocab_size)}
+    assert words.decode([ids["<0xE2>"], ids["<0x28>"], ids["<0x41>"]]) == "\ufffd" * 3
+
+
+@pytest.mark.fast
 def test_ten_tasks_of_all_kinds(tmp_path: Path) -> None:
     parity.write_tasks(tmp_path / "tasks", 1, 2)
     specs = [json.loads(file.read_text()) for file in (tmp_path / "tasks").glob("*.yaml")]
