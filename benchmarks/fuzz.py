@@ -317,7 +317,8 @@ def main() -> int:
         "drawn again, by the key that was refused:", ", ".join(f"{k} {n}" for k, n in refused.most_common()) or "none"
     )
     minutes = (time.perf_counter() - begin) / 60
-    print(f"{good} of {len(found)} random trainings are those of one process, in {minutes:.0f} minutes")
+    where = " around thresholds" if arguments.thresholds else ""
+    print(f"{good} of {len(found)} random trainings{where} are those of one process, in {minutes:.0f} minutes")
     if arguments.json:
         rows = [[each.case.number, each.loss, each.grad_norm, each.seconds, each.faults] for each in found]
         print(json.dumps({"seed": arguments.seed, "thresholds": arguments.thresholds, "cases": rows}))
