@@ -167,7 +167,7 @@ def _resident(config: Config, leg: Leg) -> Leg | None:
 
 
 def different_bits(ours: Lines, theirs: Lines) -> list[str]:
-    """What a run with parts off the device says differently from one without."""
+    """List the numbers in which a run with offloaded parts differs from the one without, a line each."""
     keys = (*LOSSES, *ROUTING_LOSSES, *EXACT, "grad_norm", "tokens_per_expert")
     return [
         f"step {one['step']}: off the device {key} {one.get(key)}, on it {other.get(key)}"

@@ -274,7 +274,7 @@ class Draw:
         return f"{family}_{'moe_tiny' if experts else 'tiny'}", {**values, **forced}
 
     def _places(self, config: Config, ranks: int, forced: Values) -> Values:
-        """What a layout on some ranks has, and where things lie in it."""
+        """Draw the layout on some ranks, and the offload targets."""
         pick, chance = self.random.choice, self.random.random
         tier, forced = forced.get("tier", ""), {key: value for key, value in forced.items() if "." in key}
         values: Values = {}

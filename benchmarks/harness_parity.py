@@ -219,7 +219,7 @@ def _evaluate(model: Any, tasks: Path, names: Sequence[str]) -> dict[str, list[f
 
 
 def ours(folder: Path, tasks: Path, names: Sequence[str] = tuple(TASKS)) -> dict[str, list[float | str]]:
-    """What we make of a model's tasks."""
+    """Evaluate a model's tasks with inference.evaluate."""
     from inference.lm_harness import HarnessModel
     from inference.open_model import open_model
 
@@ -228,7 +228,7 @@ def ours(folder: Path, tasks: Path, names: Sequence[str] = tuple(TASKS)) -> dict
 
 
 def theirs(folder: Path, tasks: Path, names: Sequence[str] = tuple(TASKS)) -> dict[str, list[float | str]]:
-    """What lm-eval's own model of transformers makes of them."""
+    """Evaluate them with lm-eval's own model of transformers (HFLM)."""
     from lm_eval.models.huggingface import HFLM
 
     return _evaluate(HFLM(pretrained=str(folder), device="cpu", dtype="float32", batch_size=1), tasks, names)

@@ -142,7 +142,7 @@ def _exchange(tree: Any, rng: random.Random) -> None:
 
 
 def outcome(folder: Path) -> str:
-    """What becomes of a tokenizer: read, refused, or what is wrong."""
+    """Read a mutated tokenizer; return read, refused, or what is wrong with the answer."""
     begin = time.monotonic()
     try:
         tokenizer = load_tokenizer(folder)

@@ -128,9 +128,9 @@ class Engine:
             placement.begin_passes(num_backwards)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass of a micro-batch's loss begins with: the loss times fp16's loss scale, over the number
-        of data and context parallel ranks. The schedule takes losses for means over these ranks, and gradients are
-        added up over them (parallel/megatron/ddp.py)."""
+        """Scale a micro-batch's loss for its backward pass: times fp16's loss scale, over the number of data and
+        context parallel ranks. The schedule takes losses for means over these ranks, and gradients are added up over
+        them (parallel/megatron/ddp.py)."""
         return self.optimizer.scale_loss(loss) * (1.0 / self.topology.data_context.size)
 
     def on_host(self, batch: dict[str, Any]) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _try(path: str | Path) -> None:
 
 
 def _answer(question: dict[str, Any]) -> str:
-    """What is wrong with a tokenizer, "" for nothing. Raises OSError where the process does not answer."""
+    """Have the process try a tokenizer; the problem in a line, "" for none. Raises OSError where it does not answer."""
     limit = BUSY * question["seconds"]
     with _lock:
         for _ in range(2):  # the process may have ended just now, as it was idle
@@ -131,7 +131,7 @@ def serve() -> None:
 
 
 def _tried(question: dict[str, Any]) -> str:
-    """What is wrong with a tokenizer, found by a fork of this process with limits; "" for nothing."""
+    """Try a tokenizer in a fork of this process with limits; the problem in one line, "" for none."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

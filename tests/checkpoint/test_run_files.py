@@ -1,4 +1,4 @@
-"""What stands in a run's folder beside its tensors: damage to it is named, and takes no other run for this one."""
+"""Damage to the small and growing files of a run's folder is named, and no checkpoint is taken for another run's."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 
 
 def _largest_gradient(config: Any) -> float:
-    """Of what goes into each layer's experts, over a step and all ranks. The routers' losses are in it."""
+    """Return the largest gradient of the inputs of all layers' experts, over a step and all ranks; the routers' losses
+    are in it."""
     from training.step import train_step
 
     model, found = build(config), torch.zeros(1)

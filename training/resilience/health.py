@@ -1,5 +1,5 @@
-"""What to do with a step that predicts nothing, whose loss or gradients are not finite, or whose loss leaps up: decided
-before the optimizer is touched.
+"""Step validation: a step that predicts nothing, whose loss or gradients are not finite, or whose loss leaps up, is
+judged before the optimizer is touched.
 
 skip: the batch is passed over, and the next one takes its step. rollback: the last good checkpoint is loaded first.
 stop: the run ends. A batch that predicts nothing is always skipped; in a run's first step it ends the run. A batch once

@@ -1,4 +1,4 @@
-"""What a run's folder keeps of a choice that a start has made, for the next start to go on with."""
+"""Choices of an earlier start (layout, offloaded experts) that a run's folder keeps for the next start."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SAME = {"optimizer.lr": "0.1", "file a.py": "00", "version of torch": "2"}
 
 
 def outcomes(facts: list[Facts], sizes: list[int] | None = None, seconds: float = LONG) -> list[str]:
-    """What each rank is told, as they meet in one store."""
+    """Let ranks meet in one store; the error of each, empty for none."""
     store, sizes = dist.HashStore(), sizes or [len(facts)] * len(facts)
 
     def start(rank: int) -> str:
