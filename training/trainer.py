@@ -121,6 +121,8 @@ class Trainer:
         for callback in self.callbacks:
             callback.before_update(run, result)
         step.apply(run.engine, result)
+        if result.overflowed:
+            before.restore_buffers()
         run.take(result)
         seconds = time.perf_counter() - start
         return {

@@ -1,4 +1,4 @@
-"""A case of the random trainings, trained: benchmarks/fuzz.py."""
+"""A case of the random trainings, and what they found: benchmarks/fuzz.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 from benchmarks import fuzz
+from benchmarks.checkpoint_bits import checkpoint_tensors
 from benchmarks.fuzz_draws import Case, Draw, Leg
+from checkpoint import manifest
+from tests.training.helpers import make_config, read_metrics, train_on_ranks
 
 
 def test_a_random_training_is_that_of_one_process(data: list[str], tmp_path: Path) -> None:
@@ -32,3 +35,14 @@ def test_a_random_training_is_that_of_one_process(data: list[str], tmp_path: Pat
     assert found.faults == [] and found.refused == Counter()
     assert max(found.loss, found.grad_norm) < 1e-5
     assert "any" in fuzz.summary([found], markdown=True)
+
+
+def test_a_step_that_overflows_moves_no_bias(data: list[str], tmp_path: Path) -> None:
+    model = ["experiment=gpt_moe_tiny", "model.num_layers=2", "moe.router_score=sigmoid", "moe.expert_bias=true"]
+    steps = ["training.precision=fp16", f"training.initial_loss_scale={2.0**22}", "training.steps=5"]
+    given = [*model, f"moe.expert_bias_rate={2.0**-10}", *steps, *data, f"run_dir={tmp_path}"]
+    train_on_ranks(given)
+    lines = read_metrics(tmp_path)
+    assert {line["updated"] for line in lines} == {False, True}
+    tensors = checkpoint_tensors(manifest.folder_of(tmp_path, len(lines)))
+    assert fuzz.wrong_biases(make_config(given), lines, tensors) == []

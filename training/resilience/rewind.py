@@ -34,8 +34,14 @@ class Mark:
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        self.restore_buffers()
         restore_random_states(self._random)
         for scaler, before in self._scalers:
             vars(scaler).update(before)
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Put the routers' biases and counts back alone: a step whose fp16 gradients overflowed moves none of them,
+        while its loss scale stays lowered."""
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
