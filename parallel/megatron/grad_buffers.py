@@ -213,6 +213,9 @@ def _exchange_nothing_alone() -> None:
         if not _is_alone(self):
             reduce(self, force_all_reduce)
         else:
+            for bucket in self.buckets:
+                if bucket.gradient_scaling_factor != 1.0:
+                    bucket.grad_data *= bucket.gradient_scaling_factor
             self.grad_reduce_handle = _Done() if self.ddp_config.overlap_grad_reduce else None
         if self.grad_reduce_handle is not None and (reduced := getattr(self, "reduced", None)) is not None:
             if torch.distributed.get_backend(self.intra_distributed_optimizer_instance_group) == "gloo":
