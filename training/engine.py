@@ -131,7 +131,8 @@ class Engine:
         """Scale a micro-batch's loss for its backward pass: times fp16's loss scale, over the number of data and
         context parallel ranks. The schedule takes losses for means over these ranks, and gradients are added up over
         them (parallel/megatron/ddp.py)."""
-        return self.optimizer.scale_loss(loss) * (1.0 / self.topology.data_context.size)
+        scaled, ranks = self.optimizer.scale_loss(loss), self.topology.data_context.size
+        return scaled if ranks == 1 else scaled * (1.0 / ranks)  # one rank launches nothing for it
 
     def on_host(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What this rank needs of a micro-batch of the host, which its data rank's context ranks share: the model's
