@@ -25,8 +25,8 @@ UNQUOTED = "; unquoted, YAML reads on, off, yes and no as true or false, and 1e3
 def read_mapping(path: Path) -> dict[Any, Any]:
     """The keys and values of a YAML file, unresolved. Raises ConfigError if the file is missing or no mapping."""
     try:
-        read = files.read_yaml(path)
-        content = OmegaConf.create({} if read is None else read)
+        files.read_yaml(path)  # what grows, or is no file, ends here; numbers are read as OmegaConf has them
+        content = OmegaConf.load(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (YAMLError, UnicodeDecodeError, ValueError, OmegaConfBaseException) as error:

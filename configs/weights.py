@@ -55,10 +55,6 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
                 raise ConfigError(
                     f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}."
                 ) from error
-        if section == "model" and values.get("vocab_size") is None:
-            raise ConfigError(
-                f"{path}: model.vocab_size (null) must be the number of rows of the embedding. Import the model again."
-            )
         if "rotary_scaling" in values:
             values["rotary_scaling"] = normalised(values["rotary_scaling"])
     return {section: dict(values) for section, values in found.items() if values is not None}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import state_file
-from configs import files, weights
+from configs import files
 from configs.compose import compose, load, run
 from configs.schema import ConfigError
 from configs.validate import validate
@@ -45,9 +45,6 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_of_null_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text(f"format: {weights.FORMAT}\nmodel: {{vocab_size: null}}\nmoe: {{}}\n")
-    with pytest.raises(ConfigError, match=r"config.yaml: model.vocab_size \(null\)"):
-        weights.read_config(tmp_path)
     state = dict.fromkeys(state_file._STATE_KEYS, 1)
     (tmp_path / "state.json").write_text(json.dumps({**state, "vocab_size": None}))
     with pytest.raises(ConfigError, match=r"state.json's vocab_size \(null\)"):
