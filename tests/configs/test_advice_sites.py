@@ -50,8 +50,9 @@ TRIED: dict[str, tuple[int, str]] = {
     "simulator/run_plan.py": (3, "simulator/test_plan simulator/test_tiers"),
     "training/callbacks/logging/weights_and_biases.py": (1, "training/test_another_model"),
     "training/callbacks/loss_scale.py": (1, "training/test_health"),
-    "training/resilience/recovery.py": (2, "training/test_health"),
+    "training/resilience/recovery.py": (3, "training/test_health"),
     "training/starting/activations.py": (1, "training/test_activation_offload"),
+    "training/starting/limits.py": (2, "training/test_limits"),
     "training/starting/machine.py": (3, "training/test_layout_choice"),
     "training/starting/preflight.py": (5, "training/test_preflight training/test_another_model"),
 }
