@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint import state_file
 from configs import files
 from configs.compose import compose, load, run
 from configs.schema import ConfigError
@@ -42,13 +41,6 @@ def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no regular file"):
         load(tmp_path / "config.yaml")
     assert status.read(tmp_path) == {}
-
-
-def test_a_vocabulary_of_null_is_named(tmp_path: Path) -> None:
-    state = dict.fromkeys(state_file._STATE_KEYS, 1)
-    (tmp_path / "state.json").write_text(json.dumps({**state, "vocab_size": None}))
-    with pytest.raises(ConfigError, match=r"state.json's vocab_size \(null\)"):
-        state_file.read_state(tmp_path)
 
 
 def test_more_experts_than_any_model_has_are_refused() -> None:
