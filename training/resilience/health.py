@@ -79,7 +79,7 @@ class Health:
         self.without_update_in_a_row = 0
 
     def judge(self, loss: float, finite: bool, predicted_tokens: int) -> Refusal | None:
-        """Whether a step with this loss, of so many predicted tokens in all, may be taken; `finite` tells of the
+        """Whether a step with this loss, of all its predicted tokens, may be taken; `finite` tells of the
         gradients."""
         if predicted_tokens == 0:  # there is no loss: what was made of it is 0, and would be taken for a good one
             return Refusal(NOTHING_PREDICTED, "no token is predicted: each is the last of its document")
