@@ -86,7 +86,7 @@ def _answer(question: dict[str, Any]) -> str:
             except BrokenPipeError:
                 server.wait(limit)
                 continue
-            if not select.select([server.stdout], [], [], 2 * limit)[0]:
+            if not _readable(server.stdout, 2 * limit):
                 server.kill()
                 break
             line = server.stdout.readline()
@@ -122,7 +122,7 @@ def serve() -> None:
     import sentencepiece  # noqa: F401  (here once, not in each fork)
     import tokenizers  # noqa: F401
 
-    while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
+    while _readable(sys.stdin, IDLE_SECONDS):
         line = sys.stdin.readline()
         if not line:
             return
@@ -145,7 +145,7 @@ def _tried(question: dict[str, Any]) -> str:
             os._exit(0)
     os.close(writing)
     deadline, answer = time.monotonic() + BUSY * question["seconds"], b""
-    while select.select([reading], [], [], max(deadline - time.monotonic(), 0))[0]:
+    while _readable(reading, max(deadline - time.monotonic(), 0)):
         content = os.read(reading, 8192)
         if not content:
             break
@@ -164,6 +164,13 @@ def _tried(question: dict[str, Any]) -> str:
         f"{name}: the library that reads it breaks off ({how}): the file is damaged, or needs more than {MEMORY_GIB} "
         f"GiB of memory. {OTHER}"
     )
+
+
+def _readable(file: Any, seconds: float) -> bool:
+    """Whether `file` has something to read, or has ended, within `seconds`. (select takes no descriptor above 1023.)"""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _limit(kind: int, value: int) -> None:
