@@ -80,28 +80,39 @@ def _compare_counts_exactly() -> None:
     module.get_updated_expert_bias = updated
 
 
+_sends = WeakTensorKeyDictionary()  # output -> its send, while a pipeline runs
+
+
 def _free_outputs_once_sent() -> None:
     # The interleaved schedule frees a chunk's output while its send may still read it: what keeps a tensor of NCCL's
     # alive does not keep memory that `Tensor.data` gives up. Upstream waits since 0.18.0 (#4047), right after it has
     # posted the send; here the output is waited for where it is freed, which is a backward pass later.
     send, free = p2p_communication.P2PCommunicator.send_forward_recv_forward, schedules.deallocate_output_tensor
-    sends = WeakTensorKeyDictionary()
+    run = schedules.forward_backward_pipelining_with_interleaving
 
     @functools.wraps(send)
     def send_and_note(self: Any, output_tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         received = send(self, output_tensor, *args, **kwargs)
         if isinstance(received, tuple) and output_tensor is not None:  # overlapped: nobody has waited for it
-            sends[output_tensor] = received[1]["send_next"]
+            _sends[output_tensor] = received[1]["send_next"]
         return received
 
     @functools.wraps(free)
     def free_once_sent(out: torch.Tensor | None, deallocate_pipeline_outputs: bool = False) -> None:
-        if out is not None and deallocate_pipeline_outputs and (sent := sends.pop(out, None)) is not None:
+        if out is not None and deallocate_pipeline_outputs and (sent := _sends.pop(out, None)) is not None:
             sent.wait()
         free(out, deallocate_pipeline_outputs)
 
+    @functools.wraps(run)
+    def run_and_forget(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        finally:  # a forward pass alone frees nothing, and a send may keep its tensor alive
+            _sends.clear()
+
     p2p_communication.P2PCommunicator.send_forward_recv_forward = send_and_note
     schedules.deallocate_output_tensor = free_once_sent
+    schedules.forward_backward_pipelining_with_interleaving = run_and_forget
 
 
 def _return_the_sum() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.layout_parity import SINGLE, compare, markdown
+from configs.schema import Config
+from tests import distributed
+from tests.training.helpers import make_config, train
 
 # All of them: python -m benchmarks.layout_parity
 OF_MOE = ["EP2", "TP2+SPxPP2", "DP2xPP2xVPP2xEP2", "TP2+SPxEP2xETP1", "TP2+SPxEP2xETP2"]
@@ -30,3 +33,17 @@ def test_other_models(data: list[str], model: str, layout: str) -> None:
 def test_bf16(data: list[str]) -> None:
     rows = compare(["gpt_moe_tiny"], ["EP2", "TP2+SP"], [*data, *STEPS, "training.precision=bf16"])
     assert len(rows) == 3 and all(row.passed for row in rows), rows
+
+
+def sends_kept(config: Config) -> int:
+    """Train with evaluations, then count the sends that somebody still waits for."""
+    from parallel.megatron import fixes
+
+    train(config)
+    return len(fixes._sends)
+
+
+def test_an_evaluation_of_interleaved_stages_keeps_no_outputs(data: list[str]) -> None:
+    overrides = ["experiment=gpt_tiny", *data, "parallel.pipeline=2", "parallel.virtual_pipeline=2", "checkpoint=off"]
+    steps = ["training.steps=2", "training.eval_interval=1", "training.eval_batches=2", "optimizer.decay_steps=2"]
+    assert distributed.run(sends_kept, 2, make_config([*overrides, *steps], 2)) == [0, 0]
