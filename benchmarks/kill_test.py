@@ -1,7 +1,7 @@
 """Kill trainings again and again, and compare them with ones that were left alone.
 
 `python -m benchmarks.kill_test [--kills 200] [--disk 0.3] [--seed 0] [--layouts ep2,moves] [--steps 40]
-[--tiers device,host] [--cuts 10] [--json] [KEY=VALUE]`
+[--tiers device,host] [--damages 10] [--json] [KEY=VALUE]`
 
 GPT-MoE runs in several layouts are killed with SIGKILL and started again until each has had its share of the kills and
 ends by itself. Each kill falls at a random moment of a random kind: any moment from the start on, while a checkpoint is
@@ -24,9 +24,10 @@ then falls while what is off the device is changed, while it is saved, inside a 
 these are fetched and while their gradients leave, and, where homes of experts move, while they do; there are more until
 each share is complete.
 
-`--cuts NUMBER` then kills one more run of each layout half-way, and cuts so many files of its folder (`all`: every
-one), one at a time, each at a random byte. The same command must go on bit for bit, or end with one line that names the
-file. Where a record lacks steps it must say so. The report must be made of it, or refuse with one line.
+`--damages NUMBER` then kills one more run of each layout half-way, and damages so many files of its folder and of the
+token cache (`all`: each in each way), one at a time: a bit is flipped, it is cut at a random byte, deleted, or changes
+places with another file. The same command must go on bit for bit, or end with one line that names the file. Where a
+record lacks steps it must say so. The report must be made of it, or refuse with one line.
 
 After every start no process may be left, and after every run no temporary file and no lock.
 
@@ -59,7 +60,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,11 +216,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
     parser.add_argument(
-        "--cuts",
+        "--damages",
         type=lambda text: math.inf if text == "all" else int(text),
         default=0,
         metavar="NUMBER",
-        help="files of a killed run of each layout to cut, one at a time; all: every one",
+        help="of files of a killed run of each layout, one at a time; all: each file in each way",
     )
     arguments = parser.parse_args()
     layouts = arguments.layouts.split(",")
@@ -229,8 +230,8 @@ def main() -> int:
             parser.error(f"no such {what}: {min(unknown)}; there are {', '.join(known)}")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     over = ", ".join(layouts) + (f"; tiers: {', '.join(tiers)}" if tiers else "")
-    cuts = "all" if arguments.cuts == math.inf else arguments.cuts
-    also = f", then {cuts} files of each cut" if cuts else ""
+    damages = "all" if arguments.damages == math.inf else arguments.damages
+    also = f", then {damages} damaged files of each" if damages else ""
     print(f"seed {seed}: {arguments.kills} kills over {over}{also}", flush=True)
     _adopt_orphans()
     gc.freeze()  # so that no rank copies all of it to look through it
@@ -238,20 +239,20 @@ def main() -> int:
     landed: Counter[str] = Counter()
     victims: Counter[str] = Counter()
     found: list[str] = []
-    runs = unfinished = cut_files = refused = 0
+    runs = unfinished = damaged = refused = 0
     with tempfile.TemporaryDirectory() as folder:
         for i, name in enumerate(layouts):
             share = arguments.kills // len(layouts) + (i < arguments.kills % len(layouts))
             place = Path(folder) / name
             place.mkdir()
             with Disk(place) if arguments.disk > 0 else contextlib.nullcontext() as disk:
-                plan = Plan(share, arguments.disk, tiers, rng, "moves" in name, "recorded" in name, arguments.cuts)
+                plan = Plan(share, arguments.disk, tiers, rng, "moves" in name, "recorded" in name, arguments.damages)
                 result = kill_runs(name, plan, arguments.steps, place, arguments.overrides, disk)
             landed += result.landed
             victims += result.victims
             found += result.found
             runs, unfinished = runs + result.runs, unfinished + result.unfinished
-            cut_files += result.cut_files
+            damaged += result.damaged
             refused += result.refused
     for text in found:
         print(text)
@@ -263,12 +264,12 @@ def main() -> int:
         f"checkpoint unfinished; {'NOT ' if found else ''}bit for bit the undisturbed runs, "
         f"{'see above' if found else 'no announced checkpoint lost'}; {time.monotonic() - begin:.0f} s"
     )
-    if cut_files:
-        print(f"{cut_files} files were cut: {cut_files - refused} runs went on, {refused} ended with a line")
+    if damaged:
+        print(f"{damaged} files were damaged: {damaged - refused} runs went on, {refused} ended with a line")
     if arguments.json:
         result_json = {"seed": seed, "kills": kills, "during": dict(landed), "victims": dict(victims), "runs": runs}
-        cut_json = {"cut_files": cut_files, "refused": refused}
-        print(json.dumps({**result_json, **cut_json, "unfinished": unfinished, "differences": found}))
+        damage_json = {"damaged": damaged, "refused": refused}
+        print(json.dumps({**result_json, **damage_json, "unfinished": unfinished, "differences": found}))
     return 1 if found or kills < arguments.kills else 0
 
 
@@ -287,8 +288,8 @@ class Result:
     found: list[str] = field(default_factory=list)
     runs: int = 0
     unfinished: int = 0
-    cut_files: int = 0
-    refused: int = 0  # starts with a cut file that ended with a line
+    damaged: int = 0
+    refused: int = 0  # starts with a damaged file that ended with a line
 
 
 @dataclass
@@ -301,7 +302,7 @@ class Plan:
     rng: random.Random
     moves: bool = False  # homes of experts do
     records: bool = False  # calls are on record
-    cuts: float = 0  # files to cut afterwards
+    damages: float = 0  # of files, afterwards
     _last: str = ""
 
     def is_done(self, landed: Counter[str]) -> bool:
@@ -425,8 +426,8 @@ def kill_runs(
             f"{kill.delay:>8.3f}  {whom:<8} {len(read_steps(run.run_dir)):>6}  {sorted(good)}",
             flush=True,
         )
-    if plan.cuts:
-        _cut_one_by_one(name, plan, new_run("cut"), whole, config_of, result)
+    if plan.damages:
+        _damage_one_by_one(name, plan, new_run("damaged"), whole, config_of, result)
     if plan.kills == 0:
         return result
     if start(config_of(run, plan.next_tier()), ranks, run) is not None:
@@ -506,60 +507,91 @@ def leftovers(run_dir: Path) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files that are cut
+# Files that are damaged
 # ---------------------------------------------------------------------------------------------------------------------
 
+WAYS = ("flipped", "cut", "deleted", "swapped")
 MAY_LACK = ("metrics.jsonl", ".plans", ".trace")  # how records end that may lack steps, where that is said
 
 
-def _cut_one_by_one(
+def _damage_one_by_one(
     name: str, plan: Plan, run: Run, whole: Run, config_of: Callable[[Run, str], Config], result: Result
 ) -> None:
-    """Kill a run half-way; then cut a file of its folder, start it again, and begin anew with the next file."""
-    ranks, config = LAYOUTS[name][0], config_of(run, "")
+    """Kill a run half-way; then damage a file of its folder or cache, start it again, and begin anew with the next."""
+    ranks, config = LAYOUTS[name][0], config_of(run, plan.next_tier())
     half_way = (2 * ranks + 1) * (config.training.steps // (2 * config.checkpoint.interval))
     kill = Kill("save", min(half_way, MOST), plan.rng.uniform(0, LONGEST_DELAY["save"]), None, 0.0)
     if start(config, ranks, run, kill) is None:
-        raise RuntimeError(f"{name}: the run whose files were to be cut ended before its kill; give it more --steps")
-    kept = run.run_dir.with_name("kept")
-    shutil.copytree(run.run_dir, kept)
-    there = sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file() and path.stat().st_size)
-    if plan.cuts < len(there):
-        there = sorted(plan.rng.sample(there, int(plan.cuts)))
-    for file in there:
-        shutil.rmtree(run.run_dir)
-        shutil.copytree(kept, run.run_dir)
-        size = (kept / file).stat().st_size
-        at = plan.rng.randrange(size)
-        os.truncate(run.run_dir / file, at)
+        raise RuntimeError(
+            f"{name}: the run whose files were to be damaged ended before its kill; give it more --steps"
+        )
+    # A cache of its own; where it lies is nothing that a run must keep.
+    there, kept = run.run_dir.with_name("there"), run.run_dir.with_name("kept")
+    shutil.copytree(run.run_dir, kept / "run")
+    shutil.copytree(config.data.cache_dir, kept / "cache")
+    config = replace(config, run_dir=str(there / "run"), data=replace(config.data, cache_dir=str(there / "cache")))
+    moved = Run(there / "run", run.log, run.disk)
+    files = sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file() and path.stat().st_size)
+    chosen = [(file, way) for file in files for way in WAYS]
+    if plan.damages < len(chosen):
+        chosen = sorted(plan.rng.sample(chosen, int(plan.damages)))
+    for file, way in chosen:
+        shutil.copytree(kept, there)
+        names, what = _damage(there, file, way, files, plan.rng)
         said_before = run.log.stat().st_size
-        problems = _report_of(run.run_dir, file)
-        ended = start(config, ranks, run, may_end=True)
+        problems = _report_of(moved.run_dir, names) if file.parts[0] == "run" else []
+        ended = start(config, ranks, moved, may_end=True)
         said = run.log.read_text(errors="replace")[said_before:]
         if ended is not None:
             result.refused += 1
-            if not any("ends: " in line and file.name in line for line in said.splitlines()):
+            if not any("ends: " in line and any(one in line for one in names) for line in said.splitlines()):
                 problems.append(f"no line that names it, but: {said[-2000:]}")
         else:
-            found = differences(run.run_dir, whole.run_dir)
-            if found and file.name.endswith(MAY_LACK) and any(file.name in line for line in said.splitlines()):
-                found = _other_steps(run.run_dir, whole.run_dir)
-            problems += [*found, *leftovers(run.run_dir)]
+            found = differences(moved.run_dir, whole.run_dir)
+            is_said = any(one in line for line in said.splitlines() for one in names)
+            if found and is_said and any(one.endswith(MAY_LACK) for one in names):
+                found = _other_steps(moved.run_dir, whole.run_dir)
+            problems += [*found, *leftovers(moved.run_dir)]
         if "Traceback" in said:
             problems.append(f"a traceback: {said[-2000:]}")
-        result.cut_files += 1
-        result.found += [f"{name}, {file} cut at byte {at} of {size}: {text}" for text in [*problems, *run.found]]
-        run.found = []
-        print(f"{name}: {file} cut at byte {at} of {size}: {'goes on' if ended is None else 'ends'}", flush=True)
+        result.damaged += 1
+        result.found += [f"{name}, {what}: {text}" for text in [*problems, *moved.found]]
+        moved.found = []
+        print(f"{name}: {what}: {'goes on' if ended is None else 'ends'}", flush=True)
+        shutil.rmtree(there)
     shutil.rmtree(kept)
 
 
-def _report_of(run_dir: Path, file: Path) -> list[str]:
-    """What a report of a folder with a cut file does that it must not."""
+def _damage(there: Path, file: Path, way: str, files: Sequence[Path], rng: random.Random) -> tuple[list[str], str]:
+    """Damage a file; the names of what is damaged, and what was done."""
+    path = there / file
+    size = path.stat().st_size
+    at = rng.randrange(size)
+    if way == "flipped":
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(content)
+        return [file.name], f"a bit of {file} flipped at byte {at} of {size}"
+    if way == "cut":
+        os.truncate(path, at)
+        return [file.name], f"{file} cut at byte {at} of {size}"
+    if way == "deleted":
+        path.unlink()
+        return [file.name], f"{file} deleted"
+    alike = [other for other in files if other != file and other.suffix == file.suffix]
+    other = rng.choice(alike or [other for other in files if other != file])
+    path.rename(there / "aside")
+    (there / other).rename(path)
+    (there / "aside").rename(there / other)
+    return [file.name, other.name], f"{file} swapped with {other}"
+
+
+def _report_of(run_dir: Path, names: Sequence[str]) -> list[str]:
+    """What a report of a folder with damaged files does that it must not."""
     try:
         render(sources.read(run_dir))
     except ConfigError as error:
-        return [] if file.name in str(error) else [f"the report does not name it: {error}"]
+        return [] if any(name in str(error) for name in names) else [f"the report does not name it: {error}"]
     except Exception as error:
         return [f"the report raised {type(error).__name__}: {error}"]
     return []

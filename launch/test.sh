@@ -5,11 +5,14 @@ set -uo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     cat <<'TEXT'
 Usage: bash launch/test.sh [--fast | --durations FOLDER] [PYTEST ARGUMENT]...
+       bash launch/test.sh --claims [WORD]...
 
 Sets .venv up if need be, then runs ruff check, ruff format, mypy and pytest. All of them run, whatever fails before.
 Arguments go to pytest: a file, -k NAME, -x. All tests, and the fast ones, run in several lanes at once.
 
   --fast              the tests marked `fast` alone: they start no rank and no training
+  --claims            no test: the command of every claim in benchmarks/results/claims.yaml, at its smallest size; or of
+                      those with one of the words
   --durations FOLDER  keep what each test takes and starts, for python -m tests.durations
 TEXT
     exit 0
@@ -17,6 +20,9 @@ fi
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 bash launch/setup.sh --extra dev || exit 1
+if [[ ${1:-} == --claims ]]; then
+    exec .venv/bin/python -m benchmarks.claims "${@:2}"
+fi
 
 failed=()
 check() {

@@ -1,0 +1,127 @@
+"""The command of every claim, once at its smallest size: `python -m benchmarks.claims [WORD]... [--quick] [--list]`.
+
+`benchmarks/results/claims.yaml` names under `smallest` what stands for each command. It must end with status 0: a
+benchmark that has decayed is found here, before somebody measures with it again. Figures are neither compared nor kept.
+What needs a card, a peer's package or a folder from elsewhere is listed with the reason, and so is what a claim's
+machine cannot do without root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from benchmarks.summary import RESULTS, ROOT
+
+SECONDS = 600.0  # that a command may take; most take less than 30
+TAIL = 30  # lines shown of one that fails
+
+
+@dataclass(frozen=True)
+class Smallest:
+    """What stands for the command of a claim: a smaller command, or the reason why there is none."""
+
+    command: str
+    smaller: str | None
+    not_run: str | None
+    is_quick: bool
+    needs_root: bool
+
+
+def smallest() -> list[Smallest]:
+    """What stands for each command, in the order of the claims. Raises KeyError naming a command without an entry, and
+    ValueError naming an entry without a claim."""
+    claims = yaml.safe_load((RESULTS / "claims.yaml").read_text(encoding="utf-8"))
+    commands = list(dict.fromkeys(claim["command"] for group in claims["groups"] for claim in group["claims"]))
+    entries: dict[str, Any] = claims["smallest"]
+    if unknown := set(entries) - set(commands):
+        raise ValueError(f"no claim has the command {sorted(unknown)[0]!r}")
+    found = []
+    for command in commands:
+        entry = entries[command]
+        entry = entry if isinstance(entry, dict) else {"run": entry}
+        found.append(
+            Smallest(
+                command, entry.get("run"), entry.get("not run"), entry.get("quick", False), entry.get("root", False)
+            )
+        )
+    return found
+
+
+def run(command: str, seconds: float) -> tuple[int | None, str]:
+    """Run a command of the repository, with its processes in a group that ends with it; the exit status (None after
+    `seconds`) and all that it printed."""
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    started = subprocess.Popen(
+        words,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        printed = started.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        return None, started.communicate()[0]
+    return started.returncode, printed
+
+
+def run_all(chosen: Iterable[Smallest]) -> int:
+    """Run each, with a line for each; how many did not end well."""
+    ran, failed, left = 0, [], 0
+    for entry in chosen:
+        why = entry.not_run or ("needs root" if entry.needs_root and os.geteuid() != 0 else None)
+        if why is not None:
+            left += 1
+            print(f"not run: {entry.command}: {why}", flush=True)
+            continue
+        assert entry.smaller is not None, entry.command
+        start = time.monotonic()
+        status, printed = run(entry.smaller, SECONDS)
+        ran += 1
+        ended = "ended well" if status == 0 else f"status {status}" if status is not None else "did not end"
+        print(f"{ended} after {time.monotonic() - start:.1f} s: {entry.smaller}", flush=True)
+        if status != 0:
+            failed.append(entry.smaller)
+            print("\n".join(f"    {line}" for line in printed.splitlines()[-TAIL:]), flush=True)
+    print(f"claims: {ran - len(failed)} of {ran} commands ended well, {left} not run")
+    for command in failed:
+        print(f"claims: FAILED: {command}")
+    return len(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.claims", description=str(__doc__).split("\n\n")[1])
+    parser.add_argument("words", nargs="*", metavar="WORD", help="commands with one of these words alone")
+    parser.add_argument("--quick", action="store_true", help="those alone that take less than 3 s")
+    parser.add_argument("--list", action="store_true", help="print what would be run, and run nothing")
+    arguments = parser.parse_args()
+    chosen = [
+        entry
+        for entry in smallest()
+        if (not arguments.words or any(word in entry.command for word in arguments.words))
+        and (entry.is_quick or not arguments.quick)
+    ]
+    if arguments.list:
+        for entry in chosen:
+            print(f"not run: {entry.command}: {entry.not_run}" if entry.not_run else entry.smaller)
+        return 0
+    return int(run_all(chosen) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Every claim's command runs. All of them: `bash launch/test.sh --claims`."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from benchmarks import claims
+from tests.waits import LONG
+
+QUICK = [entry.smaller for entry in claims.smallest() if entry.is_quick]
+
+
+@pytest.mark.fast
+def test_every_command_of_a_claim_is_run_or_says_why_not() -> None:
+    found = claims.smallest()
+    assert len(found) > 80
+    for entry in found:
+        assert (entry.smaller is None) != (entry.not_run is None), entry.command
+        words = (entry.smaller or "").split()
+        if words[1:2] == ["-m"]:
+            assert importlib.util.find_spec(words[2]), entry.smaller
+
+
+@pytest.mark.parametrize("command", QUICK, ids=lambda command: " ".join(command.split()[2:4]))
+def test_it_runs(command: str) -> None:
+    status, printed = claims.run(command, LONG)
+    assert status == 0, printed
+
+
+@pytest.mark.fast
+def test_a_command_that_fails_or_never_ends_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    entries = [
+        claims.Smallest("python a", "python -c 'print(1)'", None, False, False),
+        claims.Smallest("python b", "python -c 'raise SystemExit(\"no such case\")'", None, False, False),
+        claims.Smallest("python c", "python -c 'import time; time.sleep(60)'", None, False, False),
+        claims.Smallest("python d", None, "it needs a card", False, False),
+    ]
+    monkeypatch.setattr(claims, "SECONDS", 3.0)
+    assert claims.run_all(entries) == 2
+    said = capfd.readouterr().out
+    assert "    no such case" in said and "did not end after" in said
+    assert "not run: python d: it needs a card" in said and "claims: 1 of 3 commands ended well, 1 not run" in said
