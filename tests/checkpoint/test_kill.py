@@ -22,7 +22,7 @@ from tests.waits import LONG, until, until_gone
 
 
 def test_forked_runs(data: list[str]) -> None:
-    arguments = ["--kills=2", "--seed=3", "--steps=9", "--layouts=recorded_moves", "--cuts=3", "--json", *data]
+    arguments = ["--kills=2", "--seed=3", "--steps=9", "--layouts=recorded_moves", "--damages=3", "--json", *data]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.kill_test", *arguments],
         cwd=ROOT,
@@ -33,10 +33,10 @@ def test_forked_runs(data: list[str]) -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("seed 3: 2 kills over recorded_moves, then 3 files of each cut")
+    assert lines[0].startswith("seed 3: 2 kills over recorded_moves, then 3 damaged files of each")
     result = json.loads(lines[-1])
     assert result["kills"] == sum(result["during"].values()) and result["differences"] == []
-    assert result["kills"] == 2 and result["cut_files"] == 3
+    assert result["kills"] == 2 and result["damaged"] == 3
 
 
 def kill_family(process: subprocess.Popen[bytes]) -> None:
