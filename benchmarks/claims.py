@@ -1,6 +1,6 @@
 """The command of every claim, once at its smallest size: `python -m benchmarks.claims [WORD]... [--quick] [--list]`.
 
-`benchmarks/results/claims.yaml` names under `smallest` what stands for each command. It must end with status 0: a
+`benchmarks/results/claims.yaml` names under `smallest` a smaller command for each. It must end with status 0: a
 benchmark that has decayed is found here, before somebody measures with it again. Figures are neither compared nor kept.
 What needs a card, a peer's package or a folder from elsewhere is listed with the reason, and so is what a claim's
 machine cannot do without root.
@@ -11,25 +11,23 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from benchmarks.cgroups import CgroupOutcome, run_in
 from benchmarks.summary import RESULTS, ROOT
 
 SECONDS = 600.0  # that a command may take; most take less than 30
-TAIL = 30  # lines shown of one that fails
+TAIL = 30  # lines of each stream shown of one that fails
 
 
 @dataclass(frozen=True)
 class Smallest:
-    """What stands for the command of a claim: a smaller command, or the reason why there is none."""
+    """A claim's command, and the smaller command that is run for it or the reason why none is run."""
 
     command: str
     smaller: str | None
@@ -39,8 +37,8 @@ class Smallest:
 
 
 def smallest() -> list[Smallest]:
-    """What stands for each command, in the order of the claims. Raises KeyError naming a command without an entry, and
-    ValueError naming an entry without a claim."""
+    """Read the smaller command of each claimed command, in the order of the claims. Raises KeyError naming a command
+    without an entry, and ValueError naming an entry without a claim."""
     claims = yaml.safe_load((RESULTS / "claims.yaml").read_text(encoding="utf-8"))
     commands = list(dict.fromkeys(claim["command"] for group in claims["groups"] for claim in group["claims"]))
     entries: dict[str, Any] = claims["smallest"]
@@ -58,30 +56,14 @@ def smallest() -> list[Smallest]:
     return found
 
 
-def run(command: str, seconds: float) -> tuple[int | None, str]:
-    """Run a command of the repository, with its processes in a group that ends with it; the exit status (None after
-    `seconds`) and all that it printed."""
+def run(command: str, seconds: float) -> CgroupOutcome:
+    """Run a command in the repository's folder for at most `seconds`, and end all processes that it leaves."""
     words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    started = subprocess.Popen(
-        words,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        printed = started.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(started.pid, signal.SIGKILL)
-        return None, started.communicate()[0]
-    return started.returncode, printed
+    return run_in(words, timeout=seconds, cwd=ROOT)
 
 
 def run_all(chosen: Iterable[Smallest]) -> int:
-    """Run each, with a line for each; how many did not end well."""
+    """Run the commands, print one line for each, and return the number that failed."""
     ran, failed, left = 0, [], 0
     for entry in chosen:
         why = entry.not_run or ("needs root" if entry.needs_root and os.geteuid() != 0 else None)
@@ -90,15 +72,14 @@ def run_all(chosen: Iterable[Smallest]) -> int:
             print(f"not run: {entry.command}: {why}", flush=True)
             continue
         assert entry.smaller is not None, entry.command
-        start = time.monotonic()
-        status, printed = run(entry.smaller, SECONDS)
+        outcome = run(entry.smaller, SECONDS)
         ran += 1
-        ended = "ended well" if status == 0 else f"status {status}" if status is not None else "did not end"
-        print(f"{ended} after {time.monotonic() - start:.1f} s: {entry.smaller}", flush=True)
-        if status != 0:
+        print(f"{outcome.verdict()} in {outcome.seconds:.1f} s: {entry.smaller}", flush=True)
+        if outcome.status != 0:
             failed.append(entry.smaller)
-            print("\n".join(f"    {line}" for line in printed.splitlines()[-TAIL:]), flush=True)
-    print(f"claims: {ran - len(failed)} of {ran} commands ended well, {left} not run")
+            printed = [*outcome.stdout.splitlines()[-TAIL:], *outcome.stderr.splitlines()[-TAIL:]]
+            print("\n".join(f"    {line}" for line in printed), flush=True)
+    print(f"claims: {ran - len(failed)} of {ran} commands ran, {left} not run")
     for command in failed:
         print(f"claims: FAILED: {command}")
     return len(failed)

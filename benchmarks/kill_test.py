@@ -24,10 +24,10 @@ then falls while what is off the device is changed, while it is saved, inside a 
 these are fetched and while their gradients leave, and, where homes of experts move, while they do; there are more until
 each share is complete.
 
-`--damages NUMBER` then kills one more run of each layout half-way, and damages so many files of its folder and of the
-token cache (`all`: each in each way), one at a time: a bit is flipped, it is cut at a random byte, deleted, or changes
-places with another file. The same command must go on bit for bit, or end with one line that names the file. Where a
-record lacks steps it must say so. The report must be made of it, or refuse with one line.
+`--damages NUMBER` then kills one more run of each layout half-way, and damages this number of files of its folder and
+of the token cache (`all`: each in each way), one at a time: a bit is flipped, the file is cut at a random byte,
+deleted, or swapped with another file. The same command must go on bit for bit, or end with one line that names the
+file. Where a record lacks steps it must say so. The report must be made of it, or refuse with one line.
 
 After every start no process may be left, and after every run no temporary file and no lock.
 
@@ -563,7 +563,7 @@ def _damage_one_by_one(
 
 
 def _damage(there: Path, file: Path, way: str, files: Sequence[Path], rng: random.Random) -> tuple[list[str], str]:
-    """Damage a file; the names of what is damaged, and what was done."""
+    """Damage a file, and return the names of the damaged files and a description."""
     path = there / file
     size = path.stat().st_size
     at = rng.randrange(size)
@@ -587,7 +587,7 @@ def _damage(there: Path, file: Path, way: str, files: Sequence[Path], rng: rando
 
 
 def _report_of(run_dir: Path, names: Sequence[str]) -> list[str]:
-    """What a report of a folder with damaged files does that it must not."""
+    """Render the report of a folder with damaged files; a line for each fault of the report."""
     try:
         render(sources.read(run_dir))
     except ConfigError as error:

@@ -25,8 +25,8 @@ def test_every_command_of_a_claim_is_run_or_says_why_not() -> None:
 
 @pytest.mark.parametrize("command", QUICK, ids=lambda command: " ".join(command.split()[2:4]))
 def test_it_runs(command: str) -> None:
-    status, printed = claims.run(command, LONG)
-    assert status == 0, printed
+    outcome = claims.run(command, LONG)
+    assert outcome.status == 0, outcome.stdout + outcome.stderr
 
 
 @pytest.mark.fast
@@ -42,5 +42,5 @@ def test_a_command_that_fails_or_never_ends_is_told(
     monkeypatch.setattr(claims, "SECONDS", 3.0)
     assert claims.run_all(entries) == 2
     said = capfd.readouterr().out
-    assert "    no such case" in said and "did not end after" in said
-    assert "not run: python d: it needs a card" in said and "claims: 1 of 3 commands ended well, 1 not run" in said
+    assert "    no such case" in said and "stopped after 3 s" in said
+    assert "not run: python d: it needs a card" in said and "claims: 1 of 3 commands ran, 1 not run" in said

@@ -175,8 +175,7 @@ def test_torch_reads_the_state_of_a_rendezvous_as_json(tmp_path: Path, monkeypat
 
 @pytest.mark.netns
 def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path, data: list[str]) -> None:
-    """Nonsense leaves the run alone; a state of the rendezvous that is none ends it, with one line on each node that
-    reads it."""
+    """Nonsense leaves the run alone; a state of the rendezvous that is none ends it, on each node with one line."""
     network, mark, metrics = _Network(3, UNCAPPED), tmp_path / "mark", tmp_path / "run" / "metrics.jsonl"
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -224,8 +223,6 @@ def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path,
         assert stranger.communicate("\n", timeout=LONG)[0] == "written\n"
         for process in processes[:2]:
             output = process.communicate(timeout=LONG)[0]
-            if process is processes[1] and process.returncode == 75:
-                continue  # the first node was faster, and has taken the store with it
             assert process.returncode == 1, output
             last = output.splitlines()[-1]
             assert last.startswith("launch: the rendezvous state is none that a node of this job writes"), output

@@ -27,7 +27,7 @@ OTHER_WAYS: dict[str, tuple[int, list[str]]] = {
 @pytest.fixture(scope="module")
 def short_texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Overrides that train on texts of 1 to 300 words, many in a sample."""
-    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(0)
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(1)
     words = (Path(__file__).parents[2] / "LICENSE").read_text().split()
     lines = [" ".join(draw.choice(words) for _ in range(draw.choice([1, 1, 2, 5, 10, 40, 300]))) for _ in range(1500)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -78,8 +78,7 @@ def test_a_joined_run_may_go_on_apart(
     train_on_ranks(common)
     assert "data.documents" in capfd.readouterr().out
     predicted = [line["predicted_tokens"] for line in read_metrics(tmp_path)]
-    # A step whose samples lie inside long texts predicts as many as before.
-    assert len(set(predicted[:3])) == 1 and min(predicted[3:]) < predicted[0]
+    assert len(set(predicted[:3])) == 1 and max(predicted[3:]) < predicted[0]
 
 
 def _steps(overrides: list[str], ranks: int, changes: list[str], folder: Path) -> list[dict[str, float]]:
