@@ -42,6 +42,7 @@ from launch.job import compose_for
 from launch.rank import HANDED_ON
 
 POLL = 0.2  # seconds between two looks for ranks that have not been told
+OTHERS_READ = 5.0  # seconds in which every node reads a changed state of the rendezvous; torch does so once a second
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -182,9 +183,18 @@ def _known(signum: int) -> bool:
 def _watch_attempts(causes: list[Cause], mark: Path) -> None:
     """Note why each attempt ends, and start no ranks again that stopped on purpose or whose config is wrong."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.launcher import api
 
     class Agent(LocalElasticAgent):
+        def _invoke_run(self, role: str = "default") -> Any:
+            try:
+                return super()._invoke_run(role)
+            except RendezvousStateError:
+                # The store may be this node's, and the ranks' end would have the others wait for this agent.
+                time.sleep(OTHERS_READ)
+                raise
+
         def _monitor_workers(self, worker_group: Any) -> Any:
             ended = {worker.global_rank for worker in worker_group.workers if _has_ended(int(worker.id))}
             result = super()._monitor_workers(worker_group)

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.cuda_pretended]
 def printed() -> dict[str, Any]:
     """What the command prints as JSON, of the presets in their experiments' layouts."""
     command = [sys.executable, "-m", "tests.cuda.fake", "--quick", "--faults", "--json"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3 * LONG)
     assert ended.returncode == 0, ended.stderr[-3000:]
     result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return result
