@@ -30,6 +30,7 @@ from benchmarks.cgroups import CgroupOutcome, MemoryCgroup, drop_page_cache, run
 from benchmarks.tables import table
 from checkpoint import manifest, safetensors_header, state_file
 from checkpoint.safetensors_header import Entry
+from configs import checksums
 from configs.architecture import description
 from configs.compose import to_yaml
 from configs.schema import Config
@@ -88,7 +89,7 @@ def write_checkpoint(config: Config, run_dir: Path) -> None:
                 for name in names:
                     box = tuple(slice(o, o + n) for o, n in zip(entry.offset, entry.shape))[-len(shapes[name]) :]
                     stream.write(memoryview(made(name, shapes[name])[box].contiguous().view(-1).numpy()).cast("B"))
-        sums[path.name] = manifest.sum_of(path)
+        sums[path.name] = checksums.sum_of(path)
     model = state_file.of_model(config, VOCAB_SIZE, 2)
     state = {"step": 1, "consumed_samples": 1, "optimizer_steps": [1], "loss_scaler": None, **model}
     sums[manifest.STATE] = manifest.write_text(target / manifest.STATE, json.dumps(state))

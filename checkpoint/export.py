@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from checkpoint import kept_tokenizer, manifest
 from configs import command, progress
 from configs.architecture import description
+from configs.checksums import write_folder_sums
 from configs.compose import load
 from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer, tokenizer_files
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +47,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
         writer.close()
         reader.close()
         folders.write_config(partial, description(reader.config, reader.vocab_size), special)
+        write_folder_sums(partial)
     return good
 
 

@@ -9,20 +9,16 @@ be code.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import xxhash
 import yaml
 
 from checkpoint import record, safetensors_header
-from configs.checksums import SUM, own_sum
+from configs.checksums import FOLDER_SUMS, SUM, FileSum, own_sum, size_problem, sum_of, wrong_files
 from configs.files import read_yaml, writing
 from configs.schema import ConfigError
 
@@ -32,38 +28,12 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 TEMPORARY = ".tmp"  # being written, or being deleted
 REPLACED = ".replaced"  # a checkpoint whose step was saved anew: goes when the new one is in its place
-CHUNK_BYTES = 8 * 1024**2
-MAX_THREADS = 8
 Check = Callable[[Path], str | None]
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """What the manifest says of one file."""
-
-    size: int
-    xxh3: str  # of its bytes, 32 hexadecimal digits
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step lies."""
     return run_dir / "checkpoints" / f"step_{step:07d}"
-
-
-def new_buffer() -> memoryview:
-    """CHUNK_BYTES to read files into. It comes from the system and goes back there: what threads allocate otherwise
-    stays with the process, once for each arena of the allocator."""
-    return memoryview(mmap.mmap(-1, CHUNK_BYTES))
-
-
-def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
-    """Size and checksum of a file as it is on disk now, read into `buffer` or one of its own. Raises OSError."""
-    digest, size, view = xxhash.xxh3_128(), 0, new_buffer() if buffer is None else buffer
-    with open(path, "rb", buffering=0) as stream:
-        while count := stream.readinto(view):
-            digest.update(view[:count])
-            size += count
-    return FileSum(size, digest.hexdigest())
 
 
 def write(folder: Path, step: int, files: dict[str, FileSum], buffer: memoryview | None = None) -> None:
@@ -142,38 +112,10 @@ def _problems(folder: Path, content: bool) -> list[str]:
         files = read(folder)
     except ValueError as error:
         return [str(error)]
-    found = [problem for name, entry in files.items() if (problem := _size_problem(folder / name, entry))]
+    found = [problem for name, entry in files.items() if (problem := size_problem(folder / name, entry))]
     if content and not found:
         found = wrong_files(folder, files, list(files)) or unreadable(folder, files)
     return found
-
-
-def _size_problem(path: Path, entry: FileSum) -> str | None:
-    try:
-        size = path.stat().st_size if path.is_file() else None
-    except OSError as error:
-        return f"its file {path.name} cannot be read ({error.strerror})"
-    if size is None:
-        return f"its file {path.name} is missing"
-    return None if size == entry.size else f"its file {path.name} has {size} bytes, not {entry.size}"
-
-
-def wrong_files(folder: Path, files: dict[str, FileSum], names: Sequence[str]) -> list[str]:
-    """A line for each of the named files whose bytes are not those that the manifest sums up. Reads several at a
-    time."""
-
-    def check(name: str) -> str | None:
-        try:
-            return (
-                None
-                if sum_of(folder / name) == files[name]
-                else f"its file {name} was changed: its checksum is another one"
-            )
-        except OSError as error:
-            return f"its file {name} cannot be read ({error.strerror})"
-
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return [problem for problem in pool.map(check, names) if problem]
 
 
 def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
@@ -278,7 +220,7 @@ def kind_of_model(path: Path) -> str:
         return "huggingface"
     if any((path / name).exists() for name in (MANIFEST, STATE, "checkpoints")):
         return "checkpoint"
-    if (path / "config.yaml").is_file():
+    if any((path / name).is_file() for name in (CONFIG, FOLDER_SUMS)):
         return "weights"
     raise ConfigError(
         f"--checkpoint ({path}) is no model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder of "

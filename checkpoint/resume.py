@@ -20,7 +20,7 @@ import torch.distributed as dist
 from checkpoint import manifest, start
 from checkpoint.record import Keeper, Record
 from checkpoint.start import Start
-from configs import files
+from configs import checksums, files
 from configs.changes import Change
 from configs.schema import Config, ConfigError
 from data.identity import Difference, Identity
@@ -187,11 +187,11 @@ def _check_together(folder: Path) -> str | None:
     return found[0] if found else None
 
 
-def _check_share(folder: Path, files: dict[str, manifest.FileSum]) -> list[str]:
+def _check_share(folder: Path, files: dict[str, checksums.FileSum]) -> list[str]:
     """What any rank found wrong with the files; each reads some of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: list[Any] = [None] * world_size
-    dist.all_gather_object(found, manifest.wrong_files(folder, files, sorted(files)[rank::world_size]))
+    dist.all_gather_object(found, checksums.wrong_files(folder, files, sorted(files)[rank::world_size]))
     return [problem for problems in found for problem in problems]
 
 

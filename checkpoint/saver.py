@@ -30,8 +30,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from checkpoint import manifest, safetensors_header
 from checkpoint import state as checkpoint_state
-from checkpoint.manifest import FileSum
 from checkpoint.shards import NotFinite, SaveCancelled, ShardWriter
+from configs.checksums import FileSum
 from configs.compose import to_yaml
 from configs.schema import Config
 from memory.host_link import HostLink

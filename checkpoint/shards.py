@@ -22,7 +22,7 @@ import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from checkpoint import manifest, safetensors_header
-from checkpoint.manifest import CHUNK_BYTES, FileSum
+from configs.checksums import CHUNK_BYTES, FileSum, new_buffer
 from configs.files import writing
 from configs.schema import ConfigError
 from memory.copy_stream import SAVES
@@ -53,7 +53,7 @@ class ShardWriter:
     def __init__(self, link: HostLink):
         self._link = link
         self.header = b""
-        self.buffer = manifest.new_buffer()  # in which each save's files are read back, one after the other
+        self.buffer = new_buffer()  # in which each save's files are read back, one after the other
         self._body, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
         self._copies: list[tuple[str, int, torch.Tensor]] = []  # name, place in the file's body, where it was copied to
         self._stored: list[tuple[int, StoredTensor]] = []  # place in the file's body, box

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,79 @@ import xxhash
 from configs.files import write_text
 
 SUM = "xxh3"  # the key of an object's checksum of itself
+FOLDER_SUMS = "checksums.json"  # of a folder's other files
+CHUNK_BYTES = 8 * 1024**2
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and checksum of a file."""
+
+    size: int
+    xxh3: str  # of its bytes, 32 hexadecimal digits
+
+
+def new_buffer() -> memoryview:
+    """CHUNK_BYTES to read files into. It comes from the system and goes back there: what threads allocate otherwise
+    stays with the process, once for each arena of the allocator."""
+    return memoryview(mmap.mmap(-1, CHUNK_BYTES))
+
+
+def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
+    """Size and checksum of a file as it is on disk now, read into `buffer` or one of its own. Raises OSError."""
+    digest, size, view = xxhash.xxh3_128(), 0, new_buffer() if buffer is None else buffer
+    with open(path, "rb", buffering=0) as stream:
+        while count := stream.readinto(view):
+            digest.update(view[:count])
+            size += count
+    return FileSum(size, digest.hexdigest())
+
+
+def size_problem(path: Path, entry: FileSum) -> str | None:
+    """A line if the file is not there with the size that its entry says; nothing is read."""
+    try:
+        size = path.stat().st_size if path.is_file() else None
+    except OSError as error:
+        return f"its file {path.name} cannot be read ({error.strerror})"
+    if size is None:
+        return f"its file {path.name} is missing"
+    return None if size == entry.size else f"its file {path.name} has {size} bytes, not {entry.size}"
+
+
+def wrong_files(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
+    """A line for each of the named files whose bytes are not those that its entry sums up. Reads several at a time."""
+
+    def check(name: str) -> str | None:
+        try:
+            return (
+                None
+                if sum_of(folder / name) == files[name]
+                else f"its file {name} was changed: its checksum is another one"
+            )
+        except OSError as error:
+            return f"its file {name} cannot be read ({error.strerror})"
+
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return [problem for problem in pool.map(check, names) if problem]
+
+
+def write_folder_sums(folder: Path) -> None:
+    """Sum up every file of a finished folder in FOLDER_SUMS. Raises WriteError, and OSError where one cannot be read
+    back."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    write_summed(folder / FOLDER_SUMS, {"files": {str(path.relative_to(folder)): vars(sum_of(path)) for path in paths}})
+
+
+def read_folder_sums(folder: Path) -> dict[str, FileSum]:
+    """The files that a folder was written with; of one that was written without FOLDER_SUMS nothing is known. Raises
+    OSError, and ValueError for sums that are damaged."""
+    if not (folder / FOLDER_SUMS).exists():
+        return {}
+    try:
+        return {name: FileSum(**entry) for name, entry in read_summed(folder / FOLDER_SUMS)["files"].items()}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"it says no sums: {error}") from None
 
 
 def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False) -> None:

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import files
+from configs import checksums, files
 from configs.architecture import architecture
 from configs.keys import get, put
 from configs.rotary import normalised
@@ -30,9 +30,10 @@ OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_famil
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections `model` and `moe` of a folder of logical weights. Raises ConfigError where there is no such
-    folder."""
+    """The sections `model` and `moe` of a folder of logical weights. Raises ConfigError where there is no such folder,
+    or one that is not as it was written; of the weights only the sizes are looked at."""
     path = folder / "config.yaml"
+    check_files(folder)
     try:
         content = files.read_yaml(path) if path.exists() else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -58,6 +59,28 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
         if "rotary_scaling" in values:
             values["rotary_scaling"] = normalised(values["rotary_scaling"])
     return {section: dict(values) for section, values in found.items() if values is not None}
+
+
+def check_files(folder: Path, weights: slice | None = None) -> None:
+    """Raise ConfigError for a folder of logical weights whose files are not those that it was written with. A folder of
+    an earlier version has no checksums, and is taken as it is.
+
+    weights: which of the weights' files are read, in the order of their names; None reads all other files instead.
+    """
+    try:
+        sums = checksums.read_folder_sums(folder)
+    except (OSError, ValueError) as error:
+        problems = [f"its file {checksums.FOLDER_SUMS} cannot be read: {error}"]
+    else:
+        of_weights = sorted(name for name in sums if name.endswith(".safetensors"))
+        chosen = sorted(sums.keys() - set(of_weights)) if weights is None else of_weights[weights]
+        problems = [line for name, entry in sums.items() if (line := checksums.size_problem(folder / name, entry))]
+        problems = problems or checksums.wrong_files(folder, sums, chosen)
+    if problems:
+        raise ConfigError(
+            f"folder {folder} is not as it was written: {problems[0]}. Copy it again; without its "
+            f"{checksums.FOLDER_SUMS} it is taken as it is."
+        )
 
 
 def config_from(overrides: dict[str, dict[str, Any]]) -> Config:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs import command
 from configs.architecture import description
+from configs.checksums import write_folder_sums
 from configs.schema import Config, ConfigError
 from configs.tokenizer_files import ALWAYS_READ_WITH, FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
 
@@ -55,6 +56,7 @@ def import_folder(source: Path, target: Path, part_bytes: int | None = None, hea
         writer.close()
         folders.write_config(partial, description(hf.config, vocab_size), special)
         _copy(carried, partial)
+        write_folder_sums(partial)
     unknown_keys.warn(hf.config, hf.family.model_type)
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import yaml
 
 from configs.architecture import architecture, description
+from configs.checksums import write_folder_sums
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
 from configs.weights import config_from as config_from  # of what a folder's config.yaml says
@@ -275,6 +276,7 @@ def save_logical_folder(
             writer.add(name, tensor.to(specs[name].dtype))
         writer.close()
         write_config(partial, description(config, vocab_size))
+        write_folder_sums(partial)
     dist.barrier()
 
 

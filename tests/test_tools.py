@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import manifest, safetensors_header, state_file
-from configs import command
+from configs import checksums, command
 from configs.schema import ConfigError
 from configs.weights import config_from
 from inference import command as model_command
@@ -206,7 +206,7 @@ def write_checkpoint(folder: Path) -> None:
             start = end
         content = safetensors_header.encode(entries) + bytes(start)
         (folder / f"rank_{rank}.safetensors").write_bytes(content)
-        sums[f"rank_{rank}.safetensors"] = manifest.sum_of(folder / f"rank_{rank}.safetensors")
+        sums[f"rank_{rank}.safetensors"] = checksums.sum_of(folder / f"rank_{rank}.safetensors")
     manifest.write(folder, 7, sums)
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from checkpoint import manifest, safetensors_header
 from checkpoint.logical.names import lacking_weights
 from checkpoint.state_file import read_state
+from configs.checksums import FOLDER_SUMS
 from configs.compose import load
 from configs.schema import ConfigError
+from configs.weights import check_files
 from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
 from models.weight_files.expected import logical_shapes
 
@@ -36,7 +38,7 @@ def is_folder_of_weights(path: Path) -> bool:
     except ConfigError:
         return False
     return kind == "huggingface" or (
-        kind == "weights" and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME))
+        kind == "weights" and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME, FOLDER_SUMS))
     )
 
 
@@ -46,6 +48,8 @@ def problems_in(path: Path) -> list[str]:
     from checkpoint.logical.reader import open_logical  # imports torch
 
     try:
+        if manifest.kind_of_model(path) == "weights":
+            check_files(path, slice(None))
         reader = open_logical(path)
     except ConfigError as error:
         return [str(error)]

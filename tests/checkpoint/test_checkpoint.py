@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from checkpoint import manifest
+from configs import checksums
 from configs.files import WriteError
 from configs.schema import ConfigError
 from tests import distributed
@@ -78,7 +79,7 @@ def save_while_training(config: Any, folder: Path) -> dict[str, Any]:
     load(model, folder / "step_0000001")
     assert [train_step(model, batches_of(config, step), step).loss for step in (2, 3)] == steps
     assert all(torch.equal(value, at_end[key]) for key, value in weights_of(model).items())
-    with mock.patch.object(manifest, "new_buffer") as buffers:
+    with mock.patch.object(checksums, "new_buffer") as buffers:
         tracemalloc.start()
         for step in (4, 5, 6):
             saver.start(
@@ -100,7 +101,7 @@ def test_steps_go_on_while_a_checkpoint_is_written(tmp_path: Path, precision: st
     assert seen["polled"] is None and seen["pending"] and "step_0000001" not in seen["there"]
     assert (seen["step_0000001"], seen["step_0000003"]) == (1, 3)
     # The saver's one buffer serves all: a buffer of each thread would stay with the process.
-    assert seen["buffers"] == 0 and seen["allocated"] < manifest.CHUNK_BYTES / 4
+    assert seen["buffers"] == 0 and seen["allocated"] < checksums.CHUNK_BYTES / 4
     assert all(manifest.verify(tmp_path / name) is None for name in ("step_0000001", "step_0000003"))
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from checkpoint import manifest, start
+from configs import checksums
 from configs.schema import Config, ConfigError
 from inference.open_model import open_model
 from tests import distributed
@@ -255,7 +256,7 @@ def test_a_planted_payload_never_runs(run_dir: Path, tmp_path: Path, name: str) 
                 (folder / planted).write_bytes(bare_pickle(mark, b""))
             if recomputed:
                 manifest.write(
-                    folder, 5, {file: manifest.sum_of(folder / file) for file in FILES if file != "manifest.json"}
+                    folder, 5, {file: checksums.sum_of(folder / file) for file in FILES if file != "manifest.json"}
                 )
             found = start.find(auto(copy))
             (said,) = found.passed_over
@@ -273,7 +274,7 @@ def test_a_payload_stops_a_run_that_names_the_checkpoint(data: list[str], run_di
     mark = tmp_path / "ran"
     folder = shutil.copytree(manifest.folder_of(run_dir, 5), tmp_path / "step_0000005")
     (folder / FILES[0]).write_bytes(torch_file(mark, b""))
-    manifest.write(folder, 5, {file: manifest.sum_of(folder / file) for file in FILES if file != "manifest.json"})
+    manifest.write(folder, 5, {file: checksums.sum_of(folder / file) for file in FILES if file != "manifest.json"})
     with pytest.raises(
         distributed.RankError, match=rf"{FILES[0]} is none of a checkpoint: it does not start with a safetensors header"
     ):

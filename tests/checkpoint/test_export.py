@@ -142,7 +142,8 @@ def test_an_export_holds_its_own_files_alone(run_dir: Path, tmp_path: Path) -> N
     assert distributed.run(_export, 1, run_dir, tmp_path) == [0]
     tokenizer = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     assert {path.name for path in (run_dir / "tokenizer").iterdir()} == tokenizer
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {*tokenizer, "config.yaml", "model.safetensors"}
+    ours = {"config.yaml", "model.safetensors", "checksums.json"}
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {*tokenizer, *ours}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert all((tmp_path / "hf" / part).is_file() for part in index["weight_map"].values())

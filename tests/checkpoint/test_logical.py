@@ -30,6 +30,7 @@ from checkpoint.logical.names import lacking_weights, parts_of
 from checkpoint.logical.reader import LogicalReader, open_checkpoint, open_logical
 from checkpoint.safetensors_header import Entry
 from checkpoint.shards import ShardWriter
+from configs import checksums
 from configs.compose import compose, to_yaml
 from configs.schema import Config, ConfigError
 from memory.host_link import HostLink
@@ -167,7 +168,7 @@ def _write(config: Config, run_dir: Path) -> dict[str, torch.Tensor]:
         topology.leave_layout()
 
 
-def _seal(target: Path, config: Config, sums: dict[str, manifest.FileSum]) -> None:
+def _seal(target: Path, config: Config, sums: dict[str, checksums.FileSum]) -> None:
     known = {"step": 1, "consumed_samples": 1, "optimizer_steps": [1], "loss_scaler": None}
     content = {**known, **state_file.of_model(config, VOCAB_SIZE, len(sums))}
     sums[manifest.STATE] = manifest.write_text(target / manifest.STATE, json.dumps(content))
@@ -240,7 +241,7 @@ def _rewrite(run_dir: Path, rank: int, edit: Callable[[Entries], object]) -> Pat
         start = end
     path.write_bytes(safetensors_header.encode(content) + b"".join(parts))
     names = [file.name for file in target.iterdir() if file.name != manifest.MANIFEST]
-    manifest.write(target, 1, {name: manifest.sum_of(target / name) for name in names})
+    manifest.write(target, 1, {name: checksums.sum_of(target / name) for name in names})
     return target
 
 

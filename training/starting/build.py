@@ -18,6 +18,7 @@ from configs.progress import begin
 from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config, ConfigError
+from configs.weights import check_files
 from data import identity
 from data.build import build_data
 from data.pieces import corpus_share, drawn_pieces
@@ -85,6 +86,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
         if line is not None and topology.rank == 0:
             print(line, flush=True)
     elif config.checkpoint.weights is not None:
+        raise_together(_problem_with_weights(Path(config.checkpoint.weights)))
         engine.load_weights(Path(config.checkpoint.weights))
     skipped = SkippedSamples.load(run_dir, begun.start.origin)
 
@@ -133,6 +135,18 @@ def _problem(expected: run_plan.RunPlan, device: torch.device) -> str | None:
     """Why this rank cannot have what it needs. What is free is not the same on every node."""
     try:
         run_plan.refuse_what_cannot_fit(expected, device)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _problem_with_weights(folder: Path) -> str | None:
+    """Why this node's ranks cannot take their weights from a folder, each of which reads some of its files."""
+    launch = launched()
+    try:
+        check_files(
+            folder, slice(launch.local_rank if launch.local_world_size else None, None, launch.local_world_size)
+        )
     except ConfigError as error:
         return str(error)
     return None
