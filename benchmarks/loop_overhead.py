@@ -27,6 +27,7 @@ import torch.distributed as dist
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
+from models.loss.output_layer import LossOutput
 from parallel.topology import Topology
 from training.callbacks.guard import Guard
 from training.starting.build import build
@@ -83,7 +84,12 @@ def bare_step(
 
     def forward_step(iterator: Iterator[dict[str, torch.Tensor]], module: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(iterator)
-        return gpt.forward(module, batch), lambda output: (output.mean(), {"loss": output.detach().mean()})
+
+        def mean_loss(output: LossOutput) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            mean = output[0] / batch["labels"].numel()
+            return mean, {"loss": mean.detach()}
+
+        return gpt.forward(module, batch), mean_loss
 
     def step() -> None:
         batches = next(steps)
