@@ -107,6 +107,8 @@ def adopt(config: Config, named: set[str]) -> None:
     if not folder.exists() and _adopt_again(config, named):
         return
     theirs = read_config(folder)
+    if theirs["model"].get("vocab_size") is None:
+        raise ConfigError(f"{folder / 'config.yaml'} must say model.vocab_size. Import or export the folder again.")
     _adopt_model(config, theirs, named, folder)
     if config.data.tokenizer == KEYS["data.tokenizer"].default:
         if core_file(folder) is None:

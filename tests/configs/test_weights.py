@@ -119,6 +119,7 @@ def test_another_tokenizer_is_refused_before_a_corpus_is_touched(tmp_path: Path)
         ("a: [", "cannot be read"),
         ("format: other", "must hold a config.yaml of format"),
         (f"format: {FORMAT}\nmodel: 3\nmoe: {{}}", "model must be a section"),
+        (f"format: {FORMAT}\nmodel: {{vocab_size: null}}\nmoe: {{}}", "config.yaml must say model.vocab_size"),
         (f"format: {FORMAT}\nmodel: {{hidden: 3}}\nmoe: {{}}", "model.hidden is no key of this version"),
         (f"format: {FORMAT}\nmodel: {{hidden_size: wide}}\nmoe: {{}}", "model.hidden_size (wide) must be an integer"),
     ],
