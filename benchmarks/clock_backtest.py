@@ -1,5 +1,5 @@
-"""The clock against measured steps of real clusters: `python -m benchmarks.clock_backtest [--seeds 10] [--markdown]
-[--json]`
+"""The clock against measured steps of real clusters: `python -m benchmarks.clock_backtest [--seeds 10] [--models N]
+[--markdown] [--json]`
 
 The steps are half of vTrain's (benchmarks/traces/vtrain): GPT on 2 to 8 and on 64 to 512 A100. Three tests, each of
 figures that start from what the sources in configs/hardware/a100_8x.yaml state:
@@ -57,9 +57,11 @@ def _compared(name: str, file: str, number: int, steps: Sequence[MeasuredStep], 
     return TestRow(name, file, number, len(steps), found["mean_absolute_error_percent"], *of_groups)
 
 
-def tests(file: str, seeds: int) -> list[TestRow]:
-    """All tests of a file's rows."""
+def tests(file: str, seeds: int, models: int | None = None) -> list[TestRow]:
+    """All tests of a file's rows, or of those of its smallest `models`."""
     start, steps = load(HARDWARE).as_stated(), read_rows(FOLDER / file)
+    kept = sorted(set(map(_model, steps)))[:models]
+    steps = [step for step in steps if _model(step) in kept]
     rows = [_compared("as stated", file, 0, steps, start)]
     rows.append(_compared("all rows", file, len(steps), steps, fit(start, steps, "these rows")))
     for model in sorted(set(map(_model, steps))):
@@ -88,11 +90,12 @@ def _cells(row: TestRow) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--models", type=int, help="the smallest models alone")
     parser.add_argument("--files", nargs="+", default=list(FILES), choices=FILES)
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [row for file in args.files for row in tests(file, args.seeds)]
+    rows = [row for file in args.files for row in tests(file, args.seeds, args.models)]
     heads = ["rows", "test", "fitted to", "compared", "mean error", "tau in groups", "choices near", "worst choice"]
     print(table(heads, [_cells(row) for row in rows], args.markdown))
     if args.json:
