@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 from dataclasses import replace
@@ -102,6 +103,20 @@ def test_each_part_is_a_slice_of_the_whole_draw(
         assert torch.equal(parts[0].join([part.local for part in parts]), whole)
         if rows is not None:  # padding is zero
             assert torch.cat([part.local for part in parts])[shape[0] :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("length", [1, DRAWN_ROWS - 1, DRAWN_ROWS, DRAWN_ROWS + 1, 2 * DRAWN_ROWS + 3])
+def test_numbers_are_those_of_a_generator_for_each_block(length: int, dim: int) -> None:
+    config, name, blocks = Config(), COLUMN if dim == 0 else ROW, []
+    std = config.model.init_std / (math.sqrt(2 * config.model.num_layers) if dim == 1 else 1)
+    for number, start in enumerate(range(0, length, 256)):
+        digest = hashlib.blake2b(f"3 {name} {number}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        rows = min(256, length - start)
+        blocks.append(torch.empty((rows, 8) if dim == 0 else (8, rows)).normal_(0.0, std, generator=generator))
+    shape = (length, 8) if dim == 0 else (8, length)
+    assert torch.equal(_drawn(name, shape, dim, False, 0, 1, None, seed=3).local, torch.cat(blocks, dim))
 
 
 def test_a_weight_drawn_alone_is_the_same() -> None:

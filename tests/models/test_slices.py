@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from models.attention import kernels, slices
+from models.attention.kernels import ALIGNED, FLASH_WIDTH, SUMS_ALIGNED
 from models.attention.rows import of_documents, of_padding
 from models.attention.sliced import SlicePlan, attend
-from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, Slices
+from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, SHORT, SHORT_BACKWARD, Slices
+from tests.cuda.pretended import attention as pretended
 from tests.tolerances import SLICES
 
 pytestmark = pytest.mark.fast
@@ -96,6 +102,53 @@ def test_documents_and_windows(shape: tuple[int, ...], window: int | None, dtype
     assert deviation(found, shape, dtype) < DTYPES[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("queries", [SHORT - 1, SHORT, SHORT_BACKWARD - 1, SHORT_BACKWARD])
+def test_rows_from_which_half_precision_is_computed_in_its_own_kind(queries: int, dtype: torch.dtype) -> None:
+    """In fp32 below; in between the forward pass in half precision and the backward pass in fp32."""
+    found = slices_of((CAUSAL, 0, 0, queries, 0, queries), (FULL, 0, 0, queries, queries, 3))
+    assert deviation(found, (queries + 3, 1, 2, 1, 8, 6), dtype) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize(
+    ("queries", "channels", "dtype"),
+    [
+        *((rows, ALIGNED, torch.float32) for rows in (SUMS_ALIGNED - 1, SUMS_ALIGNED, SUMS_ALIGNED + 1)),
+        *((SUMS_ALIGNED - 1, ALIGNED + 1, dtype) for dtype in (torch.float32, torch.bfloat16)),
+        *((20, width, torch.bfloat16) for width in (ALIGNED, FLASH_WIDTH - 1, FLASH_WIDTH, FLASH_WIDTH + 1)),
+        (SUMS_ALIGNED + 1, FLASH_WIDTH + 1, torch.float16),
+    ],
+)
+def test_what_the_kernels_of_cuda_are_given(
+    queries: int, channels: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-ins compute what CUDA's kernels would: what we put around them, on both sides of their sizes."""
+    calls, takes_launches = Counter[str](), kernels.takes_launches
+
+    def call(operation: Any) -> Any:
+        def counted(*given: Any, **options: Any) -> Any:
+            calls[pretended.KERNELS[operation].__name__] += 1
+            return pretended.KERNELS[operation](*given, **options)
+
+        return counted
+
+    names = {operation: operation._qualified_op_name.removeprefix("aten::") for operation in pretended.KERNELS}
+    monkeypatch.setattr(kernels, "aten", SimpleNamespace(**{name: call(each) for each, name in names.items()}))
+    monkeypatch.setattr(kernels, "_on_cpu", kernels._efficient)
+    monkeypatch.setattr(kernels, "_on_cpu_backward", kernels._efficient_backward)
+
+    def on_cuda(query: torch.Tensor, width: int) -> bool:
+        stand_in: Any = SimpleNamespace(is_cuda=True, dtype=query.dtype, size=query.size)
+        return takes_launches(stand_in, width)
+
+    monkeypatch.setattr(kernels, "takes_launches", on_cuda)
+    found = slices_of((CAUSAL, 0, 0, queries, 0, queries), (FULL, 0, 0, queries, queries, 3))
+    flash = dtype != torch.float32 and channels <= FLASH_WIDTH
+    of_values = channels - 2 if flash else channels  # the other stand-in takes no other
+    assert deviation(found, (queries + 3, 1, 4, 2, channels, of_values), dtype) < DTYPES[dtype]
+    assert set(calls) == ({"_flash", "_flash_backward"} if flash else {"_efficient", "_efficient_backward"})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES[:3])
 def test_any_slices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -152,12 +205,14 @@ def test_a_micro_batch_has_one_plan() -> None:
 def test_demands_of_the_kernels_of_cuda() -> None:
     query, key = torch.zeros(5, 4, 64, dtype=torch.bfloat16), torch.zeros(5, 2, 64, dtype=torch.bfloat16)
     kernels.check(query, key, key, flash=True)
+    kernels.check(*(each.repeat(1, 1, 4) for each in (query, key, key)), flash=True)
+    kernels.check(query[..., :8], key[..., :8], key[..., :8], flash=True)
     for wrong, demand in (
         ((query, key, key[..., :32]), "values as wide as keys"),
         ((query[..., :20], key[..., :20], key[..., :20]), "multiples of 8"),
         ((query.float(), key.float(), key.float()), "bf16 or fp16"),
         ((query, key, key.float()), "numbers of one kind"),
-        ((query.repeat(1, 1, 5), key.repeat(1, 1, 5), key.repeat(1, 1, 5)), "at most 256 channels"),
+        (tuple(torch.zeros(5, heads, 264, dtype=torch.bfloat16) for heads in (4, 2, 2)), "at most 256 channels"),
         ((query[:, :3], key, key), "query heads for each key head"),
     ):
         with pytest.raises(kernels.KernelDemandError, match=demand):
