@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe.alltoall import hierarchical
-from moe.alltoall.flat import AllToAll, ExchangeCounts, FlatAllToAll, Handle, start
+from moe.alltoall.flat import MAX_TAG, AllToAll, ExchangeCounts, FlatAllToAll, Handle, start
 from moe.alltoall.hierarchical import HierarchicalAllToAll, ranks_per_node
 from moe.chunk_plan import STRATEGIES, Plan
 from tests.distributed import RankError, run
@@ -110,6 +110,24 @@ def _equals_flat(per_node: int) -> None:
 @pytest.mark.parametrize("num_ranks,per_node", NODES)
 def test_equals_the_flat_exchange(num_ranks: int, per_node: int) -> None:
     run(_equals_flat, num_ranks, per_node)
+
+
+def _over_the_last_tag(per_node: int) -> None:
+    group, counts = _world(), _counts(1, _world().size())
+    early: list[Any] = [FlatAllToAll(group), HierarchicalAllToAll(group, per_node)]
+    late: list[Any] = [FlatAllToAll(group), HierarchicalAllToAll(group, per_node)]
+    late[0]._tag, late[1]._next = MAX_TAG - 3, MAX_TAG // late[1].num_nodes - 3
+    for exchange, other in zip(late, early, strict=True):
+        found, expected = (
+            _exchange_all(each, each.count(counts[each.rank]), random.Random(1), True) for each in (exchange, other)
+        )
+        assert all(map(torch.equal, found, expected))
+    exchanges = 1 + 2 * len(COLUMNS)
+    assert late[0]._tag == late[1]._next == exchanges - 3 and early[0]._tag == early[1]._next == exchanges
+
+
+def test_after_the_last_tag_comes_the_first() -> None:
+    run(_over_the_last_tag, 2, 1)
 
 
 class _Sends:

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from memory.pool import Workspace
-from moe import route
+from moe import kernels, route
+from moe.kernels.elementwise import MAX_COLUMNS
 from moe.placement_map import PlacementMap
-from moe.router import _Gate
+from moe.route import MAX_BYTE, MAX_SHORT
+from moe.router import LOGIT_ROWS, _choose, _Gate
 
 pytestmark = pytest.mark.fast
 
@@ -75,9 +77,10 @@ def test_returned_rows_are_added_up_in_the_order_sent() -> None:
     assert second.index.tolist() == [0, 1, 2] and second.starts.tolist() == [0, 2]
 
 
-@pytest.mark.parametrize("limit", [4, 200, 30_000, 100_000])
+@pytest.mark.parametrize("limit", [4, MAX_BYTE, MAX_BYTE + 1, MAX_SHORT, MAX_SHORT + 1, 100_000])
 def test_stable_argsort(limit: int) -> None:
     keys = torch.randint(0, limit + 1, (5000,), generator=torch.Generator().manual_seed(limit))
+    keys[::7] = limit
     assert torch.equal(route.stable_argsort(keys, limit), keys.argsort(stable=True))
 
 
@@ -119,3 +122,39 @@ def test_the_gate_rounds_its_gradients_once(passed: bool) -> None:
         assert ours is not None and exact is not None
         rounding = (exact.bfloat16() - exact).norm()
         assert (ours - exact).norm() < 1.5 * rounding
+
+
+@pytest.mark.parametrize("tokens", [0, 1, LOGIT_ROWS - 1, LOGIT_ROWS, LOGIT_ROWS + 1, 3 * LOGIT_ROWS + 5])
+def test_a_routers_logits_in_blocks_of_rows(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "has_tiles", lambda *_: False)  # where the processor multiplies bf16
+    torch.manual_seed(tokens)
+    x, weight = torch.randn(tokens, 48).bfloat16(), torch.randn(8, 48).bfloat16()
+    logits = _Gate.apply(x, weight)[0]
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [kernels.ALIGNMENT, kernels.ALIGNMENT + 8])
+def test_a_routers_logits_by_tiles_and_without(hidden: int) -> None:
+    torch.manual_seed(hidden)
+    x, weight = torch.randn(40, hidden).bfloat16(), torch.randn(8, hidden).bfloat16()
+    expected = (x.double() @ weight.double().t()).float()
+    torch.testing.assert_close(_Gate.apply(x, weight)[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("experts", [MAX_COLUMNS, MAX_COLUMNS + 1])
+def test_the_choice_among_many_experts(experts: int) -> None:
+    """The most that the compiled kernel takes, and one more: Megatron-core chooses."""
+    otherwise = []
+
+    def theirs(scores: torch.Tensor, top_k: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        otherwise.append(top_k)
+        found = scores.topk(top_k, dim=1)
+        return found.values, found.indices
+
+    torch.manual_seed(1)
+    scores = torch.stack([torch.randperm(experts) for _ in range(9)]).float() - 500  # none is there twice
+    values, indices = _choose(None, scores, 6, None, None, theirs)
+    in_order = scores.argsort(dim=1, descending=True)[:, :6]
+    assert torch.equal(indices, in_order) and torch.equal(values, scores.gather(1, in_order))
+    assert bool(otherwise) == (experts > MAX_COLUMNS or not kernels.has(scores))

@@ -11,6 +11,7 @@ import torch
 from moe.alltoall.flat import FlatAllToAll
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.experts import blocks, compute
+from moe.experts.sizes import STEP_ROWS
 from moe.schedule import chunk_compute
 from tests.distributed import run
 from tests.moe.oracle import (
@@ -108,6 +109,20 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (
             largest_error(ours(case, problem(case), Plan(degree, degree)), loop(case, problem(case))) < MOE["float64"]
         )
+
+
+@pytest.mark.parametrize("hidden", [8, 64], ids=["torch", "tiles"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_experts_rows_at_the_ends_of_blocks(monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int) -> None:
+    """Of whole steps of rows and of a block, a row less and a row more."""
+    block = 3 * STEP_ROWS
+    monkeypatch.setattr(blocks, "BLOCK_ROWS", block)
+    for rows in (end + more for end in (STEP_ROWS, block, 2 * block) for more in (-1, 0, 1)):
+        case = Case(num_tokens=rows, num_experts=1, top_k=1, hidden=hidden, width=4 * hidden)
+        case = with_dtype(case, dtype)
+        for strategy in ("keep", "recompute"):
+            actual = ours(case, problem(case), Plan(1, 1, strategy))
+            assert error_of_norms(actual, loop(case, problem(case))) < MOE[dtype], (rows, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])
