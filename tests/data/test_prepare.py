@@ -14,7 +14,7 @@ import pytest
 
 from configs.schema import ConfigError, DataConfig
 from data import indexed as indexed_module
-from data.indexed import IndexedTokens, token_dtype
+from data.indexed import UINT16_VOCAB_LIMIT, IndexedTokens, token_dtype
 from data.prepare import parts as parts_module
 from data.prepare import prepare
 from data.prepare.command import main, parse_arguments
@@ -74,11 +74,12 @@ def test_bert_documents_are_sentences(config, texts, tokenizer):
 
 def test_reader_agrees_with_megatron_writer(tmp_path):
     import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    documents = [[[1, 2, 3], [4]], [[5]], [[6, 7], [8], [9, 10]]]
-    for vocab_size in (1000, 100_000):
+    for vocab_size in (1000, UINT16_VOCAB_LIMIT - 1, UINT16_VOCAB_LIMIT, 100_000):
+        documents = [[[1, 2, 3], [4]], [[5]], [[6, 7], [8], [9, vocab_size - 1]]]
         prefix = tmp_path / str(vocab_size)
+        assert token_dtype(vocab_size) is DType.optimal_dtype(vocab_size)
         builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=token_dtype(vocab_size))
         for document in documents:
             for sequence in document:
@@ -89,7 +90,8 @@ def test_reader_agrees_with_megatron_writer(tmp_path):
         for suffix in (".bin", ".idx"):
             assert (tmp_path / f"own{suffix}").read_bytes() == Path(f"{prefix}{suffix}").read_bytes()
         indexed = IndexedTokens(prefix)
-        assert indexed.tokens[:].tolist() == list(range(1, 11)) and indexed.document_bounds.tolist() == [0, 2, 3, 6]
+        assert indexed.tokens[:].tolist() == [*range(1, 10), vocab_size - 1]
+        assert indexed.document_bounds.tolist() == [0, 2, 3, 6]
         index = (indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
         assert [array.tolist() for array in indexed_module.documents(*index)] == [[0, 4, 5], [4, 1, 5]]
 

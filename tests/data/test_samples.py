@@ -10,6 +10,7 @@ from configs.schema import ConfigError
 from data.loader import Loader
 from data.prepare import TokenFile, prepare
 from data.samples import BertSamples, Blend, GPTSamples, segment_documents
+from data.samples.shared import BLEND_PERIOD
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import word_piece
 from tests.data.token_files import write_tokens
@@ -112,6 +113,17 @@ def test_blend_positions_continue_over_periods():
     assert all(found == list(range(len(found))) for found in ranks.values())
     with pytest.raises(ConfigError, match="data.corpus"):
         Blend([1.0, 1e-9])
+
+
+def test_the_least_shares_of_a_blend():
+    """Half a sample of a period is one; more files than a tenth of a period are too many."""
+    half = 0.5 / BLEND_PERIOD
+    assert Blend([1 - half, half]).counts.tolist() == [BLEND_PERIOD, 1]
+    most = BLEND_PERIOD // 10
+    assert Blend([1.0] * most).counts.tolist() == [10] * most
+    for weights in ([1 - 0.99 * half, 0.99 * half], [1.0] * (most + 1)):
+        with pytest.raises(ConfigError, match="data.corpus"):
+            Blend(weights)
 
 
 def test_too_little_data(tmp_path):

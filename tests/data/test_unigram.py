@@ -13,7 +13,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer, words
 from data.tokenizer.huggingface import HuggingFaceTokenizer
 from data.tokenizer.model_json import tokenizer_json
 from data.tokenizer.pieces import NotConvertible
@@ -105,6 +105,22 @@ class Counted:
     def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
         self.characters += sum(map(len, texts))
         return self.model.encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("limit", ["MOST_WORDS", "LONGEST_WORD"])
+def test_words_beyond_those_that_are_kept(limit: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, limit, 5)
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    assert isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer._words is not None
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.encode_special_tokens = True
+    kept = []
+    for text in ["abcd", "if x in y", "abcd abcde", "x y", "if x", " ".join(["for else while"] * 2), "abcd"]:
+        assert tokenizer.encode(text) == library.encode(text, add_special_tokens=False).ids, text
+        kept.append(set(tokenizer._words._ids))
+    numbers = list(map(len, kept))
+    assert limit != "MOST_WORDS" or sorted(numbers) != numbers  # it began anew
+    assert limit != "LONGEST_WORD" or max(map(len, kept[-1])) == 5
 
 
 def test_words_that_come_again_are_not_searched_again(folder: Path, tmp_path: Path) -> None:

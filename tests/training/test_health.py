@@ -439,6 +439,26 @@ def test_spikes_are_measured_against_the_median() -> None:
     assert judge(health, float("nan")) == Refusal("nonfinite", "the loss is nan")
 
 
+def test_a_spike_is_seen_from_so_many_steps_on() -> None:
+    config = make_config(["training.spike_factor=1.5"])
+    for steps in range(LEAST_STEPS + 1):
+        health = Health(config)
+        assert [judge(health, 4.0, step) for step in range(steps)] == [None] * steps
+        assert (health.judge(100.0, True, 1) is not None) == (steps >= LEAST_STEPS), steps
+
+
+@pytest.mark.parametrize("steps", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
+def test_the_median_is_that_of_the_last_steps(steps: int) -> None:
+    health = Health(make_config(["training.spike_factor=1.5"]))
+    losses = [10.0 * 0.99**step for step in range(steps)]
+    for step, loss in enumerate(losses):
+        health.taken(loss, step)
+    last = sorted(losses[-64:])
+    usual = (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
+    assert health.judge(1.5 * usual * (1 - 1e-9), True, 1) is None
+    assert health.judge(1.5 * usual * (1 + 1e-9), True, 1) is not None
+
+
 def test_a_spike_is_skipped(data: list[str], tmp_path: Path) -> None:
     steps = LEAST_STEPS + 2
     overrides = [

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from configs.schema import Config
-from moe.watch import entropy
+from moe.watch import FEW_EXPERTS, entropy
 from optim.grad_norms import part_of
 from tests import distributed
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
@@ -161,6 +161,15 @@ def test_entropy_of_known_scores(score: str) -> None:
     probs = scores / scores.sum()
     assert float(entropy(logits, score)) == pytest.approx(float(-(probs * probs.log()).sum()), rel=1e-6)
     assert float(entropy(torch.tensor([[200.0, -200.0]]), "softmax")) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("experts", [FEW_EXPERTS - 1, FEW_EXPERTS, FEW_EXPERTS + 1])
+def test_entropy_over_few_and_many_experts(experts: int, score: str) -> None:
+    logits = torch.randn(5, 7, experts, generator=torch.Generator().manual_seed(experts)) * 3
+    scores = logits.double().softmax(-1) if score == "softmax" else logits.double().sigmoid()
+    probs = scores / scores.sum(dim=-1, keepdim=True)
+    assert float(entropy(logits, score)) == pytest.approx(float(-(probs * probs.log()).sum()), rel=1e-6)
 
 
 def test_parts_of_the_model_by_name() -> None:
