@@ -13,7 +13,8 @@ from tests.training.helpers import make_config
 
 RANKS = 3
 CASES = 60
-PROBS = (0.0, 0.1, 0.1, 0.25, 0.5, math.nan)  # few, so that many are equal
+# Few, so that many are equal; two are neighbours in fp32.
+PROBS = (0.0, 0.1, 0.1 + 2.0**-27, 0.25, 0.5, math.nan)
 
 
 def _loop(probs: torch.Tensor, chosen: torch.Tensor, capacity: int, policy: str) -> torch.Tensor:
@@ -66,6 +67,15 @@ def test_the_first_tokens_are_kept_among_equals() -> None:
     for policy in ("position", "probs"):
         kept = keep(torch.full((1000, 3), 0.5), chosen, 77, policy)
         assert kept[:77].all() and not kept[77:].any()
+
+
+def test_a_turn_never_outweighs_a_probability() -> None:
+    """The last turn that there is, with the next greater number, beside the first turn."""
+    chosen, turns = torch.ones(2, 1, dtype=torch.bool), torch.tensor([0, LAST_TURN])
+    probs = torch.tensor([[0.1], [0.1 + 2.0**-27]])
+    assert keep(probs, chosen, 1, "probs", None, turns).flatten().tolist() == [False, True]
+    assert keep(probs[:1].expand(2, 1), chosen, 1, "probs", None, turns).flatten().tolist() == [True, False]
+    assert keep(probs, chosen, 1, "position", None, turns).flatten().tolist() == [True, False]
 
 
 def _counted() -> dict[str, Any]:
