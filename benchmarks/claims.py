@@ -1,7 +1,8 @@
 """The command of every claim, once at its smallest size: `python -m benchmarks.claims [WORD]... [--quick] [--list]`.
 
 `benchmarks/results/claims.yaml` names under `smallest` a smaller command for each. It must end with status 0: a
-benchmark that has decayed is found here, before somebody measures with it again. Figures are neither compared nor kept.
+benchmark that has decayed is found here, before somebody measures with it again. Figures are neither compared nor kept;
+one with a `bar` may end with 1 where it misses that.
 What needs a card, a peer's package or a folder from elsewhere is listed with the reason, and so is what a claim's
 machine cannot do without root.
 """
@@ -34,6 +35,7 @@ class Smallest:
     not_run: str | None
     is_quick: bool
     needs_root: bool
+    has_bar: bool  # status 1 says that it was missed, which means nothing at this size
 
 
 def smallest() -> list[Smallest]:
@@ -50,7 +52,10 @@ def smallest() -> list[Smallest]:
         entry = entry if isinstance(entry, dict) else {"run": entry}
         found.append(
             Smallest(
-                command, entry.get("run"), entry.get("not run"), entry.get("quick", False), entry.get("root", False)
+                command,
+                entry.get("run"),
+                entry.get("not run"),
+                *(entry.get(key, False) for key in ("quick", "root", "bar")),
             )
         )
     return found
@@ -75,7 +80,8 @@ def run_all(chosen: Iterable[Smallest]) -> int:
         outcome = run(entry.smaller, SECONDS)
         ran += 1
         print(f"{outcome.verdict()} in {outcome.seconds:.1f} s: {entry.smaller}", flush=True)
-        if outcome.status != 0:
+        missed = entry.has_bar and outcome.status == 1 and "Traceback" not in outcome.stderr
+        if outcome.status != 0 and not missed:
             failed.append(entry.smaller)
             printed = [*outcome.stdout.splitlines()[-TAIL:], *outcome.stderr.splitlines()[-TAIL:]]
             print("\n".join(f"    {line}" for line in printed), flush=True)

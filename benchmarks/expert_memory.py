@@ -45,6 +45,7 @@ def words_of(args: argparse.Namespace, run_dir: Path, steps: int) -> list[str]:
         "training.micro_batch_size=2",
         f"training.steps={steps}",
         "optimizer.schedule=constant",
+        f"optimizer.bucket_parameters={args.layers * args.experts * args.hidden**2 // 4}",  # a 48th of the experts'
         f"checkpoint.interval={SAVED}",
         "sample.prompts=[]",
         "logging=quiet",

@@ -122,7 +122,7 @@ THRESHOLDS: dict[str, tuple[Values, Values]] = {
     "one holder of an expert": ({"experts": "yes"}, {"ranks": "2", "parallel.expert": "2", "tier": "host"}),
     "three holders of an expert": ({"experts": "yes", "samples": "12"}, {"ranks": "3", "tier": "host"}),
     "three holders, by context": ({"experts": "yes"}, {"ranks": "3", "parallel.context": "3", "tier": "disk"}),
-    "fp16": ({"training.precision": "fp16", "training.initial_loss_scale": "1048576"}, {}),
+    "fp16": ({"training.precision": "fp16", "training.initial_loss_scale": "65536"}, {}),
     "bf16 with biases of experts": (
         {"training.precision": "bf16", "experts": "yes", "moe.expert_bias": "true", "model.sequence_length": "136"},
         {},

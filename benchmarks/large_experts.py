@@ -1,5 +1,5 @@
 """Trains a GPT-MoE whose experts' records are larger than this machine's memory: `python -m benchmarks.large_experts
---folder DIR [--layers 14] [--experts 16] [--width 3584] [--json]`.
+[--folder DIR] [--layers 14] [--experts 16] [--width 3584] [--json]`.
 
 Weights, gradients and state of the experts lie on the disk of --folder; passes go by layer. Three steps are taken
 without a stop. Then the same command, with a checkpoint after the second step, is killed with SIGKILL in the third,
@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -156,7 +157,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="an empty folder on a disk with room for all")
+    parser.add_argument(
+        "--folder", type=Path, help="an empty folder on a disk with room for all; none: a temporary one"
+    )
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--experts", type=int, default=16)
@@ -167,9 +170,10 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
-    args.folder = args.folder.resolve()
-    args.folder.mkdir(parents=True, exist_ok=True)
-    found = measure(args)
+    with tempfile.TemporaryDirectory() as temporary:
+        args.folder = (args.folder or Path(temporary)).resolve()
+        args.folder.mkdir(parents=True, exist_ok=True)
+        found = measure(args)
     print(
         f"{found['parameters_of_experts'] / 1e9:.2f}e9 parameters of experts, records {found['records'] / 1e9:.1f} GB, "
         f"memory {found['memory'] / 1e9:.1f} GB, peak of a run {found['peak'] / 1e9:.2f} GB"
