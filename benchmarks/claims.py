@@ -35,7 +35,7 @@ class Smallest:
     not_run: str | None
     is_quick: bool
     needs_root: bool
-    has_bar: bool  # status 1 says that it was missed, which means nothing at this size
+    has_bar: bool = False  # status 1 says that it was missed, which means nothing at this size
 
 
 def smallest() -> list[Smallest]:
@@ -55,7 +55,9 @@ def smallest() -> list[Smallest]:
                 command,
                 entry.get("run"),
                 entry.get("not run"),
-                *(entry.get(key, False) for key in ("quick", "root", "bar")),
+                entry.get("quick", False),
+                entry.get("root", False),
+                entry.get("bar", False),
             )
         )
     return found
