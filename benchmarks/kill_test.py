@@ -555,9 +555,10 @@ def _damage_one_by_one(
         if "Traceback" in said:
             problems.append(f"a traceback: {said[-2000:]}")
         result.damaged += 1
-        result.found += [f"{name}, {what}: {text}" for text in [*problems, *moved.found]]
+        wrong = [f"{name}, {what}: {text}" for text in [*problems, *moved.found]]
+        result.found += wrong
         moved.found = []
-        print(f"{name}: {what}: {'goes on' if ended is None else 'ends'}", flush=True)
+        print(f"{name}: {what}: {'goes on' if ended is None else 'ends'}{', WRONG' if wrong else ''}", flush=True)
         shutil.rmtree(there)
     shutil.rmtree(kept)
 
