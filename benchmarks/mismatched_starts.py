@@ -58,7 +58,7 @@ OTHERS = {
     "model.sequence_length": "32",
     "moe.aux_loss_coeff": "0.5",
     "moe.z_loss_coeff": "0.1",
-    "moe.top_k": "1",
+    "moe.top_k": "3",
     "moe.capacity_factor": "2",
     "moe.pipeline_degree": "2",
     "parallel.expert": "2",
