@@ -64,7 +64,7 @@ def tests(file: str, seeds: int, models: int | None = None) -> list[TestRow]:
     steps = [step for step in steps if _model(step) in kept]
     rows = [_compared("as stated", file, 0, steps, start)]
     rows.append(_compared("all rows", file, len(steps), steps, fit(start, steps, "these rows")))
-    for model in sorted(set(map(_model, steps))):
+    for model in kept:
         others = [step for step in steps if _model(step) != model]
         own = [step for step in steps if _model(step) == model]
         name = f"held out: hidden {model[0]}, {model[1]} layers"

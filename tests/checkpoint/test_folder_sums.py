@@ -33,11 +33,11 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path / "ours"
 
 
-def _train(folder: Path, run_dir: Path, data: list[str], *more: str) -> float:
+def _train(folder: Path, run_dir: Path, data: list[str]) -> float:
     """The loss of the first step."""
     named = [word for word in data if not word.startswith("data.tokenizer")]
     lines = train_on_ranks(
-        [f"checkpoint.weights={folder}", *named, f"run_dir={run_dir}", "training.steps=1", "logging.wandb=off", *more],
+        [f"checkpoint.weights={folder}", *named, f"run_dir={run_dir}", "training.steps=1", "logging.wandb=off"],
         2,
     )
     return float(lines[0]["loss"])

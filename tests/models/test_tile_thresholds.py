@@ -16,7 +16,7 @@ from tests.tolerances import TOKEN_LOSS
 
 pytestmark = pytest.mark.fast
 
-FEW = 8  # stands for MOST_TILES, where so many tokens would take long
+FEW = 8  # replaces MOST_TILES where that many tiles would take too long
 
 
 class _Alone:
@@ -36,7 +36,7 @@ def made_in_tiles(made: Made, tile: int, old: bool) -> Made:
 
 
 def check(made: Made, ours: Made, dtype: torch.dtype) -> None:
-    """What full logits in fp64 are; in half precision nothing is further from them than full logits of that kind."""
+    """Compare with full logits in fp64; in half precision the error is at most that of full logits of that kind."""
     exact = full_logits(made, False)
     if dtype == torch.float32:
         for name, value in exact.items():
@@ -79,7 +79,7 @@ def test_tiles_of_so_many_tokens(tokens: int, tile: int, monkeypatch: pytest.Mon
     ],
 )
 def test_tiles_that_share_a_product(dtype: torch.dtype, number: int, rest: int) -> None:
-    """So many whole tiles, and one of `rest` rows: the last group is full, or has a tile, or less than one."""
+    """Several whole tiles are followed by one of `rest` rows: the last group is full, or holds a tile or less."""
     tile = 31
     made = inputs(dtype, 0.0, 90)  # a tile is fewer than all tokens, also where it has all rows that predict
     made["mask"].view(-1)[: number * tile + rest] = 1

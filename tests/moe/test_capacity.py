@@ -45,7 +45,7 @@ def _differing() -> list[tuple[int, str]]:
             among = keep(probs[own], chosen[own], capacity, policy, group)
             if not torch.equal(alone, expected) or not torch.equal(among, expected[own]):
                 wrong.append((number, policy))
-            if number % 2:  # tokens dealt to ranks anyhow, whose turns reach from the first to the last that there is
+            if number % 2:  # tokens in any order over the ranks, with turns from the first to LAST_TURN
                 turns = torch.randperm(len(probs), generator=draw)
                 turns[turns == len(probs) - 1] = LAST_TURN
                 order = turns.argsort()

@@ -114,7 +114,7 @@ def test_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("hidden", [8, 64], ids=["torch", "tiles"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_experts_rows_at_the_ends_of_blocks(monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int) -> None:
-    """Of whole steps of rows and of a block, a row less and a row more."""
+    """Experts compute whole STEP_ROWS and whole blocks, and one row less or more."""
     block = 3 * STEP_ROWS
     monkeypatch.setattr(blocks, "BLOCK_ROWS", block)
     for rows in (end + more for end in (STEP_ROWS, block, 2 * block) for more in (-1, 0, 1)):
