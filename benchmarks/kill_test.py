@@ -550,7 +550,7 @@ def _damage_one_by_one(
             found = differences(moved.run_dir, whole.run_dir)
             is_said = any(one in line for line in said.splitlines() for one in names)
             if found and is_said and any(one.endswith(MAY_LACK) for one in names):
-                found = _other_steps(moved.run_dir, whole.run_dir)
+                found = _other_steps(moved.run_dir, whole.run_dir)[int(way == "flipped") :]  # a bit is of one step
             problems += [*found, *leftovers(moved.run_dir)]
         if "Traceback" in said:
             problems.append(f"a traceback: {said[-2000:]}")
@@ -559,6 +559,8 @@ def _damage_one_by_one(
         result.found += wrong
         moved.found = []
         print(f"{name}: {what}: {'goes on' if ended is None else 'ends'}{', WRONG' if wrong else ''}", flush=True)
+        for text in wrong:
+            print(f"    {text}", flush=True)
         shutil.rmtree(there)
     shutil.rmtree(kept)
 
@@ -599,9 +601,9 @@ def _report_of(run_dir: Path, names: Sequence[str]) -> list[str]:
 
 
 def _other_steps(ours: Path, theirs: Path) -> list[str]:
-    """What differs in the steps that both runs have on record."""
+    """What differs in the steps that both runs have on record. A step of ours alone is a line with a damaged number."""
     expected = {line["step"]: line for line in read_steps(theirs)}
-    found = [f"{line} differs" for line in read_steps(ours) if line != expected[line["step"]]]
+    found = [f"{line} differs" for line in read_steps(ours) if line != expected.get(line["step"])]
     for path in sorted([*theirs.glob("*.plans"), *theirs.glob("*.trace")]):
         x, y = _recorded(ours / path.name, []), _recorded(path, [])
         found += [f"{path.name} differs in step {step}" for step in x if x[step] != y[step]]

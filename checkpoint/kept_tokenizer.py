@@ -13,7 +13,7 @@ from pathlib import Path
 from checkpoint.state_file import read_state
 from configs import files
 from configs.schema import ConfigError
-from configs.tokenizer_files import copy_tokenizer, tokenizer_files
+from configs.tokenizer_files import copy_tokenizer, core_file, tokenizer_files
 from data.tokenizer import Tokenizer, is_tokenizer, tokenizer_digest
 
 FOLDER = "tokenizer"
@@ -43,7 +43,7 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
         if is_tokenizer(folder, wanted, tried=True):
             return folder
     raise ConfigError(
-        f"{kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was trained with: its weights "
+        f"{core_file(kept[0]) or kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was trained with: its weights "
         "would read other tokens. Put the run's own tokenizer back."
     )
 

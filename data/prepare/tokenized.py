@@ -27,6 +27,7 @@ from data.shared_documents import Texts
 from data.split import hash_suffices
 from data.tokenizer import Tokenizer
 
+SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes")  # of done.json, in every version
 MADE_BEFORE = ("done.json", "exact/done.json")
 GOES_ON = (
     "its text files are cut as when the run began, by an earlier version: after two empty lines, or after 64 KiB "
@@ -151,6 +152,8 @@ def _summary(folder: Path, source: Source, config: DataConfig, rule: str) -> dic
         try:
             done = read_summed(place / "done.json")
         except (FileNotFoundError, ValueError):  # damaged: it is made again
+            continue
+        if not all(key in done for key in SUMMARY_KEYS):  # another file in its place
             continue
         done["folder"] = str(place)
         # an earlier version did not look for copies

@@ -223,6 +223,14 @@ def test_waiting_for_another_process_ends(config):
             prepare(replace(config, timeout_seconds=1), "gpt", False)
 
 
+def test_a_summary_that_is_another_files_is_made_again(config):
+    folder = Path(prepare(config, "gpt", False).train[0].prefix).parent
+    whole = json.loads((folder / "done.json").read_text())
+    (folder / "done.json").write_text('{"step": 10}\n')  # such as a checkpoint's state
+    assert prepare(config, "gpt", False).num_documents == 200
+    assert json.loads((folder / "done.json").read_text()) == whole
+
+
 def test_a_worker_that_dies_is_an_error(config, monkeypatch, tmp_path):
     (tmp_path / "fake").write_text("#!/bin/sh\nread line\nkill -9 $$\n")
     (tmp_path / "fake").chmod(0o755)

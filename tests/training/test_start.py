@@ -380,7 +380,7 @@ def test_an_exchanged_tokenizer_stays_for_older_checkpoints(tmp_path: Path) -> N
     found = [kept_tokenizer.of_checkpoint(folder) for folder in folders]
     assert [tokenizer_digest(folder) for folder in found if folder] == [old.digest, new.digest]
     trained_tokenizer(run_dir / "tokenizer", "poiuyt")
-    with pytest.raises(ConfigError, match="other content than the tokenizer that checkpoint"):
+    with pytest.raises(ConfigError, match="tokenizer.model has other content than the tokenizer that checkpoint"):
         kept_tokenizer.of_checkpoint(folders[1])
 
 
