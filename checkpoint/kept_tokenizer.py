@@ -43,8 +43,8 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
         if is_tokenizer(folder, wanted, tried=True):
             return folder
     raise ConfigError(
-        f"{core_file(kept[0]) or kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was trained with: its weights "
-        "would read other tokens. Put the run's own tokenizer back."
+        f"{core_file(kept[0]) or kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was "
+        "trained with: its weights would read other tokens. Put the run's own tokenizer back."
     )
 
 

@@ -27,7 +27,7 @@ from data.shared_documents import Texts
 from data.split import hash_suffices
 from data.tokenizer import Tokenizer
 
-SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes")  # of done.json, in every version
+SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes")  # of done.json
 MADE_BEFORE = ("done.json", "exact/done.json")
 GOES_ON = (
     "its text files are cut as when the run began, by an earlier version: after two empty lines, or after 64 KiB "
