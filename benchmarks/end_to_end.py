@@ -175,14 +175,16 @@ def _seed(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed + dist.get_rank(), force_reset_rng=True)
 
 
-def _build_megatron(config: Config, topology: Topology, vocab_size: int) -> list[torch.nn.Module]:
+def _build_megatron(
+    config: Config, topology: Topology, vocab_size: int, *, streams: bool = False
+) -> list[torch.nn.Module]:
     """The model as this project builds it, and then Megatron-core's layers with the same weights in place of ours."""
     from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 
     from models.build import build_model
     from moe.layer import MixtrainMoELayer
 
-    chunks = build_model(config, topology, vocab_size)
+    chunks = build_model(config, topology, vocab_size, streams=streams)
     for chunk in chunks:
         for parent in list(chunk.modules()):
             for name, module in list(parent.named_children()):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+from inspect import signature
 from pathlib import Path
 
 import pytest
+
+from benchmarks import end_to_end
+from models.build import build_model
 
 pytestmark = pytest.mark.fast
 
@@ -28,3 +32,9 @@ def test_no_attribute_is_hidden_from_the_type_check(file: Path) -> None:
             for each in (*node.args.args, *node.args.kwonlyargs):
                 is_any = isinstance(each.annotation, ast.Name) and each.annotation.id == "Any"
                 assert not (is_any and each.arg in OWN), f"line {node.lineno}: `{each.arg}: Any` is not checked"
+
+
+def test_a_stand_in_takes_what_its_original_is_given() -> None:
+    """A patch by name is not checked."""
+    given = set(signature(build_model).parameters) - {"fill"}
+    assert set(signature(end_to_end._build_megatron).parameters) == given
