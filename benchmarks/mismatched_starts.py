@@ -73,13 +73,11 @@ OTHERS = {
 def start(folder: Path, key: str, value: str, with_torchrun: bool) -> tuple[list[int], list[str], float]:
     """The exit statuses, the last line of each rank, and the seconds of a start whose rank 1 has another value."""
     common = [sys.executable, "train.py", *BASE, f"run_dir={folder}/run", f"data.cache_dir={folder}/cache"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     begun = time.monotonic()
     if with_torchrun:
         plain, other = shlex.join(common), shlex.join([*common, f"{key}={value}"])
         script = f'if [ "$RANK" = 1 ]; then exec {other}; else exec {plain}; fi'
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
             [*launcher, "--no-python", "bash", "-c", script],
             cwd=ROOT,
@@ -91,6 +89,8 @@ def start(folder: Path, key: str, value: str, with_torchrun: bool) -> tuple[list
         )
         lines = [line for line in done.stderr.splitlines() if re.match(r"\[rank \d\] config error", line)]
         return [done.returncode], list(dict.fromkeys(lines)), time.monotonic() - begun
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
