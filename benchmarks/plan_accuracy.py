@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 1000  # of the made-up tokens: not a multiple of what storage is padded to
 MEMORY_BOUND, FLOPS_BOUND = 0.10, 0.01
-TIMEOUT = 300.0
+TIMEOUT = 1800.0  # of a case, beside other work
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers", "host", "disk")
 SMALL = 64 * 1024  # bytes: kinds below this are not judged
 STORAGE_MIB = 2**20
