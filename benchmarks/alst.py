@@ -141,6 +141,13 @@ class AlstSide:
             self._is_whole = True
             engine.destroy()
 
+    def close(self) -> None:
+        """Let go of the engine, and leave the job."""
+        engine, self._engine, self._model = self._engine, None, None
+        if engine is not None:
+            engine.destroy()
+        torch.distributed.destroy_process_group()
+
     def _build(self) -> tuple[Any, Any]:
         import deepspeed
 

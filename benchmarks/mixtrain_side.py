@@ -16,7 +16,7 @@ from configs.compose import compose
 from configs.schema import KEYS, Config
 from configs.validate import validate
 from models.initial_weights import distribution
-from models.weights import logical_tensors
+from models.weights import LogicalTensor
 from parallel import topology
 from simulator.flops import training_flops_per_token
 from training.engine import Engine
@@ -75,7 +75,7 @@ class MixtrainSide:
         """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
         config = config_of(self._sizes, length, self._device, self._keys(part))
         vocab_size = self._sizes["vocab_size"]
-        with mock.patch("models.build.initialize_weights", _draw):
+        with mock.patch("models.initial_weights.fill", draw_in_place):
             engine = self._engine = Engine(config, self._topology, vocab_size)
         batches = made_up_batches(config, 1, vocab_size, pin=self._device == "cuda")
         numbers = itertools.count(1)
@@ -89,6 +89,10 @@ class MixtrainSide:
         with contextlib.suppress(Exception):  # what a step that ran out of memory left undone
             engine.settle()
         engine.close()
+
+    def close(self) -> None:
+        """Leave the job."""
+        topology.destroy()
 
     def host_bytes(self, part: int, length: int) -> float:
         """Of state, and of the inputs of all layers."""
@@ -110,12 +114,10 @@ def _count(sizes: dict[str, int]) -> int:
     return int(sizes["num_layers"] * (attention + feed_forward + 2 * hidden) + hidden * (sizes["vocab_size"] + 1))
 
 
-def _draw(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Weights of the right distributions, drawn where they are: a billion take a minute on a host."""
-    with torch.no_grad():
-        for item in logical_tensors(chunks):
-            mean, std = distribution(item.name, item.kind, config)
-            if std > 0:
-                item.local.normal_(mean, std)
-            else:
-                item.local.fill_(mean)
+def draw_in_place(item: LogicalTensor, config: Config) -> None:
+    """Draw a weight of the right distribution where it is: a billion take a minute on a host, and are not the run's."""
+    mean, std = distribution(item.name, item.kind, config)
+    if std > 0:
+        item.local.normal_(mean, std)
+    else:
+        item.local.fill_(mean)

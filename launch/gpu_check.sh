@@ -1,22 +1,28 @@
 #!/usr/bin/env bash
-# What this machine's GPUs do with Mixtrain: set-up, the tests for GPUs, training speed and MoE layers, in one file.
+# What this machine's GPU does with Mixtrain, in order of value, within the seconds that are given.
+began=$EPOCHSECONDS # the set-up counts
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Usage: bash launch/gpu_check.sh [--system-torch] [--wheels DIR] [OPTION]...
+Usage: bash launch/gpu_check.sh [--seconds 540] [--system-torch | --image] [--wheels DIR] [OPTION]...
 
-On a machine with one or more GPUs: sets .venv up if need be, runs the tests marked gpu, measures training of gpt2_124m
-and gpt_moe_small and one MoE layer of three published models beside Megatron-core's own, and writes
-benchmarks/results/gpu-NAME.md, within ten minutes after the set-up.
+On a machine with an NVIDIA GPU: sets .venv up if need be, and measures rung by rung: tests marked gpu, dense and MoE
+training next to what people use instead, kernels and gaps, what is kept on the host, generation, the longest context.
+Each result is written at once into benchmarks/results/card.jsonl. It stops in time, and goes on at the next call.
 
+  --seconds N     for everything, from the first line of this command on
   --system-torch  take the torch that this machine's Python has, and install none
+  --image         take every package that this machine's Python has, in its version, and from --wheels what it lacks; no
+                  .venv is made, which saves a minute
   --wheels DIR    set up from this folder of wheels, without a network; launch/wheels.sh fills one
-  OPTION          goes to `python -m benchmarks.gpu_check`: --minutes 20, --results DIR, --small (tiny sizes),
-                  --experiments NAME, --shapes NAME
+  --results DIR   folder of card.jsonl
+  --commit HASH   that the results name, where the tree is a copy without git
+  --only WORD     rungs whose name has this word; may be given again
+  --list          print the rungs with cost and state, and measure nothing
+  --small         tiny sizes, without a GPU too
 
-The exit status is 0 if everything went well, 1 if a step did not, which the file says, and 2 if there is nothing to run
-on.
+The exit status is 0 if every rung of this call went well, 1 if one did not, and 2 if there is nothing to run on.
 TEXT
 }
 
@@ -28,7 +34,11 @@ die() {
 root=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
 setup_arguments=(--extra dev)
 system_torch=
+image=
+wheels=
+needs_gpu=1
 options=()
+only=()
 while [[ $# -gt 0 ]]; do
     case $1 in
         -h | --help)
@@ -40,9 +50,15 @@ while [[ $# -gt 0 ]]; do
             setup_arguments+=("$1")
             shift
             ;;
+        --image)
+            image=1
+            system_torch=1
+            shift
+            ;;
         --wheels)
             [[ -d ${2:-} ]] || die "--wheels needs a folder that exists, not '${2:-}'; fill one on a machine with a network: bash launch/wheels.sh DIR"
-            setup_arguments+=("$1" "$(realpath -- "$2")")
+            wheels=$(realpath -- "$2")
+            setup_arguments+=("$1" "$wheels")
             shift 2
             ;;
         --results)
@@ -50,19 +66,28 @@ while [[ $# -gt 0 ]]; do
             options+=("$1" "$(realpath -m -- "$2")")
             shift 2
             ;;
-        --minutes)
-            [[ ${2:-} =~ ^[0-9]+$ && $2 -gt 0 ]] || die "--minutes=${2:-} must be a whole number of at least 1, such as 10"
+        --seconds)
+            [[ ${2:-} =~ ^[0-9]+$ && $2 -gt 0 ]] || die "--seconds=${2:-} must be a whole number of at least 1, such as 540"
             options+=("$1" "$2")
             shift 2
             ;;
-        --small | --json)
+        --minutes)
+            die "--minutes is --seconds now, such as --seconds 540"
+            ;;
+        --commit)
+            [[ -n ${2:-} ]] || die "--commit needs the commit that this tree is a copy of"
+            options+=("$1" "$2")
+            shift 2
+            ;;
+        --only)
+            [[ -n ${2:-} ]] || die "--only needs a word of a rung's name; --list prints the names"
+            only+=("$2")
+            shift 2
+            ;;
+        --small | --list)
+            needs_gpu=
             options+=("$1")
             shift
-            ;;
-        --experiments | --shapes)
-            [[ -n ${2:-} ]] || die "$1 needs a name"
-            options+=("$1" "$2")
-            shift 2
             ;;
         *)
             die "unknown option $1; see bash launch/gpu_check.sh --help"
@@ -84,7 +109,25 @@ if ((listed == 0)) && [[ -n ${CUDA_VISIBLE_DEVICES-0} ]]; then
         fi
     done
 fi
-((gpus > 0)) || die "no GPU: nvidia-smi lists none that this process may use, nor does torch. A machine with an NVIDIA GPU and its driver was expected; without one, bash launch/test.sh runs the CUDA path on a pretended device"
+((gpus > 0)) || [[ -z $needs_gpu ]] || die "no GPU: nvidia-smi lists none that this process may use, nor does torch. A machine with an NVIDIA GPU and its driver was expected; without one, --small runs everything in tiny sizes, and bash launch/test.sh the CUDA path on a pretended device"
 
-bash launch/setup.sh "${setup_arguments[@]}"
-exec .venv/bin/python -m benchmarks.gpu_check ${options[@]+"${options[@]}"}
+python=.venv/bin/python
+if [[ -n $image ]]; then
+    python=
+    for candidate in python3.12 python3.11 python3; do
+        if "$candidate" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null; then
+            python=$candidate
+            break
+        fi
+    done
+    [[ -n $python ]] || die "--image: no Python 3 on PATH has torch; leave the option out to have one installed"
+    added=$root/.image-packages
+    export PYTHONPATH=$added:$root${PYTHONPATH:+:$PYTHONPATH}
+    mapfile -t missing < <([[ -z $wheels ]] || "$python" launch/missing_wheels.py "$wheels")
+    if ((${#missing[@]} > 0)); then
+        "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --target "$added" "${missing[@]}"
+    fi
+else
+    bash launch/setup.sh "${setup_arguments[@]}"
+fi
+exec "$python" -m benchmarks.card --since "$began" ${options[@]+"${options[@]}"} ${only[@]+--only "${only[@]}"}

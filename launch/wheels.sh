@@ -4,11 +4,13 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-Usage: bash launch/wheels.sh DIR [--python 3.12] [--without-torch]
+Usage: bash launch/wheels.sh DIR [--python 3.12] [--without-torch | --image]
 
 Downloads the wheels of launch/constraints.txt for Linux on x86-64 into DIR, for a machine without a network:
 `bash launch/setup.sh --wheels DIR` installs from there. --python is that machine's Python, 3.11 or 3.12. With
---without-torch neither torch nor CUDA's libraries come along, for --system-torch. Needs Python 3 with pip.
+--without-torch neither torch nor CUDA's libraries come along, for --system-torch. With --image large packages stay
+away too that images with torch have (transformers, numpy, ...), for `bash launch/gpu_check.sh --image`. Needs Python 3
+with pip.
 TEXT
 }
 
@@ -20,6 +22,7 @@ die() {
 folder=
 python_version=3.12
 without_torch=
+of_images=
 while [[ $# -gt 0 ]]; do
     case $1 in
         -h | --help)
@@ -33,6 +36,11 @@ while [[ $# -gt 0 ]]; do
             ;;
         --without-torch)
             without_torch=1
+            shift
+            ;;
+        --image)
+            without_torch=1
+            of_images=1
             shift
             ;;
         -*)
@@ -55,6 +63,9 @@ python=.venv/bin/python
 needed=$(sed -n 's/^\([a-z0-9][^ ]*==[^ ]*\).*/\1/p' launch/constraints.txt)
 if [[ -n $without_torch ]]; then
     needed=$(grep -Ev '^(torch==|triton==|nvidia-|cuda-)' <<<"$needed")
+fi
+if [[ -n $of_images ]]; then
+    needed=$(grep -Ev '^(grpcio|hf-xet|mypy|networkx|numpy|pillow|pyarrow|ruff|sympy|tensorboard|transformers|wandb)==' <<<"$needed")
 fi
 # Of the pinned packages the only one without a wheel: it is built here, and runs anywhere.
 source_only='^antlr4-python3-runtime=='

@@ -26,7 +26,7 @@ from configs import compose
 from configs.schema import Config
 from launch import submit
 from launch.job import compose_for
-from tests.launch.test_gpu_check import OF_CHECK
+from tests.launch.test_gpu_check import OF_CHECK, OF_IMAGE
 from tests.test_launch import NVIDIA_SMI, PYTHON, ROOT, Sandbox, agent_arguments, installed, parsed, sandbox
 from tests.waits import LONG
 
@@ -49,7 +49,7 @@ COMMAND = re.compile(
 GPUS = 8  # of a node, where an example does not say it
 
 SLURM = "tests/launch/test_slurm.py::test_training_on_two_nodes_is_preempted_resumes_loses_a_rank_and_finishes"
-PRETENDED_CHECK = "tests/launch/test_gpu_check.py::test_it_runs_to_its_end_on_the_pretended_device"
+PRETENDED_CHECK = "tests/benchmarks/test_card_on_device.py::test_rungs_run_on_the_pretended_device"
 # The first row that fits a command says how it is checked: the function dry_NAME below, or a test that is elsewhere.
 TABLE: list[tuple[str, str]] = [
     (r".*python -m tests\.cuda\.run ", "tests/cuda/test_trainings.py::test_any_command_runs_on_the_device"),
@@ -265,15 +265,15 @@ def dry_quickstart(words: list[str], request: pytest.FixtureRequest, monkeypatch
 def dry_gpu_check(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for a GPU: the options are handed to the program, which takes them."""
     box: Sandbox = request.getfixturevalue("sandbox")
-    box.put("python3.12", PYTHON.replace('case "$*" in\n', f'case "$*" in\n{OF_CHECK}'))
+    box.put("python3.12", PYTHON.replace('case "$*" in\n', f'case "$*" in\n{OF_CHECK}{OF_IMAGE}'))
     box.put("nvidia-smi", NVIDIA_SMI)
     (box.root / "torch-is-in").write_text("here\n")
     (box.root / "wheels").mkdir()
     (box.root / "wheels" / "a.whl").touch()
     result = box.run("gpu_check.sh", *words[2:])
     assert (result.returncode, result.stderr) == (7, "")
-    handed = (box.root / "options").read_text().split()
-    dry_tool(["-m", "benchmarks.gpu_check", *handed, "--json"], request, monkeypatch)
+    handed = (box.root / "options").read_text().splitlines()
+    dry_tool(["-m", "benchmarks.card", *handed], request, monkeypatch)
 
 
 def dry_wheels(words: list[str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:

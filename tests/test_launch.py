@@ -76,6 +76,7 @@ class Sandbox:
             "wheels.sh",
             "system_torch.py",
             "constraints.txt",
+            "missing_wheels.py",
         ):
             shutil.copy(ROOT / "launch" / name, self.repo / "launch")
         shutil.copy(ROOT / "pyproject.toml", self.repo)

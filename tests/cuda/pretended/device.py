@@ -143,6 +143,8 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     args_of_host = tree_map(host_of, args)
     if operation is aten.mm.dtype:  # which no CPU has
         result = torch.mm(*(each.to(args[2]) for each in args_of_host[:2]))
+    elif name is aten.histc and not args_of_host[0].is_floating_point():  # which no CPU has
+        result = torch.histc(args_of_host[0].double(), *args_of_host[1:], **kwargs).to(args[0].dtype)
     elif name in attention.KERNELS:
         result = attention.KERNELS[name](*args_of_host, **tree_map(host_of, kwargs))
     else:

@@ -1,0 +1,223 @@
+"""Measure what this machine's GPU does with Mixtrain, in order of value, and stop in time:
+`python -m benchmarks.card [--seconds 540] [--only WORD ...] [--results DIR] [--small] [--list] [--table]`.
+
+A rung is one thing to measure: it costs at most a minute, and its result is written at once into card.jsonl under
+--results. The next call goes on: first with what was never measured on this kind of card, then with figures whose code
+has changed since, last with what failed. Nothing is begun that would not end in time. `bash launch/gpu_check.sh` sets
+`.venv` up first and counts its seconds from there.
+
+Rungs share one process, which has imported everything and started CUDA once; another process starts it, ends it when
+the time is up, and starts it again where a rung brought it down. The exit status is 0 if all rungs of this call went
+well, 1 if one did not, and 2 where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = "card.jsonl"
+GRACE = 0.04  # of the seconds: so much later the rungs' process is killed
+BROKEN = 3  # the exit status of a process whose CUDA context a rung broke
+LEAST_LEFT = 15.0  # seconds that are worth another start of the process
+MOST_STARTS = 5
+NO_GPU = (
+    "card: no GPU: torch {torch} sees none here. A machine with an NVIDIA GPU, its driver and a CUDA build of torch "
+    "was expected; where the system's Python has such a torch, use --system-torch. With --small all of it runs on a CPU"
+)
+# Packages that later rungs import, read from the disk while the first rung runs.
+READ_AHEAD = ("torch", "nvidia", "triton", "megatron", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+def supervise(arguments: argparse.Namespace, end: float) -> int:
+    """Run the rungs' process until it ends or the time is up. end: in time.time's seconds."""
+    last = end + GRACE * arguments.seconds
+    status = 1
+    for _ in range(MOST_STARTS):
+        command = [sys.executable, "-m", "benchmarks.card", "--worker", str(end), *sys.argv[1:]]
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            status = process.wait(timeout=max(0.0, last - time.time()))
+        except subprocess.TimeoutExpired:
+            print("card: the time is up, and a rung did not end: its process is killed", file=sys.stderr, flush=True)
+            return 1
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if status in (0, 1, 2) or end - time.time() < LEAST_LEFT:
+            break
+        print(f"card: the rungs' process ended with status {status}; starting it again", file=sys.stderr, flush=True)
+    return status if status in (0, 1, 2) else 1
+
+
+def machine(is_small: bool) -> dict[str, Any] | None:
+    """What this machine has; None without a GPU, unless sizes are tiny."""
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": torch.cuda.get_device_name(0),
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(0))),
+            "cuda": torch.version.cuda or "none",
+            "driver": _line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+    elif is_small:
+        found["device"] = "CPU"
+    else:
+        return None
+    return found
+
+
+def commit() -> str:
+    """Of the working tree, with `+` where it has changes; `unknown` in a copy without git."""
+    found = _line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+    changes = _line("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
+    return f"{found}{'+' * (found != 'unknown' and changes not in ('unknown', ''))}"
+
+
+def _line(*command: str) -> str:
+    """The first line that a command prints, `` where it prints none, `unknown` where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    if done.returncode != 0:
+        return "unknown"
+    return done.stdout.splitlines()[0] if done.stdout else ""
+
+
+def read_ahead(stop: threading.Event) -> None:
+    """Have the packages of later rungs in the page cache: a cold disk is slower than most rungs."""
+    import importlib.util
+
+    for name in READ_AHEAD:
+        found = importlib.util.find_spec(name)
+        for folder in found.submodule_search_locations or [] if found else []:
+            for path in sorted(Path(folder).rglob("*")):
+                if stop.is_set():
+                    return
+                if path.suffix in (".py", ".so", ".pyc") or ".so." in path.name:
+                    try:
+                        with open(path, "rb") as file:
+                            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+                    except OSError:
+                        continue
+
+
+def work(arguments: argparse.Namespace, end: float) -> int:
+    """In the rungs' process: measure until `end`, in time.time's seconds."""
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: it ends with the process that started it
+    stop = threading.Event()
+    if not arguments.small:
+        threading.Thread(target=read_ahead, args=(stop,), daemon=True).start()
+    prepare()
+    from benchmarks.card.ladder import Walk
+    from benchmarks.card.records import Records, kind_of_card
+    from benchmarks.card.rungs import by_name, rungs
+
+    found = machine(arguments.small)
+    if found is None:
+        import torch
+
+        print(NO_GPU.format(torch=torch.__version__), file=sys.stderr)
+        return 2
+    kept, card = Records(arguments.results / FILE), kind_of_card(found["device"], arguments.small)
+    chosen = by_name(arguments.only, rungs(arguments.small))
+    print(f"card: {card}, torch {found['torch']}, {end - time.time():.0f} s left", flush=True)
+    walk = Walk(kept, card, found, arguments.commit or commit(), time.monotonic() + end - time.time(), arguments.small)
+    walk.run(chosen, clear)
+    stop.set()
+    counts = {status: list(walk.ended.values()).count(status) for status in sorted(set(walk.ended.values()))}
+    print(f"card: {json.dumps(counts)} of {len(chosen)} rungs; results in {kept.path}", flush=True)
+    return 1 if set(walk.ended.values()) & {"failed", "late"} else 0
+
+
+def clear() -> None:
+    """Give the device back what a rung has left. A device that a rung has broken ends this process, for a new one."""
+    import torch
+
+    gc.collect()
+    if not torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        print(f"card: the device is broken: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        os._exit(BROKEN)
+
+
+def prepare() -> None:
+    """Set what CUDA and its allocator read when they start, as a training does."""
+    from configs.compose import compose
+    from parallel import card
+
+    card.set_environment(compose(["experiment=llama3_8b", "parallel=single", "training.device=auto"]))
+    for name, value in (("OMP_NUM_THREADS", str(os.cpu_count() or 1)), ("TOKENIZERS_PARALLELISM", "false")):
+        os.environ.setdefault(name, value)
+
+
+def show_list(arguments: argparse.Namespace) -> int:
+    """Print each rung with its turn, its cost and its state."""
+    from benchmarks.card.ladder import listing, state
+    from benchmarks.card.records import Records, kind_of_card
+    from benchmarks.card.rungs import by_name, rungs
+    from benchmarks.tables import table
+
+    found = machine(arguments.small)
+    card = "no GPU here" if found is None else kind_of_card(found["device"], arguments.small)
+    kept = Records(arguments.results / FILE)
+    torch_version = "" if found is None else found["torch"]
+    states = [state(rung, kept, card, torch_version) for rung in by_name(arguments.only, rungs(arguments.small))]
+    print(f"card: {card}")
+    print(table(["turn", "rung", "seconds", "state"], listing(states), markdown=False))
+    return 0
+
+
+def main() -> int:
+    began = time.time()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.card", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=540.0, help="for everything")
+    parser.add_argument("--since", type=float, default=began, help=argparse.SUPPRESS)  # of gpu_check.sh, epoch seconds
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="rungs whose name has one of these words")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder of card.jsonl")
+    parser.add_argument("--commit", help="that the results name; default: git's, where the tree is a clone")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, for a device without speed, or a CPU")
+    parser.add_argument("--list", action="store_true", help="print the rungs with cost and state, and measure nothing")
+    parser.add_argument("--table", action="store_true", help="print the results as Markdown, and measure nothing")
+    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if not arguments.seconds > 0:
+        parser.error(f"--seconds {arguments.seconds:g} must be more than 0, such as 540")
+    if arguments.list:
+        return show_list(arguments)
+    if arguments.table:
+        from benchmarks.card.records import Records
+        from benchmarks.card.tables import page
+
+        print(page(Records(arguments.results / FILE)), end="")
+        return 0
+    if arguments.worker is not None:
+        return work(arguments, arguments.worker)
+    return supervise(arguments, arguments.since + arguments.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

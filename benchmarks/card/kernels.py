@@ -1,0 +1,136 @@
+"""What the GPU does in a piece of work: kernels by time, and the gaps between them with the Python line before each.
+
+From a trace of torch's profiler (Kineto's JSON). A kernel is tied to the call that launched it by its correlation, and
+that call to the functions of Python that were running in its thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.report.timeline import merged
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+GAP = 20.0  # microseconds: shorter ones are not listed
+SKIPPED = ("torch/", "<built-in", "<string>", "contextlib.py", "functools.py")  # say nothing of who launched
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel or copy: microseconds of the trace, and what launched it."""
+
+    name: str
+    start: float
+    end: float
+    correlation: int
+    is_kernel: bool
+
+
+@dataclass
+class Trace:
+    """What the device did. `launches`: time and thread by correlation; `python`: the calls of each thread, by start."""
+
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: dict[int, tuple[float, Any]] = field(default_factory=dict)
+    python: dict[Any, list[tuple[float, float, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def read(cls, events: Sequence[dict[str, Any]]) -> Trace:
+        """Of the `traceEvents` of a trace."""
+        found = cls()
+        for event in events:
+            kind = event.get("cat")
+            if event.get("ph") != "X" or not isinstance(kind, str):
+                continue
+            start, end = float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0.0))
+            correlation = event.get("args", {}).get("correlation", 0)
+            if kind in ON_DEVICE:
+                found.kernels.append(Kernel(event["name"], start, end, correlation, kind == "kernel"))
+            elif kind in LAUNCHES and correlation:
+                found.launches[correlation] = start, event.get("tid")
+            elif kind == "python_function":
+                found.python[event.get("tid")].append((start, end, event["name"]))
+        found.kernels.sort(key=lambda kernel: kernel.start)
+        for calls in found.python.values():
+            calls.sort()
+        return found
+
+    @property
+    def busy(self) -> float | None:
+        """The share of the time from the first kernel to the last one's end in which any runs."""
+        if not self.kernels:
+            return None
+        spans = merged((kernel.start, kernel.end) for kernel in self.kernels)
+        return sum(end - start for start, end in spans) / (spans[-1][1] - spans[0][0])
+
+    @property
+    def count(self) -> int:
+        """Kernels; copies and fills are not counted."""
+        return sum(kernel.is_kernel for kernel in self.kernels)
+
+    def longest(self, number: int) -> list[dict[str, Any]]:
+        """The kernels with most time: name, calls, milliseconds, share of all kernels' time."""
+        by_name: dict[str, list[float]] = defaultdict(list)
+        for kernel in self.kernels:
+            by_name[kernel.name].append(kernel.end - kernel.start)
+        total = sum(map(sum, by_name.values()))
+        ordered = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:number]
+        return [
+            {"kernel": name, "calls": len(times), "ms": sum(times) / 1e3, "share": sum(times) / total}
+            for name, times in ordered
+        ]
+
+    def gaps(self, least: float = GAP) -> list[dict[str, Any]]:
+        """The gaps of more than so many microseconds, by the line that launched the kernel after them."""
+        by_line: dict[tuple[str, str], list[float]] = defaultdict(list)
+        end = self.kernels[0].end if self.kernels else 0.0
+        for kernel in self.kernels:
+            if kernel.start - end > least:
+                by_line[self.line_of(kernel), kernel.name].append(kernel.start - end)
+            end = max(end, kernel.end)
+        ordered = sorted(by_line.items(), key=lambda item: -sum(item[1]))
+        return [
+            {"line": line, "before": name, "gaps": len(times), "ms": sum(times) / 1e3, "longest_us": max(times)}
+            for (line, name), times in ordered
+        ]
+
+    def line_of(self, kernel: Kernel) -> str:
+        """`file(line): function` of the innermost function of ours, or of any, that ran when it was launched."""
+        if kernel.correlation not in self.launches:
+            return "unknown"
+        time, thread = self.launches[kernel.correlation]
+        calls = self.python.get(thread, [])
+        begun = calls[: bisect.bisect_right(calls, (time, float("inf"), ""))]
+        running = [name for _, end, name in begun if end >= time]
+        ours = [name for name in running if not any(part in name for part in SKIPPED)]
+        return (ours or running or ["a thread without Python"])[-1]
+
+
+def traced(work: Callable[[], Any], with_stack: bool) -> Trace:
+    """The trace of `work`; without kernels where the device has none."""
+    from torch import profiler
+
+    kinds = [profiler.ProfilerActivity.CPU]
+    if profiler.ProfilerActivity.CUDA in profiler.supported_activities():
+        kinds.append(profiler.ProfilerActivity.CUDA)
+    elif not with_stack:
+        work()
+        return Trace()
+    with profiler.profile(activities=kinds, with_stack=with_stack) as found:
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        found.export_chrome_trace(str(path))
+        return Trace.read(json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"])

@@ -1,0 +1,237 @@
+"""The order of rungs, and one call's walk over them within its seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.card import records
+from benchmarks.card.records import Record, Records
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST_SECONDS = 60.0  # of a rung, unless it says otherwise
+SOURCES = (".py", ".cpp", ".h", ".cu", ".yaml")  # that figures depend on
+LEEWAY = 1.15  # by which a rung may take longer than the last time
+LEAST = 2.0  # seconds that any rung is taken to cost
+
+Row = dict[str, Any]
+
+
+class PartlyDone(Exception):
+    """Raised by a rung that has more to do than its seconds allow; its rows stand, and the next call goes on."""
+
+
+class TimeIsUp(Exception):
+    """Raised inside a rung whose seconds are over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a rung is given.
+
+    Attributes:
+        is_small: tiny sizes, for a device without speed.
+        seconds: that it may take.
+        show: called with a row as soon as it is measured; the row is on the disk when the call returns.
+        code: digest of what its figures depend on.
+        earlier: rows of an attempt at the same code that was not finished.
+        others: all results of this kind of card.
+    """
+
+    is_small: bool
+    seconds: float
+    show: Callable[[Row], None]
+    code: str = ""
+    earlier: tuple[Row, ...] = ()
+    others: tuple[Record, ...] = ()
+
+    @property
+    def end(self) -> float:
+        """Of the seconds, in time.monotonic's."""
+        return self._began + self.seconds
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_began", time.monotonic())
+
+    _began: float = dataclasses.field(default=0.0, init=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One thing to measure.
+
+    Attributes:
+        name: unique.
+        seconds: an estimate of its cost, for a card that it was never measured on.
+        paths: files and folders, from the repository's root, whose change makes its figures old.
+        measure: shows its rows. It may raise PartlyDone, and anything else where it fails.
+        model: text of the config that it trains with, whose change counts as that of a file.
+        most: seconds that it may take at most.
+        made_from: rungs from whose results its own are computed, which are old when one of those is renewed.
+    """
+
+    name: str
+    seconds: float
+    paths: tuple[str, ...]
+    measure: Callable[[Task], None]
+    model: str = ""
+    most: float = MOST_SECONDS
+    made_from: tuple[str, ...] = ()
+
+    def code(self, torch_version: str, kept: Records, card: str) -> str:
+        """Digest of what the figures depend on."""
+        digest = hashlib.sha256(f"{torch_version}\n{self.model}\n".encode())
+        for name in self.made_from:
+            result = kept.result(name, card)
+            digest.update(f"{name} {result and (result.code, result.commit, result.rows)}\n".encode())
+        for path in self.paths:
+            whole = ROOT / path
+            # A path that is gone leaves another digest than one that is there.
+            found = sorted(whole.rglob("*")) if whole.is_dir() else [whole]
+            for file in (each for each in found if each.is_file() and each.suffix in SOURCES):
+                digest.update(f"{file.relative_to(ROOT)}\n".encode())
+                digest.update(file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """Where a rung stands on this kind of card: what it costs, and whether and why it is to be measured."""
+
+    rung: Rung
+    code: str
+    cost: float
+    turn: int | None  # the smaller the sooner; None: done
+    why: str
+
+
+NEW, RENEW, AGAIN = range(3)
+
+
+def state(rung: Rung, kept: Records, card: str, torch_version: str) -> State:
+    """Compare what is on record with the code that is there."""
+    code = rung.code(torch_version, kept, card)
+    result, attempt = kept.result(rung.name, card), kept.attempt(rung.name, card)
+    cost = rung.seconds if result is None else max(LEAST, LEEWAY * result.seconds)
+    cost = min(cost, rung.most)
+    if attempt is not None and attempt.code == code and attempt.status != records.PARTLY:
+        reasons = {records.BEGUN: "its process ended in it", records.LATE: "its time was up"}
+        return State(rung, code, cost, AGAIN, reasons.get(attempt.status, f"failed: {attempt.note}"))
+    if attempt is not None and attempt.code == code:
+        return State(rung, code, cost, NEW, "to be gone on with")
+    if result is None:
+        return State(rung, code, cost, NEW, "never measured")
+    if result.code == code:
+        return State(rung, code, cost, None, f"measured at {result.commit}")
+    return State(rung, code, cost, RENEW, f"to be renewed: measured at {result.commit}")
+
+
+def in_order(states: Sequence[State]) -> list[State]:
+    """Those that are to be measured: new ones first, then those to be renewed, last those that failed at this code."""
+    return sorted((each for each in states if each.turn is not None), key=lambda each: each.turn or 0)
+
+
+class Walk:
+    """One call: rungs until the time is up."""
+
+    def __init__(
+        self, kept: Records, card: str, machine: dict[str, Any], commit: str, end: float, is_small: bool
+    ) -> None:
+        """end: in time.monotonic's seconds. machine: as a record has it, with `torch`."""
+        self.kept, self.card, self.machine, self.commit = kept, card, machine, commit
+        self.end, self.is_small = end, is_small
+        self.ended: dict[str, str] = {}  # the status of each rung of this call
+
+    def run(self, rungs: Sequence[Rung], clear: Callable[[], None] = lambda: None) -> None:
+        """Measure what fits, in order, and `clear` after each; a rung that fails does not stop the others."""
+        while True:
+            states = [state(rung, self.kept, self.card, self.machine["torch"]) for rung in rungs]
+            left = self.end - time.monotonic()
+            waiting = [each for each in in_order(states) if each.rung.name not in self.ended and each.cost <= left]
+            if not waiting:
+                return
+            self._measure(waiting[0], min(waiting[0].rung.most, left))
+            clear()
+
+    def _measure(self, chosen: State, seconds: float) -> None:
+        rung = chosen.rung
+        attempt = self.kept.attempt(rung.name, self.card)
+        earlier = attempt.rows if attempt is not None and attempt.code == chosen.code else []
+        record = Record(
+            rung=rung.name,
+            card=self.card,
+            status=records.BEGUN,
+            code=chosen.code,
+            commit=self.commit,
+            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+            machine=self.machine,
+        )
+        began = time.monotonic()
+
+        def put(status: str, note: str = "") -> None:
+            nonlocal record
+            taken = round(time.monotonic() - began, 2)
+            record = dataclasses.replace(record, status=status, seconds=taken, note=note)
+            self.kept.put(record)
+
+        def show(row: Row) -> None:
+            record.rows.append(row)
+            put(records.BEGUN)
+
+        put(records.BEGUN)
+        others = tuple(each for each in self.kept if each.card == self.card and each.status == records.WELL)
+        task = Task(self.is_small, seconds, show, chosen.code, tuple(earlier), others)
+        status, note = records.WELL, ""
+        try:
+            with limited(seconds):
+                rung.measure(task)
+        except PartlyDone as error:
+            status, note = records.PARTLY, str(error)
+        except TimeIsUp:
+            status, note = records.LATE, f"its time was up after {seconds:.0f} s"
+        except Exception as error:
+            status, note = records.FAILED, f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            traceback.print_exc(file=sys.stderr)
+        put(status, note)
+        self.ended[rung.name] = status
+        said = f"{status}{f': {note}' if note else ''}"
+        print(f"card: {rung.name}: {said}, {record.seconds:.1f} s, {len(record.rows)} rows", flush=True)
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise TimeIsUp in this thread after so many seconds, as soon as Python runs in it."""
+
+    def stop(signum: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def listing(states: Sequence[State]) -> list[list[str]]:
+    """A row for each rung: its turn, name, cost in seconds and state."""
+    order = [each.rung.name for each in in_order(states)]
+    return [
+        [
+            str(order.index(each.rung.name) + 1) if each.rung.name in order else "-",
+            each.rung.name,
+            f"{each.cost:.0f}",
+            each.why,
+        ]
+        for each in states
+    ]

@@ -1,0 +1,52 @@
+"""The rung of the longest context: the last row of benchmarks/longest_context.py, for Mixtrain and DeepSpeed's ALST."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from typing import Any
+
+from benchmarks.card.ladder import Task
+
+SYSTEMS = ("mixtrain", "alst")
+CAP_GIB = 16.0
+
+
+def measure(task: Task) -> None:
+    """Show what the last row of each system predicts and confirms; each has half of the seconds."""
+    from benchmarks.longest_context import MODELS, SMALL, Ladder, MeteredDevice, llama_sizes
+    from benchmarks.mixtrain_side import MixtrainSide, training_flops
+
+    sizes = MODELS["gpt_1b"] | (SMALL if task.is_small else {})
+    meter = MeteredDevice(task.is_small)
+    for number, system in enumerate(SYSTEMS):
+        if system == "alst" and importlib.util.find_spec("deepspeed") is None:
+            task.show({"system": system, "note": "not measured: the package deepspeed is not installed"})
+            continue
+        left = (task.end - time.monotonic()) / (len(SYSTEMS) - number)
+        arguments = argparse.Namespace(
+            cap_gib=CAP_GIB,
+            small=task.is_small,
+            json=False,
+            system=system,
+            model="gpt_1b",
+            began=time.monotonic(),
+            seconds=left,
+        )
+        side: Any
+        if system == "mixtrain":
+            side = MixtrainSide(sizes, meter.device)
+        else:
+            from benchmarks.alst import AlstSide
+
+            side = AlstSide(llama_sizes(sizes, 2**24), meter.device, weights_on_host=True)
+        try:
+            ladder = Ladder(side, meter, lambda length: training_flops(sizes, length), arguments)
+            ladder.say = lambda what, **found: task.show({"system": system, "what": what, **found})  # type: ignore[method-assign]  # noqa: B023
+            last = len(side.parts) - 1
+            ladder.fit(last)
+            if last in ladder.fits and meter.has_cap:
+                ladder.confirm(last, over=True)
+        finally:
+            side.close()

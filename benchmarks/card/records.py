@@ -1,0 +1,106 @@
+"""What the rungs measured: one JSON object a line, of each rung and kind of card the last good result.
+
+A rung that did not end well has a second line until it does: its last attempt. The file is written anew each time,
+whole or not at all, so a process that is killed leaves all results before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from configs import files
+from configs.schema import ConfigError
+
+BEGUN, WELL, PARTLY, FAILED, LATE = "begun", "well", "partly", "failed", "late"
+STATUSES = (BEGUN, WELL, PARTLY, FAILED, LATE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One attempt at a rung.
+
+    Attributes:
+        rung: its name.
+        card: the kind of card, as `kind_of_card` calls it.
+        status: one of STATUSES; `begun` until it ends, and for ever where its process was killed.
+        code: digest of the files and of the model that the rung depends on, and of torch's version.
+        commit: of the working tree, with `+` where that had changes.
+        date: UTC day.
+        seconds: that it took, or had taken when its last row came.
+        machine: driver, versions of torch, CUDA and Python, memory.
+        rows: figures; the keys depend on the rung.
+        note: the reason where it did not end well, or what the figures leave out.
+        renews: the commit whose figures these replace.
+    """
+
+    rung: str
+    card: str
+    status: str
+    code: str
+    commit: str
+    date: str
+    seconds: float = 0.0
+    machine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    note: str = ""
+    renews: str | None = None
+
+
+class Records:
+    """The file of results."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError naming the line where the file holds something else."""
+        self.path = path
+        self._records: list[Record] = []
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+            try:
+                record = Record(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"line {number} of {path} is no result of a rung ({error}). Take the line out, or move the file "
+                    "away."
+                ) from None
+            if record.status not in STATUSES:
+                raise ConfigError(
+                    f"line {number} of {path}: status {record.status!r} must be one of {', '.join(STATUSES)}."
+                )
+            self._records.append(record)
+
+    def __iter__(self) -> Any:
+        return iter(self._records)
+
+    def result(self, rung: str, card: str) -> Record | None:
+        """The last good result."""
+        return self._one(rung, card, (WELL,))
+
+    def attempt(self, rung: str, card: str) -> Record | None:
+        """What came after the last good result, and did not end well."""
+        return self._one(rung, card, (BEGUN, PARTLY, FAILED, LATE))
+
+    def put(self, record: Record) -> None:
+        """Write an attempt, as it goes on, in place of the rung's earlier one; a good one also in place of the result
+        before it. Raises WriteError."""
+        before = self.result(record.rung, record.card)
+        if record.status == WELL and before is not None:
+            record = dataclasses.replace(record, renews=before.commit)
+        replaced = {id(self.attempt(record.rung, record.card))}
+        if record.status == WELL:
+            replaced.add(id(before))
+        kept = [other for other in self._records if id(other) not in replaced]
+        self._records = [*kept, record]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(self.path, "".join(f"{json.dumps(dataclasses.asdict(each))}\n" for each in self._records))
+
+    def _one(self, rung: str, card: str, statuses: Iterable[str]) -> Record | None:
+        found = [each for each in self._records if (each.rung, each.card) == (rung, card) and each.status in statuses]
+        return found[-1] if found else None
+
+
+def kind_of_card(device: str, is_small: bool) -> str:
+    """The name under which results of a device are kept: those of tiny sizes apart."""
+    return f"{device}, tiny sizes" if is_small else device
