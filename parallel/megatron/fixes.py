@@ -93,7 +93,8 @@ def _free_outputs_once_sent() -> None:
     @functools.wraps(send)
     def send_and_note(self: Any, output_tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         received = send(self, output_tensor, *args, **kwargs)
-        if isinstance(received, tuple) and output_tensor is not None:  # overlapped: nobody has waited for it
+        # Overlapped: nobody has waited for it. Where outputs are not freed, a send must not keep them.
+        if isinstance(received, tuple) and output_tensor is not None and self.config.deallocate_pipeline_outputs:
             _sends[output_tensor] = received[1]["send_next"]
         return received
 

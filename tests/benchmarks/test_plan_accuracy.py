@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_accuracy import Case, compare
+from benchmarks.plan_accuracy import CASES, Case, compare
 from simulator.clock.files import load
 from simulator.flops import training_flops_per_token
 from simulator.run_plan import make_plan
@@ -17,6 +17,13 @@ SLOTS = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
 @pytest.mark.parametrize("more", [SLOTS, ("moe.capacity_factor=0.3",)], ids=["slots of copies", "capacity"])
 def test_a_plan_is_what_was_measured(more: tuple[str, ...]) -> None:
     result = compare(Case("gpt_moe_tiny", "EP2", 2, (*SIZES, *more)))
+    assert result["passed"], result
+
+
+def test_no_send_keeps_an_output_beyond_the_plan() -> None:
+    """An interleaved pipeline posts its sends and goes on."""
+    (case,) = (case for case in CASES if (case.preset, case.layout) == ("gpt_moe_tiny", "PP2xVPP2"))
+    result = compare(case)
     assert result["passed"], result
 
 
