@@ -30,6 +30,7 @@ TIMEOUT = 1800  # seconds of a row
 # What a row must say, with its status, on a machine that lacks what it needs.
 WITHOUT_GPU = ("bash launch/gpu_check.sh", "nvidia-smi", 2, "no GPU")
 WITHOUT_SLURM = ("python -m launch.submit", "sbatch", 1, "sbatch is not on PATH here")
+WITHOUT_CLUSTER = ("python -m launch.submit", "sinfo", 1, "sbatch: ")  # Slurm's programs alone
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,19 @@ def trains(command: str) -> bool:
     return program is not None and re.search(r"\s(plan=|--help|-h\b|--cfg)", command) is None
 
 
+def _is_there(program: str) -> bool:
+    """Whether a program is on PATH; of `sinfo`, whether it reaches a cluster."""
+    if shutil.which(program) is None:
+        return False
+    return program != "sinfo" or subprocess.run([program], capture_output=True, timeout=60, check=False).returncode == 0
+
+
 def judge(command: str, status: int, output: str, seen: set[str]) -> tuple[bool, str]:
     """Whether a row did what it shall, and what that was. `seen`: what went before has trained to, folder and last
     step; it is added to."""
     last = next((line.strip() for line in reversed(output.splitlines()) if re.search(r"[a-z]{2}", line)), "")
-    for program, needed, expected, words in (WITHOUT_GPU, WITHOUT_SLURM):
-        if command.startswith(program) and shutil.which(needed) is None:
+    for program, needed, expected, words in (WITHOUT_GPU, WITHOUT_SLURM, WITHOUT_CLUSTER):
+        if command.startswith(program) and not _is_there(needed):
             return status == expected and words in output, last
     if status != 0:
         return False, last
