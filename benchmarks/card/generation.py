@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ PROMPT, SMALL_PROMPT, NEW, SMALL_NEW = 2048, 8, 64, 3  # tokens
 BATCHES = (1, 32)
 QUARTER = 0.25  # of the weights on the device at once
 MIB = 2**20
+PREFIX = ".card-model-"
 PASS_MIB, SMALL_PASS_MIB = 1024.0, 64.0  # of keys and values of a text, and of what a pass over its prompt computes
 
 
@@ -34,7 +36,10 @@ def _measure(task: Task, batches: tuple[int, ...], share: float | None) -> None:
     from inference.open_model import open_model
 
     config = made_config("llama", None if task.is_small else GIGABYTES * 1e9, fixed=SMALL if task.is_small else None)
-    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".card-model-") as folder:
+    for left in ROOT.glob(f"{PREFIX}*"):  # by a call that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    # Not in /tmp, which may be memory.
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=PREFIX) as folder:
         path = Path(folder) / "model"
         write_made_model(path, config)
         size = weights_bytes(config)

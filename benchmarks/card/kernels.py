@@ -120,12 +120,12 @@ def traced(work: Callable[[], Any], with_stack: bool) -> Trace:
     """The trace of `work`; without kernels where the device has none."""
     from torch import profiler
 
-    kinds = [profiler.ProfilerActivity.CPU]
-    if profiler.ProfilerActivity.CUDA in profiler.supported_activities():
-        kinds.append(profiler.ProfilerActivity.CUDA)
-    elif not with_stack:
+    kinds = [profiler.ProfilerActivity.CUDA]
+    if kinds[0] not in profiler.supported_activities():
         work()
         return Trace()
+    if with_stack:
+        kinds.append(profiler.ProfilerActivity.CPU)
     with profiler.profile(activities=kinds, with_stack=with_stack) as found:
         work()
         if torch.cuda.is_available():

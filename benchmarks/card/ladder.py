@@ -87,20 +87,27 @@ class Rung:
     most: float = MOST_SECONDS
     made_from: tuple[str, ...] = ()
 
-    def code(self, torch_version: str, kept: Records, card: str) -> str:
-        """Digest of what the figures depend on."""
+    def code(self, torch_version: str, kept: Records, card: str, known: dict[str, bytes]) -> str:
+        """Digest of what the figures depend on; `known` remembers those of paths."""
         digest = hashlib.sha256(f"{torch_version}\n{self.model}\n".encode())
         for name in self.made_from:
             result = kept.result(name, card)
             digest.update(f"{name} {result and (result.code, result.commit, result.rows)}\n".encode())
         for path in self.paths:
-            whole = ROOT / path
-            # A path that is gone leaves another digest than one that is there.
-            found = sorted(whole.rglob("*")) if whole.is_dir() else [whole]
-            for file in (each for each in found if each.is_file() and each.suffix in SOURCES):
-                digest.update(f"{file.relative_to(ROOT)}\n".encode())
-                digest.update(file.read_bytes())
+            if path not in known:
+                known[path] = digest_of(ROOT / path)
+            digest.update(known[path])
         return digest.hexdigest()[:16]
+
+
+def digest_of(path: Path) -> bytes:
+    """Of a file, or of all sources in a folder; one that is gone has another digest than one that is there."""
+    digest = hashlib.sha256()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file() and file.suffix in SOURCES:
+            digest.update(f"{file.relative_to(ROOT)}\n".encode())
+            digest.update(file.read_bytes())
+    return digest.digest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +124,9 @@ class State:
 NEW, RENEW, AGAIN = range(3)
 
 
-def state(rung: Rung, kept: Records, card: str, torch_version: str) -> State:
+def state(rung: Rung, kept: Records, card: str, torch_version: str, known: dict[str, bytes] | None = None) -> State:
     """Compare what is on record with the code that is there."""
-    code = rung.code(torch_version, kept, card)
+    code = rung.code(torch_version, kept, card, {} if known is None else known)
     result, attempt = kept.result(rung.name, card), kept.attempt(rung.name, card)
     cost = rung.seconds if result is None else max(LEAST, LEEWAY * result.seconds)
     cost = min(cost, rung.most)
@@ -153,8 +160,9 @@ class Walk:
 
     def run(self, rungs: Sequence[Rung], clear: Callable[[], None] = lambda: None) -> None:
         """Measure what fits, in order, and `clear` after each; a rung that fails does not stop the others."""
+        known: dict[str, bytes] = {}  # no code changes while it runs
         while True:
-            states = [state(rung, self.kept, self.card, self.machine["torch"]) for rung in rungs]
+            states = [state(rung, self.kept, self.card, self.machine["torch"], known) for rung in rungs]
             left = self.end - time.monotonic()
             waiting = [each for each in in_order(states) if each.rung.name not in self.ended and each.cost <= left]
             if not waiting:

@@ -50,3 +50,4 @@ def measure(task: Task) -> None:
                 ladder.confirm(last, over=True)
         finally:
             side.close()
+            meter.cap(meter.total)

@@ -96,6 +96,7 @@ def rival(system: str, config: Config, sizes: plain.LlamaSizes, is_small: bool) 
     model.train()
     layers = model.model.layers
     if not is_small:
+        torch._dynamo.config.recompile_limit = 4 * len(layers)  # a layer may be compiled for its number
         for i in range(len(layers)):
             layers[i].compile()
     loss_of = model if system == "plain script" else _loss_of_transformers(model)
