@@ -27,9 +27,14 @@ from tests.distributed import ROOT
 from tests.waits import LONG
 
 # started by scripts and by other programs, not by people; and what writes a file of this repository
-INTERNAL = {"launch.agent", "launch.rank", "launch.system_torch", "data.worker", "moe.kernels"} | {
-    "models.huggingface.transformers_reads"
-}
+INTERNAL = {
+    "launch.agent",
+    "launch.rank",
+    "launch.missing_wheels",
+    "launch.system_torch",
+    "data.worker",
+    "moe.kernels",
+} | {"models.huggingface.transformers_reads"}
 # Commands that have moved to other rooms, under the names of before: two lines each.
 FORMER = {
     "training.checkpoint": "checkpoint",
