@@ -550,7 +550,10 @@ def _damage_one_by_one(
             found = differences(moved.run_dir, whole.run_dir)
             is_said = any(one in line for line in said.splitlines() for one in names)
             if found and is_said and any(one.endswith(MAY_LACK) for one in names):
-                found = _other_steps(moved.run_dir, whole.run_dir)[int(way == "flipped") :]  # a bit is of one step
+                found = _other_steps(moved.run_dir, whole.run_dir)
+                own = [each for each in found if each.startswith(f"{file.name} differs")]
+                if way == "flipped" and own:  # a bit is of one step of its file
+                    found.remove(own[0])
             problems += [*found, *leftovers(moved.run_dir)]
         if "Traceback" in said:
             problems.append(f"a traceback: {said[-2000:]}")
@@ -603,7 +606,7 @@ def _report_of(run_dir: Path, names: Sequence[str]) -> list[str]:
 def _other_steps(ours: Path, theirs: Path) -> list[str]:
     """What differs in the steps that both runs have on record. A step of ours alone is a line with a damaged number."""
     expected = {line["step"]: line for line in read_steps(theirs)}
-    found = [f"{line} differs" for line in read_steps(ours) if line != expected.get(line["step"])]
+    found = [f"metrics.jsonl differs: {line}" for line in read_steps(ours) if line != expected.get(line["step"])]
     for path in sorted([*theirs.glob("*.plans"), *theirs.glob("*.trace")]):
         x, y = _recorded(ours / path.name, []), _recorded(path, [])
         found += [f"{path.name} differs in step {step}" for step in x if x[step] != y[step]]

@@ -63,7 +63,7 @@ def supervise(arguments: argparse.Namespace, end: float) -> int:
 
 
 def machine(is_small: bool) -> dict[str, Any] | None:
-    """What this machine has; None without a GPU, unless sizes are tiny."""
+    """Return the device's name and versions of driver, torch and Python; None without a GPU, unless sizes are tiny."""
     import torch
 
     found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0]}
@@ -84,7 +84,7 @@ def machine(is_small: bool) -> dict[str, Any] | None:
 
 
 def commit() -> str:
-    """Of the working tree, with `+` where it has changes; `unknown` in a copy without git."""
+    """Return the working tree's commit, with `+` where it has changes; `unknown` in a copy without git."""
     found = _line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     changes = _line("git", "-C", str(ROOT), "status", "--porcelain", "-uno")
     return f"{found}{'+' * (found != 'unknown' and changes not in ('unknown', ''))}"

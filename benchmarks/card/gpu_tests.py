@@ -23,7 +23,7 @@ FILE, END, PASSED = "MIXTRAIN_CARD_FILE", "MIXTRAIN_CARD_END", "MIXTRAIN_CARD_PA
 
 
 def files() -> tuple[str, ...]:
-    """Those whose tests are marked `gpu`, from the repository's root."""
+    """Return the paths of test files marked `gpu`, relative to the repository's root."""
     return tuple(sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_gpu.py")))
 
 
@@ -33,7 +33,7 @@ def sample(task: Task) -> None:
 
 
 def rest(task: Task) -> None:
-    """Those that have not passed yet. Raises PartlyDone while there are more."""
+    """Run the tests that have not passed yet. Raises PartlyDone if the time ends before the last one."""
     at_this_code = [row for other in task.others if other.code == task.code for row in other.rows]
     passed = [row["test"] for row in (*task.earlier, *at_this_code) if row.get("outcome") == "passed"]
     left = _run(task, passed)

@@ -1,4 +1,4 @@
-"""What the GPU does in a piece of work: kernels by time, and the gaps between them with the Python line before each.
+"""Kernels of a GPU by time, and the gaps between them with the Python function that ended each.
 
 From a trace of torch's profiler (Kineto's JSON). A kernel is tied to the call that launched it by its correlation, and
 that call to the functions of Python that were running in its thread.
@@ -38,7 +38,7 @@ class Kernel:
 
 @dataclass
 class Trace:
-    """What the device did. `launches`: time and thread by correlation; `python`: the calls of each thread, by start."""
+    """Kernels in order; `launches`: time and thread by correlation; `python`: the calls of each thread, by start."""
 
     kernels: list[Kernel] = field(default_factory=list)
     launches: dict[int, tuple[float, Any]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Trace:
 
     @classmethod
     def read(cls, events: Sequence[dict[str, Any]]) -> Trace:
-        """Of the `traceEvents` of a trace."""
+        """Read the list `traceEvents` of a trace."""
         found = cls()
         for event in events:
             kind = event.get("cat")
@@ -91,7 +91,7 @@ class Trace:
         ]
 
     def gaps(self, least: float = GAP) -> list[dict[str, Any]]:
-        """The gaps of more than so many microseconds, by the line that launched the kernel after them."""
+        """Sum the gaps longer than `least` microseconds, by the function that launched the kernel after each."""
         by_line: dict[tuple[str, str], list[float]] = defaultdict(list)
         end = self.kernels[0].end if self.kernels else 0.0
         for kernel in self.kernels:

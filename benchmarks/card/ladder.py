@@ -36,11 +36,12 @@ class TimeIsUp(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a rung is given.
+    """Arguments of a rung's `measure`.
 
     Attributes:
         is_small: tiny sizes, for a device without speed.
-        seconds: that it may take.
+        seconds: time limit of the rung.
+        end: the limit as a time of time.monotonic.
         show: called with a row as soon as it is measured; the row is on the disk when the call returns.
         code: digest of what its figures depend on.
         earlier: rows of an attempt at the same code that was not finished.
@@ -49,20 +50,11 @@ class Task:
 
     is_small: bool
     seconds: float
+    end: float
     show: Callable[[Row], None]
     code: str = ""
     earlier: tuple[Row, ...] = ()
     others: tuple[Record, ...] = ()
-
-    @property
-    def end(self) -> float:
-        """Of the seconds, in time.monotonic's."""
-        return self._began + self.seconds
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_began", time.monotonic())
-
-    _began: float = dataclasses.field(default=0.0, init=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +93,7 @@ class Rung:
 
 
 def digest_of(path: Path) -> bytes:
-    """Of a file, or of all sources in a folder; one that is gone has another digest than one that is there."""
+    """Return the SHA-256 of a file, or of all sources in a folder; a missing path has the digest of nothing."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file() and file.suffix in SOURCES:
@@ -112,7 +104,7 @@ def digest_of(path: Path) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """Where a rung stands on this kind of card: what it costs, and whether and why it is to be measured."""
+    """A rung's cost in seconds on this kind of card, its turn, and the reason for that turn."""
 
     rung: Rung
     code: str
@@ -197,7 +189,7 @@ class Walk:
 
         put(records.BEGUN)
         others = tuple(each for each in self.kept if each.card == self.card and each.status == records.WELL)
-        task = Task(self.is_small, seconds, show, chosen.code, tuple(earlier), others)
+        task = Task(self.is_small, seconds, time.monotonic() + seconds, show, chosen.code, tuple(earlier), others)
         status, note = records.WELL, ""
         try:
             with limited(seconds):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks.card.ladder import Row, Task
 from benchmarks.card.training import QWEN, WARM_UP, Case, Meter, in_turns
@@ -38,7 +37,7 @@ def copies(task: Task) -> None:
     """Show bytes per second of copies of one block to the card, from it, and both at once."""
     import torch
 
-    from benchmarks.card.sides import device_of
+    from benchmarks.card.sides import device_of, wait_for
 
     device = device_of()
     pins, size = device.type == "cuda", (SMALL_MIB if task.is_small else MIB) * 2**20
@@ -57,10 +56,10 @@ def copies(task: Task) -> None:
     for name, up, down in (("to the card", True, False), ("from the card", False, True), ("both at once", True, True)):
         seconds = []
         for _ in range(REPEATS):
-            _wait(device)
+            wait_for(device)
             before = time.perf_counter()
             copy(up, down)
-            _wait(device)
+            wait_for(device)
             seconds.append(time.perf_counter() - before)
         task.show({"copies": name, "gb_s": (up + down) * size / statistics.median(seconds) / 1e9, "mib": size / 2**20})
 
@@ -92,10 +91,3 @@ def measure(task: Task, case: Case, keys: Sequence[str], what: str, base: Sequen
     row |= {"resident_s": seconds["resident"], "step_s": seconds["step"], "gb_up": up / 1e9, "gb_down": down / 1e9}
     row |= {"bound_s": bound, "over_bound": None if bound is None else seconds["step"] / bound - 1}
     task.show(row)
-
-
-def _wait(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()

@@ -43,6 +43,12 @@ def device_of() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done all that was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[topology.Topology]:
     """A job of one process with this config's layout."""

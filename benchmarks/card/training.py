@@ -97,8 +97,8 @@ def measure(task: Task, case: Case, rivals: Sequence[str] = ()) -> None:
 
     device = sides.device_of()
     config = case.config(task.is_small, device.type)
-    flops = config.training.global_batch_size * config.model.sequence_length
-    flops_of_step = flops * training_flops_per_token(config, sides.vocabulary(config))
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    flops_of_step = tokens * training_flops_per_token(config, sides.vocabulary(config))
     peak = peak_flops(config, device)
     with contextlib.ExitStack() as stack:
         place = stack.enter_context(sides.joined(config))
@@ -112,8 +112,8 @@ def measure(task: Task, case: Case, rivals: Sequence[str] = ()) -> None:
         for i, side in enumerate(made):
             note = "; ".join(filter(None, (case.note, side.notes)))
             row: Row = {"system": side.system, "model": case.name, "note": note}
-            row |= {"tokens": flops, "step_s": statistics.median(seconds[i]), "rounds": len(seconds[i])}
-            row |= {"tokens_s": flops / row["step_s"], "tflops": flops_of_step / row["step_s"] / 1e12}
+            row |= {"tokens": tokens, "step_s": statistics.median(seconds[i]), "rounds": len(seconds[i])}
+            row |= {"tokens_s": tokens / row["step_s"], "tflops": flops_of_step / row["step_s"] / 1e12}
             row |= {"mfu": flops_of_step / row["step_s"] / peak if peak else None}
             row |= {"peak_gib": meter.peak(side), "loss": losses[i], **meter.profiled(side, config)}
             task.show(row)
@@ -148,7 +148,7 @@ def ratio(system: str, theirs: Sequence[float], ours: Sequence[float]) -> Row:
 
 def in_turns(made: Sequence[Any], device: Any, task: Task) -> tuple[list[list[float]], list[float]]:
     """Seconds of each side's steps, and its last loss; another side begins each round."""
-    import torch
+    from benchmarks.card.sides import wait_for
 
     seconds: list[list[float]] = [[] for _ in made]
     losses = [0.0] * len(made)
@@ -158,12 +158,10 @@ def in_turns(made: Sequence[Any], device: Any, task: Task) -> tuple[list[list[fl
         if turn >= LEAST_ROUNDS and time.monotonic() - began > budget:
             break
         for i in (*range(turn % len(made), len(made)), *range(turn % len(made))):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait_for(device)
             before = time.perf_counter()
             losses[i] = made[i].step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait_for(device)
             seconds[i].append(time.perf_counter() - before)
     return seconds, losses
 
