@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import torch
@@ -27,7 +28,7 @@ def kinds_of_experts() -> list[str]:
 
     if transformer_engine_fault() is None:
         return [SEQUENTIAL, BY_TRANSFORMER_ENGINE]
-    return [SEQUENTIAL, BY_GROUPED_GEMM if grouped_gemm_util.grouped_gemm_is_available() else BY_TORCH]
+    return [SEQUENTIAL, BY_TORCH if find_spec("grouped_gemm") is None else BY_GROUPED_GEMM]
 
 
 def megatron_layer(config: TransformerConfig, layer_number: int = 1, kind: str = SEQUENTIAL) -> MoELayer:

@@ -26,7 +26,7 @@ def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
         if not broken:
             try:
                 return compiled(*args)
-            except torch._dynamo.exc.TorchDynamoException as error:
+            except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
                 broken = True
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(

@@ -14,6 +14,7 @@ well, 1 if one did not, and 2 where there is no GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import json
@@ -29,7 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "card.jsonl"
 GRACE = 0.04  # of the seconds: so much later the rungs' process is killed
-BROKEN = 3  # the exit status of a process whose CUDA context a rung broke
+MOST_LEFT = 2**30  # bytes of the device that a rung may leave allocated; of more the process is begun anew
 LEAST_LEFT = 15.0  # seconds that are worth another start of the process
 MOST_STARTS = 5
 NO_GPU = (
@@ -53,9 +54,9 @@ def supervise(arguments: argparse.Namespace, end: float) -> int:
             print("card: the time is up, and a rung did not end: its process is killed", file=sys.stderr, flush=True)
             return 1
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            process.wait()
         if status in (0, 1, 2) or end - time.time() < LEAST_LEFT:
             break
         print(f"card: the rungs' process ended with status {status}; starting it again", file=sys.stderr, flush=True)
@@ -148,8 +149,11 @@ def work(arguments: argparse.Namespace, end: float) -> int:
 
 
 def clear() -> None:
-    """Give the device back what a rung has left. A device that a rung has broken ends this process, for a new one."""
+    """Free the memory that a rung has left, on the device and pinned on the host. Where the device is broken, or a
+    rung that failed still holds its model, end this process, for a new one."""
     import torch
+
+    from benchmarks.card.ladder import BROKEN
 
     gc.collect()
     if not torch.cuda.is_available():
@@ -157,8 +161,17 @@ def clear() -> None:
     try:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        # torch 2.11 and 2.13 have no public call for pinned memory.
+        for name in ("_host_emptyCache", "_accelerator_emptyHostCache"):
+            if hasattr(torch._C, name):
+                getattr(torch._C, name)()
+                break
+        left = torch.cuda.memory_allocated()
     except RuntimeError as error:
         print(f"card: the device is broken: {error}".splitlines()[0], file=sys.stderr, flush=True)
+        os._exit(BROKEN)
+    if left > MOST_LEFT:
+        print(f"card: a rung left {left / 2**30:.1f} GiB on the device", file=sys.stderr, flush=True)
         os._exit(BROKEN)
 
 

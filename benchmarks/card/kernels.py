@@ -6,7 +6,6 @@ that call to the functions of Python that were running in its thread.
 
 from __future__ import annotations
 
-import bisect
 import json
 import tempfile
 from collections import defaultdict
@@ -92,28 +91,46 @@ class Trace:
 
     def gaps(self, least: float = GAP) -> list[dict[str, Any]]:
         """Sum the gaps longer than `least` microseconds, by the function that launched the kernel after each."""
-        by_line: dict[tuple[str, str], list[float]] = defaultdict(list)
+        behind: list[tuple[Kernel, float]] = []
         end = self.kernels[0].end if self.kernels else 0.0
         for kernel in self.kernels:
             if kernel.start - end > least:
-                by_line[self.line_of(kernel), kernel.name].append(kernel.start - end)
+                behind.append((kernel, kernel.start - end))
             end = max(end, kernel.end)
+        lines = self._lines_of([kernel for kernel, _ in behind])
+        by_line: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for kernel, length in behind:
+            by_line[lines[kernel.correlation], kernel.name].append(length)
         ordered = sorted(by_line.items(), key=lambda item: -sum(item[1]))
         return [
             {"line": line, "before": name, "gaps": len(times), "ms": sum(times) / 1e3, "longest_us": max(times)}
             for (line, name), times in ordered
         ]
 
-    def line_of(self, kernel: Kernel) -> str:
-        """`file(line): function` of the innermost function of ours, or of any, that ran when it was launched."""
-        if kernel.correlation not in self.launches:
-            return "unknown"
-        time, thread = self.launches[kernel.correlation]
-        calls = self.python.get(thread, [])
-        begun = calls[: bisect.bisect_right(calls, (time, float("inf"), ""))]
-        running = [name for _, end, name in begun if end >= time]
-        ours = [name for name in running if not any(part in name for part in SKIPPED)]
-        return (ours or running or ["a thread without Python"])[-1]
+    def _lines_of(self, kernels: Sequence[Kernel]) -> dict[int, str]:
+        """By correlation: `file(line): function` of the innermost function of ours, or of any, that ran when a kernel
+        was launched."""
+        found = {kernel.correlation: "unknown" for kernel in kernels}
+        by_thread: dict[Any, list[tuple[float, int]]] = defaultdict(list)
+        for number in found.keys() & self.launches.keys():
+            time, thread = self.launches[number]
+            by_thread[thread].append((time, number))
+        for thread, launches in by_thread.items():
+            calls, begun = self.python.get(thread, []), 0
+            running: list[tuple[float, str]] = []  # calls that have not ended, the innermost last: they are nested
+            for time, number in sorted(launches):
+                while begun < len(calls) and calls[begun][0] <= time:
+                    start, end, name = calls[begun]
+                    while running and running[-1][0] < start:
+                        running.pop()
+                    running.append((end, name))
+                    begun += 1
+                while running and running[-1][0] < time:
+                    running.pop()
+                names = [name for _, name in running]
+                ours = [name for name in names if not any(part in name for part in SKIPPED)]
+                found[number] = (ours or names or ["a thread without Python"])[-1]
+        return found
 
 
 def traced(work: Callable[[], Any], with_stack: bool) -> Trace:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +24,8 @@ MOST_SECONDS = 60.0  # of a rung, unless it says otherwise
 SOURCES = (".py", ".cpp", ".h", ".cu", ".yaml")  # that figures depend on
 LEEWAY = 1.15  # by which a rung may take longer than the last time
 LEAST = 2.0  # seconds that any rung is taken to cost
+OVERDUE = 10.0  # seconds after its limit at which a rung that has not ended costs its process
+BROKEN = 3  # the exit status of a process that must be started again: it hangs, or its CUDA context is broken
 
 Row = dict[str, Any]
 
@@ -30,8 +34,8 @@ class PartlyDone(Exception):
     """Raised by a rung that has more to do than its seconds allow; its rows stand, and the next call goes on."""
 
 
-class TimeIsUp(Exception):
-    """Raised inside a rung whose seconds are over."""
+class TimeIsUp(BaseException):
+    """Raised inside a rung whose seconds are over; no rung's own `except Exception` takes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,16 +213,21 @@ class Walk:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp in this thread after so many seconds, as soon as Python runs in it."""
+    """Raise TimeIsUp in this thread after so many seconds, as soon as Python runs in it. Where that is not soon, as in
+    a call of CUDA that hangs, end the process with status BROKEN."""
 
     def stop(signum: int, frame: Any) -> None:
         raise TimeIsUp
 
+    overdue = threading.Timer(seconds + OVERDUE, os._exit, (BROKEN,))
+    overdue.daemon = True
+    overdue.start()
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
+        overdue.cancel()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 

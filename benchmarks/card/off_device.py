@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.card.ladder import Row, Task
-from benchmarks.card.training import QWEN, WARM_UP, Case, Meter, in_turns
+from benchmarks.card.training import QWEN, WARM_UP, Case, Meter, batch, in_turns
 
 COPIES = "pinned copies between host and card"
 MIB, SMALL_MIB, REPEATS = 512, 1, 5
@@ -24,7 +24,10 @@ STATE: dict[str, tuple[str, ...]] = {
     for engine in ("device_stream", "host", "split")
 }
 # Two of 48 layers, so that their experts with gradients and state fit the host.
-EXPERTS = Case("qwen3_30b_a3b, 2 of 48 layers", (*QWEN.overrides, "model.num_layers=2"), "experts on the host")
+# Four micro-batches, so that the two orders of passes move different bytes.
+EXPERTS = Case(
+    "qwen3_30b_a3b, 2 of 48 layers", (*QWEN.overrides, "model.num_layers=2", *batch(8, 2)), "experts on the host"
+)
 ON_HOST = ("moe.weights_device=host", "optimizer.state_device=host")
 EXPERTS_KEYS: dict[str, tuple[str, ...]] = {
     "by layer": (*ON_HOST, "training.pass_order=by_layer", "training.recompute=full"),
@@ -83,6 +86,7 @@ def measure(task: Task, case: Case, keys: Sequence[str], what: str, base: Sequen
             seconds[name] = statistics.median(times[0])
             after = side.copied()
             row[f"{name}_peak_gib"] = meter.peak(side)
+        del side  # the next one is built without it
         up, down = ((now - then) / steps for now, then in zip(after, before, strict=True))
     rates = {each["copies"]: each["gb_s"] for other in task.others if other.rung == COPIES for each in other.rows}
     bound = None

@@ -15,8 +15,9 @@ from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
 
-WARM_UP, LEAST_ROUNDS, MOST_ROUNDS = 3, 3, 40
-OF_TIME = 0.35  # of a rung's seconds, for the rounds: models are built, compiled and profiled too
+WARM_UP, LEAST_ROUNDS, MOST_ROUNDS = 3, 3, 20
+OF_TIME, OF_LEFT = 0.2, 0.3  # of a rung's seconds, and of those that are left, for the rounds
+MOST_GAPS = 40  # lines of a table
 SMALL_ROUNDS = 2
 COMMON = (
     *("parallel=single", "training.precision=bf16", "training.recompute=none", "model.hidden_dropout=0"),
@@ -152,7 +153,8 @@ def in_turns(made: Sequence[Any], device: Any, task: Task) -> tuple[list[list[fl
 
     seconds: list[list[float]] = [[] for _ in made]
     losses = [0.0] * len(made)
-    began, budget = time.monotonic(), OF_TIME * task.seconds
+    began = time.monotonic()
+    budget = min(OF_TIME * task.seconds, OF_LEFT * (task.end - began))
     most = SMALL_ROUNDS if task.is_small else MOST_ROUNDS
     for turn in range(most):
         if turn >= LEAST_ROUNDS and time.monotonic() - began > budget:
@@ -222,12 +224,13 @@ def trace(task: Task, case: Case) -> None:
     with sides.joined(config) as place, sides.mixtrain(config, place) as side:
         for _ in range(1 if task.is_small else WARM_UP):
             side.step()
+        alone = traced(side.step, with_stack=False)  # the tracer of Python's calls makes gaps of its own
         found = traced(side.step, with_stack=True)
     if not found.kernels:
         task.show({"model": case.name, "note": "the profiler sees no kernels here"})
         return
-    task.show({"model": case.name, "busy": found.busy, "kernels": found.count, "note": case.note})
-    for row in found.longest(20):
+    task.show({"model": case.name, "busy": alone.busy, "kernels": alone.count, "note": case.note})
+    for row in alone.longest(20):
         task.show({"model": case.name, **row})
-    for row in found.gaps():
+    for row in found.gaps()[:MOST_GAPS]:
         task.show({"model": case.name, **row})
