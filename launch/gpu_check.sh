@@ -22,7 +22,8 @@ Each result is written at once into benchmarks/results/card.jsonl. It stops in t
   --list          print the rungs with cost and state, and measure nothing
   --small         tiny sizes, without a GPU too
 
-The exit status is 0 if every rung of this call went well, 1 if one did not, and 2 if there is nothing to run on.
+The exit status is 0 if every rung of this call went well, 1 if one did not, 2 if nothing was begun for what is wrong
+with the options, the machine or the results, and 130 after Ctrl-C.
 TEXT
 }
 
@@ -62,12 +63,12 @@ while [[ $# -gt 0 ]]; do
             shift 2
             ;;
         --results)
-            [[ -n ${2:-} ]] || die "--results needs a folder"
+            [[ -n ${2:-} && $2 != -* ]] || die "--results needs a folder, not '${2:-}'"
             options+=("$1" "$(realpath -m -- "$2")")
             shift 2
             ;;
         --seconds)
-            [[ ${2:-} =~ ^[0-9]+$ && $2 -gt 0 ]] || die "--seconds=${2:-} must be a whole number of at least 1, such as 540"
+            [[ ${2:-} =~ ^[1-9][0-9]{0,5}$ ]] || die "--seconds=${2:-} must be a whole number from 1 to 999999, such as 540"
             options+=("$1" "$2")
             shift 2
             ;;
@@ -75,12 +76,12 @@ while [[ $# -gt 0 ]]; do
             die "--minutes is --seconds now, such as --seconds 540"
             ;;
         --commit)
-            [[ -n ${2:-} ]] || die "--commit needs the commit that this tree is a copy of"
+            [[ ${2:-} =~ ^[0-9A-Za-z][0-9A-Za-z._+/-]*$ ]] || die "--commit needs the commit that this tree is a copy of, such as 1a2b3c4, not '${2:-}'"
             options+=("$1" "$2")
             shift 2
             ;;
         --only)
-            [[ -n ${2:-} ]] || die "--only needs a word of a rung's name; --list prints the names"
+            [[ -n ${2:-} && $2 != -* ]] || die "--only needs a word of a rung's name, not '${2:-}'; --list prints the names"
             only+=("$2")
             shift 2
             ;;
@@ -128,6 +129,6 @@ if [[ -n $image ]]; then
         "$python" -m pip install -q --disable-pip-version-check --no-index --no-deps --no-compile --target "$added" "${missing[@]}"
     fi
 else
-    bash launch/setup.sh "${setup_arguments[@]}"
+    bash launch/setup.sh "${setup_arguments[@]}" || exit 2
 fi
 exec "$python" -m benchmarks.card --since "$began" ${options[@]+"${options[@]}"} ${only[@]+--only "${only[@]}"}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -24,8 +24,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from configs.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "card.jsonl"
@@ -51,8 +54,11 @@ def supervise(arguments: argparse.Namespace, end: float) -> int:
         try:
             status = process.wait(timeout=max(0.0, last - time.time()))
         except subprocess.TimeoutExpired:
-            print("card: the time is up, and a rung did not end: its process is killed", file=sys.stderr, flush=True)
+            print("card: the time is up: the rungs' process is killed; rows stand", file=sys.stderr, flush=True)
             return 1
+        except KeyboardInterrupt:
+            print("card: interrupted; rows stand, and the next call goes on", file=sys.stderr, flush=True)
+            return 128 + signal.SIGINT
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with what it has started
@@ -122,7 +128,9 @@ def read_ahead(stop: threading.Event) -> None:
 
 def work(arguments: argparse.Namespace, end: float) -> int:
     """In the rungs' process: measure until `end`, in time.time's seconds."""
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: it ends with the process that started it
+    from benchmarks.card.ladder import end_with_caller
+
+    end_with_caller()
     stop = threading.Event()
     if not arguments.small:
         threading.Thread(target=read_ahead, args=(stop,), daemon=True).start()
@@ -131,6 +139,7 @@ def work(arguments: argparse.Namespace, end: float) -> int:
     from benchmarks.card.records import Records, kind_of_card
     from benchmarks.card.rungs import by_name, rungs
 
+    chosen = by_name(arguments.only, rungs(arguments.small))
     found = machine(arguments.small)
     if found is None:
         import torch
@@ -138,13 +147,12 @@ def work(arguments: argparse.Namespace, end: float) -> int:
         print(NO_GPU.format(torch=torch.__version__), file=sys.stderr)
         return 2
     kept, card = Records(arguments.results / FILE), kind_of_card(found["device"], arguments.small)
-    chosen = by_name(arguments.only, rungs(arguments.small))
     print(f"card: {card}, torch {found['torch']}, {end - time.time():.0f} s left", flush=True)
     walk = Walk(kept, card, found, arguments.commit or commit(), time.monotonic() + end - time.time(), arguments.small)
-    walk.run(chosen, clear)
+    left = walk.run(chosen, clear)
     stop.set()
     counts = {status: list(walk.ended.values()).count(status) for status in sorted(set(walk.ended.values()))}
-    print(f"card: {json.dumps(counts)} of {len(chosen)} rungs; results in {kept.path}", flush=True)
+    print(f"card: {json.dumps(counts)} of {len(chosen)} rungs; {left}; results in {kept.path}", flush=True)
     return 1 if set(walk.ended.values()) & {"failed", "late"} else 0
 
 
@@ -185,6 +193,43 @@ def prepare() -> None:
         os.environ.setdefault(name, value)
 
 
+def check(arguments: argparse.Namespace) -> None:
+    """Refuse what would end a call after its imports. Raises ConfigError."""
+    from benchmarks.card.records import Records
+
+    Records(arguments.results / FILE)
+    try:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--results ({arguments.results}) cannot be made: {error.strerror}. Give a folder that can be written."
+        ) from None
+
+
+@contextlib.contextmanager
+def sole_call(folder: Path) -> Iterator[None]:
+    """Keep other calls off a folder of results: each writes the whole file. Raises ConfigError where one is at work."""
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"another call writes its results to {folder}. Wait for its end, or give another --results."
+        ) from None
+    finally:
+        os.close(place)
+
+
+def show_tables(arguments: argparse.Namespace) -> None:
+    """Print the results as Markdown. Raises ConfigError."""
+    from benchmarks.card.records import Records
+    from benchmarks.card.tables import page
+
+    text = page(Records(arguments.results / FILE))
+    sys.stdout.buffer.write(text.encode())
+
+
 def show_list(arguments: argparse.Namespace) -> int:
     """Print each rung with its turn, its cost and its state."""
     from benchmarks.card.ladder import listing, state
@@ -219,17 +264,22 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.seconds > 0:
         parser.error(f"--seconds {arguments.seconds:g} must be more than 0, such as 540")
-    if arguments.list:
-        return show_list(arguments)
-    if arguments.table:
-        from benchmarks.card.records import Records
-        from benchmarks.card.tables import page
-
-        print(page(Records(arguments.results / FILE)), end="")
-        return 0
-    if arguments.worker is not None:
-        return work(arguments, arguments.worker)
-    return supervise(arguments, arguments.since + arguments.seconds)
+    if arguments.table and arguments.only:
+        parser.error("--only goes with measuring and with --list, not with --table")
+    try:
+        if arguments.list:
+            return show_list(arguments)
+        if arguments.table:
+            show_tables(arguments)
+            return 0
+        if arguments.worker is not None:
+            return work(arguments, arguments.worker)
+        check(arguments)
+        with sole_call(arguments.results):
+            return supervise(arguments, arguments.since + arguments.seconds)
+    except (ConfigError, OSError) as error:
+        print(f"card: {error}", file=sys.stderr, flush=True)
+        return 2
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.card.ladder import ROOT, PartlyDone, Task
+from benchmarks.card.ladder import ROOT, PartlyDone, Task, end_with_caller
 
 OF_TIME = 0.9  # of the seconds, after which no further test is begun
 LAST = 1.0  # seconds before the end, in which pytest is killed
@@ -36,6 +36,9 @@ def rest(task: Task) -> None:
     """Run the tests that have not passed yet. Raises PartlyDone if the time ends before the last one."""
     at_this_code = [row for other in task.others if other.code == task.code for row in other.rows]
     passed = [row["test"] for row in (*task.earlier, *at_this_code) if row.get("outcome") == "passed"]
+    for row in task.earlier:
+        if row.get("outcome") == "passed":
+            task.show(row)
     left = _run(task, passed)
     if left:
         raise PartlyDone("not all tests fitted into the time")
@@ -128,4 +131,5 @@ class _Chosen:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the plugin in a process that a rung started."""
     if FILE in os.environ:
+        end_with_caller()
         config.pluginmanager.register(_Chosen())

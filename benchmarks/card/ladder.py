@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import datetime
 import hashlib
@@ -154,22 +155,27 @@ class Walk:
         self.end, self.is_small = end, is_small
         self.ended: dict[str, str] = {}  # the status of each rung of this call
 
-    def run(self, rungs: Sequence[Rung], clear: Callable[[], None] = lambda: None) -> None:
-        """Measure what fits, in order, and `clear` after each; a rung that fails does not stop the others."""
+    def run(self, rungs: Sequence[Rung], clear: Callable[[], None] = lambda: None) -> str:
+        """Measure what fits, in order, and `clear` after each; a rung that fails does not stop the others. Return what
+        is left, in words."""
         known: dict[str, bytes] = {}  # no code changes while it runs
         while True:
             states = [state(rung, self.kept, self.card, self.machine["torch"], known) for rung in rungs]
             left = self.end - time.monotonic()
-            waiting = [each for each in in_order(states) if each.rung.name not in self.ended and each.cost <= left]
-            if not waiting:
-                return
-            self._measure(waiting[0], min(waiting[0].rung.most, left))
+            due = [each for each in in_order(states) if each.rung.name not in self.ended]
+            fitting = [each for each in due if each.cost <= left]
+            if not fitting:
+                if not due:
+                    return "nothing is left to measure"
+                least = min(each.cost for each in due)
+                return f"{len(due)} rungs are left, and the shortest needs {least:.0f} of {max(left, 0.0):.0f} s"
+            self._measure(fitting[0], min(fitting[0].rung.most, left))
             clear()
 
     def _measure(self, chosen: State, seconds: float) -> None:
         rung = chosen.rung
         attempt = self.kept.attempt(rung.name, self.card)
-        earlier = attempt.rows if attempt is not None and attempt.code == chosen.code else []
+        earlier = list(attempt.rows) if attempt is not None and attempt.code == chosen.code else []
         record = Record(
             rung=rung.name,
             card=self.card,
@@ -179,6 +185,8 @@ class Walk:
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
             machine=self.machine,
         )
+        record.rows.extend(earlier)  # they stand until this attempt has one
+        has_own = False
         began = time.monotonic()
 
         def put(status: str, note: str = "") -> None:
@@ -188,6 +196,10 @@ class Walk:
             self.kept.put(record)
 
         def show(row: Row) -> None:
+            nonlocal has_own
+            if not has_own:
+                record.rows.clear()
+                has_own = True
             record.rows.append(row)
             put(records.BEGUN)
 
@@ -230,6 +242,11 @@ def limited(seconds: float) -> Iterator[None]:
         overdue.cancel()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def end_with_caller() -> None:
+    """Have this process killed when the one that started it ends, however it ends (Linux's PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
 
 def listing(states: Sequence[State]) -> list[list[str]]:

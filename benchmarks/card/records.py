@@ -54,22 +54,29 @@ class Records:
     """The file of results."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError naming the line where the file holds something else."""
+        """Raises ConfigError for a path where no such file can be, and naming the line where the file holds something
+        else."""
         self.path = path
         self._records: list[Record] = []
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+        folder = next(each for each in path.parents if each.exists())
+        if not folder.is_dir():
+            raise ConfigError(f"--results ({path.parent}) must be a folder, and {folder} is a file. Give another.")
+        if path.is_symlink() and not path.exists() or path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no regular file, which results are kept in. Move it away.")
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} cannot be read as results of rungs ({error}). Move the file away.") from None
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
             try:
-                record = Record(**json.loads(line))
-            except (ValueError, TypeError) as error:
+                self._records.append(_read(line))
+            except (ValueError, TypeError, RecursionError) as error:
                 raise ConfigError(
-                    f"line {number} of {path} is no result of a rung ({error}). Take the line out, or move the file "
-                    "away."
+                    f"line {number} of {path} is no result of a rung as this version writes it ({error}). Move the "
+                    "file away, or take the line out."
                 ) from None
-            if record.status not in STATUSES:
-                raise ConfigError(
-                    f"line {number} of {path}: status {record.status!r} must be one of {', '.join(STATUSES)}."
-                )
-            self._records.append(record)
 
     def __iter__(self) -> Any:
         return iter(self._records)
@@ -99,6 +106,26 @@ class Records:
     def _one(self, rung: str, card: str, statuses: Iterable[str]) -> Record | None:
         found = [each for each in self._records if (each.rung, each.card) == (rung, card) and each.status in statuses]
         return found[-1] if found else None
+
+
+def _read(line: str) -> Record:
+    """Raises ValueError or TypeError for what is no record."""
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    record = Record(**content)
+    for field in dataclasses.fields(Record):
+        value, kind = getattr(record, field.name), _KINDS.get(field.name, str)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{field.name} ({value!r}) is of another kind")
+    if record.status not in STATUSES:
+        raise ValueError(f"status ({record.status!r}) must be one of {', '.join(STATUSES)}")
+    if not all(isinstance(row, dict) for row in record.rows):
+        raise ValueError("rows must be JSON objects")
+    return record
+
+
+_KINDS: dict[str, Any] = {"seconds": (int, float), "machine": dict, "rows": list, "renews": (str, type(None))}
 
 
 def kind_of_card(device: str, is_small: bool) -> str:

@@ -9,6 +9,7 @@ from functools import partial
 from benchmarks.card import clock, generation, gpu_tests, layers, longest, off_device, training
 from benchmarks.card.ladder import Rung, Task
 from benchmarks.card.training import Case
+from configs.schema import ConfigError
 
 # What every training goes through; experts are in `moe`.
 OF_PASSES = ("models", "parallel", "memory", "training/engine.py", "training/step.py", "training/sums.py")
@@ -81,5 +82,9 @@ def _off_device(
 
 
 def by_name(words: list[str], every: list[Rung]) -> list[Rung]:
-    """Rungs whose name has one of these words; all without words."""
-    return [rung for rung in every if not words or any(word in rung.name for word in words)]
+    """Rungs whose name has one of these words, in any case; all without words. Raises ConfigError for a word of no
+    rung."""
+    for word in words:
+        if not any(word.lower() in rung.name.lower() for rung in every):
+            raise ConfigError(f"--only {word}: no rung's name has that word. Without it, --list prints the names.")
+    return [rung for rung in every if not words or any(word.lower() in rung.name.lower() for word in words)]

@@ -17,7 +17,9 @@ Cell = Callable[[Row], str]
 def _number(name: str, shown: str, scale: float = 1.0) -> Cell:
     def cell(row: Row) -> str:
         value = row.get(name)
-        return "-" if value is None else format(value if scale == 1.0 else scale * value, shown)
+        if not isinstance(value, (int, float)):
+            return "-" if value is None else str(value)
+        return format(value if scale == 1.0 else scale * value, shown)
 
     return cell
 

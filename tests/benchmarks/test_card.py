@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks.card import ladder, records
+from benchmarks.card import gpu_tests, ladder, records
 from benchmarks.card.ladder import PartlyDone, Rung, Task, Walk, in_order, listing, state
 from benchmarks.card.records import Record, Records
-from benchmarks.card.rungs import rungs
+from benchmarks.card.rungs import by_name, rungs
 from benchmarks.card.tables import page
 from configs.schema import ConfigError
 from tests.waits import LONG, until
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = {"torch": "2.13.0", "device": "a card"}
+GOOD = {"rung": "a", "card": "b", "status": "well", "code": "c", "commit": "d", "date": "e"}
 Measure = Callable[[Task], None]
 
 
@@ -156,6 +158,45 @@ def test_a_rung_goes_on_where_its_time_ended(tree: Path) -> None:
     assert found is not None and [row["value"] for row in found.rows] == [0, 1, 2]
 
 
+def test_rows_of_an_attempt_stand_until_the_next_one_has_one(tree: Path) -> None:
+    def dies(task: Task) -> None:
+        raise ValueError("before its first row")
+
+    assert walk(tree, [rung("one", measure=fails)]) == {"one": "failed"}
+    assert walk(tree, [rung("one", measure=dies)]) == {"one": "failed"}
+    (found,) = Records(tree / "card.jsonl")
+    assert (found.rows, found.note) == ([{"value": 1}], "ValueError: before its first row")
+    assert walk(tree, [rung("one", measure=shows(3.0))]) == {"one": "well"}
+    assert [each.rows for each in Records(tree / "card.jsonl")] == [[{"value": 3.0}]]
+
+
+def test_the_tests_that_are_left_end_after_any_number_of_calls(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = [f"t{i}" for i in range(5)]
+
+    def two(task: Task, passed: Sequence[str]) -> int:
+        left = [name for name in tests if name not in passed]
+        for name in left[:2]:
+            task.show({"test": name, "outcome": "passed"})
+        return len(left[2:])
+
+    monkeypatch.setattr(gpu_tests, "_run", two)
+    every = [rung("the rest", measure=gpu_tests.rest)]
+    assert [walk(tree, every) for _ in range(3)] == [
+        {"the rest": "partly"},
+        {"the rest": "partly"},
+        {"the rest": "well"},
+    ]
+    (found,) = Records(tree / "card.jsonl")
+    assert [row["test"] for row in found.rows] == tests
+
+
+def test_a_word_of_no_rung_is_refused() -> None:
+    every = [rung("Training of a"), rung("one layer")]
+    assert [each.name for each in by_name(["training", "LAYER"], every)] == ["Training of a", "one layer"]
+    with pytest.raises(ConfigError, match="--only zzz: no rung's name has that word"):
+        by_name(["layer", "zzz"], every)
+
+
 # --- In time ---------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +276,15 @@ walk.run([ladder.Rung("one", 5, (), lambda task: task.show({{"value": 1.0}})), l
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("{", "line 2 of .* is no result of a rung"), ('{"rung": "a"}', "line 2 of .*card.jsonl is no result of a rung")],
+    [
+        ("{", "line 2 of .* is no result of a rung"),
+        ('{"rung": "a"}', "line 2 of .*card.jsonl is no result of a rung"),
+        ("[1]", "it is no JSON object"),
+        (f"{json.dumps({**GOOD, 'seconds': '3'})}", r"seconds \('3'\) is of another kind"),
+        (f"{json.dumps({**GOOD, 'status': 'fine'})}", r"status \('fine'\) must be one of begun, well"),
+        (f"{json.dumps({**GOOD, 'rows': [1]})}", "rows must be JSON objects"),
+        (f"{json.dumps({**GOOD, 'format': 2})}", "as this version writes it .*format.* Move the file away"),
+    ],
 )
 def test_a_file_of_something_else_is_named(tmp_path: Path, line: str, message: str) -> None:
     whole = Record("one", "a card", records.WELL, "code", "abc", "2026-11-27")
@@ -244,6 +293,17 @@ def test_a_file_of_something_else_is_named(tmp_path: Path, line: str, message: s
         stream.write(f"{line}\n")
     with pytest.raises(ConfigError, match=message):
         Records(tmp_path / "card.jsonl")
+
+
+def test_a_path_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "card.jsonl")
+    for path, message in (
+        (tmp_path / "file" / "more" / "card.jsonl", "must be a folder, and .*file is a file"),
+        (tmp_path / "card.jsonl", "is no regular file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Records(path)
 
 
 def test_the_page_has_a_table_for_each_kind_of_row(tmp_path: Path) -> None:
@@ -306,13 +366,12 @@ def test_it_ends_with_the_process_that_was_told_to(tmp_path: Path) -> None:
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     path = tmp_path / "card.jsonl"
     until(path.exists, "the first result")
+    until(lambda: len(psutil.Process(process.pid).children(recursive=True)) > 1, "the process of the tests")
+    started = psutil.Process(process.pid).children(recursive=True)
+    other = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG, check=False)
+    assert other.returncode == 2 and other.stderr.startswith(f"card: another call writes its results to {tmp_path}")
     process.kill()
     process.wait(timeout=LONG)
-
-    def gone() -> bool:
-        listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        return not [line for line in listed.splitlines() if "benchmarks.card" in line and str(tmp_path) in line]
-
-    until(gone, "the end of the rungs' process")
+    until(lambda: not any(each.is_running() for each in started), "the end of all that it has started")
     assert [json.loads(line)["status"] for line in path.read_text().splitlines()][-1] == "begun"
     assert os.path.getsize(path) > 0

@@ -108,7 +108,7 @@ def test_torch_is_asked_where_there_is_no_nvidia_smi(box: Sandbox) -> None:
     [
         (["--wheels"], "--wheels needs a folder that exists, not ''"),
         (["--wheels", "nowhere"], "--wheels needs a folder that exists, not 'nowhere'"),
-        (["--seconds", "0"], "--seconds=0 must be a whole number of at least 1"),
+        (["--seconds", "0"], "--seconds=0 must be a whole number from 1"),
         (["--seconds", "soon"], "--seconds=soon must be a whole number"),
         (["--minutes", "9"], "--minutes is --seconds now, such as --seconds 540"),
         (["--commit"], "--commit needs the commit"),
