@@ -159,10 +159,15 @@ fi
 trap 'exit 130' INT TERM HUP
 mapfile -t sorted < <(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | sed '/^$/d')
 wanted="${sorted[*]}"
+base_python=
+if [[ -L $venv && -f $stamp && $(head -n 1 "$stamp") != "$PWD "* ]]; then
+    base_python=$(find_python)
+    echo "setup: making .venv anew, since it is a link to that of another clone, which stays as it is"
+    rm "$venv"
+fi
 rm -f "$stamp"
 
 python=$venv/bin/python
-base_python=
 if [[ -e $venv || -L $venv ]]; then
     reason=
     if [[ -e $unfinished ]]; then

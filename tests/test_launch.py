@@ -194,6 +194,22 @@ def test_setup_installs_again_when_the_pins_change(sandbox: Sandbox, file: str) 
     assert sandbox.log() == [pip_line("dev")]
 
 
+def test_setup_leaves_the_environment_of_another_clone_alone(sandbox: Sandbox) -> None:
+    assert sandbox.run("setup.sh").returncode == 0
+    theirs, other = sandbox.repo / ".venv", sandbox.root / "other"
+    other.mkdir()
+    theirs.rename(other / ".venv")
+    stamp = other / ".venv" / ".setup-complete"
+    stamp.write_text(stamp.read_text().replace(str(sandbox.repo), str(other)))
+    theirs.symlink_to(other / ".venv")
+    before = {path: path.stat().st_mtime_ns for path in (other / ".venv").rglob("*")}
+    sandbox.log()
+    result = sandbox.run("setup.sh")
+    assert result.returncode == 0 and "a link to that of another clone, which stays as it is" in result.stdout
+    assert sandbox.log() == ["venv", pip_line()] and not theirs.is_symlink()
+    assert before == {path: path.stat().st_mtime_ns for path in (other / ".venv").rglob("*")}
+
+
 def test_setup_refuses_an_extra_that_is_none(sandbox: Sandbox) -> None:
     """pip would go on without it, and say nothing."""
     result = sandbox.run("setup.sh", "--extra", "evl")
