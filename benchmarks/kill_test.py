@@ -604,9 +604,11 @@ def _report_of(run_dir: Path, names: Sequence[str]) -> list[str]:
 
 
 def _other_steps(ours: Path, theirs: Path) -> list[str]:
-    """What differs in the steps that both runs have on record. A step of ours alone is a line with a damaged number."""
+    """What differs in the steps that both runs have on record. A step of ours alone is a line with a damaged number; a
+    line without a loss is of the file that metrics.jsonl was swapped with."""
     expected = {line["step"]: line for line in read_steps(theirs)}
-    found = [f"metrics.jsonl differs: {line}" for line in read_steps(ours) if line != expected.get(line["step"])]
+    steps = [line for line in read_steps(ours) if line["loss"] is not None]
+    found = [f"metrics.jsonl differs: {line}" for line in steps if line != expected.get(line["step"])]
     for path in sorted([*theirs.glob("*.plans"), *theirs.glob("*.trace")]):
         x, y = _recorded(ours / path.name, []), _recorded(path, [])
         found += [f"{path.name} differs in step {step}" for step in x if x[step] != y[step]]
