@@ -60,6 +60,8 @@ def test_transformer_engine_gives_the_losses_of_the_portable_backend(model: str)
 @pytest.mark.parametrize("window", [None, 5, 16])
 @pytest.mark.parametrize("shape", [*SHAPES, (300, 2, 4, 2, 64, 64), (70, 1, 2, 2, 24, 16)])
 def test_slices_are_one_masked_softmax(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
+    if torch.cuda.get_device_name() == "pretended" and dtype == torch.float32 and shape[-1] != shape[-2]:
+        pytest.skip("the CPU's kernel, which the pretended device runs, has no values narrower than keys")
     found = slices.of_documents(positions_of(shape[1], shape[0]))
     found = found if window is None else slices.windowed(found, window)
     assert deviation(found, shape, dtype, "cuda") < 2 * DTYPES[dtype]
@@ -69,6 +71,8 @@ def test_slices_are_one_masked_softmax(shape: tuple[int, ...], window: int | Non
 @pytest.mark.parametrize("model", ["grouped", "window", "latent", "learned"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_separate_on_a_gpu_is_one_by_one_on_the_cpu(model: str, precision: str) -> None:
+    if torch.cuda.get_device_name() == "pretended":
+        pytest.skip("the pretended device takes the weights of a rank on the CPU, too")
     changes: list[Overrides] = [WIDE, *SEPARATE_MODELS[model], {"model": {"backend": "portable"}}]
     batch = batch_of(PIECES)
     loss, _ = run(one_by_one, 1, make_config(*changes), batch)[0]
