@@ -166,7 +166,8 @@ class Walk:
             fitting = [each for each in due if each.cost <= left]
             if not fitting:
                 if not due:
-                    return "nothing is left to measure"
+                    cut = sum(status == records.PARTLY for status in self.ended.values())
+                    return f"{cut} to be gone on with" if cut else "nothing is left to measure"
                 least = min(each.cost for each in due)
                 return f"{len(due)} rungs are left, and the shortest needs {least:.0f} of {max(left, 0.0):.0f} s"
             self._measure(fitting[0], min(fitting[0].rung.most, left))

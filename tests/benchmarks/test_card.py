@@ -206,6 +206,19 @@ def test_nothing_is_begun_that_would_not_end_in_time(tree: Path) -> None:
     assert walk(tree, every, seconds=60.0) == {"long": "well"}
 
 
+def test_a_call_says_what_is_left(tree: Path) -> None:
+    def cut(task: Task) -> None:
+        raise PartlyDone("more to do")
+
+    def left(rungs: list[Rung], seconds: float) -> str:
+        kept, end = Records(tree / "card.jsonl"), time.monotonic() + seconds
+        return Walk(kept, "a card", MACHINE, "abc", end, False).run(rungs)
+
+    assert left([rung("long", seconds=50.0)], 20.0).startswith("1 rungs are left, and the shortest needs 50 of ")
+    assert left([rung("parts", measure=cut)], 100.0) == "1 to be gone on with"
+    assert left([rung("one")], 100.0) == left([rung("one")], 100.0) == "nothing is left to measure"
+
+
 def test_a_cost_is_what_it_took(tree: Path) -> None:
     walk(tree, [rung("one", seconds=50.0)])
     found = state(rung("one", seconds=50.0), Records(tree / "card.jsonl"), "a card", "2.13.0")
