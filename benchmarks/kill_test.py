@@ -604,8 +604,8 @@ def _report_of(run_dir: Path, names: Sequence[str]) -> list[str]:
 
 
 def _other_steps(ours: Path, theirs: Path) -> list[str]:
-    """What differs in the steps that both runs have on record. A step of ours alone is a line with a damaged number; a
-    line without a loss is of the file that metrics.jsonl was swapped with."""
+    """Return the differences between the steps that both runs recorded. A step that only our run has is a line whose
+    number was damaged; a line without a loss belongs to the file that was swapped with metrics.jsonl."""
     expected = {line["step"]: line for line in read_steps(theirs)}
     steps = [line for line in read_steps(ours) if line["loss"] is not None]
     found = [f"metrics.jsonl differs: {line}" for line in steps if line != expected.get(line["step"])]

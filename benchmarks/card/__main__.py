@@ -128,14 +128,13 @@ def read_ahead(stop: threading.Event) -> None:
 
 def work(arguments: argparse.Namespace, end: float) -> int:
     """In the rungs' process: measure until `end`, in time.time's seconds."""
-    from benchmarks.card.ladder import end_with_caller
+    from benchmarks.card.ladder import Walk, end_with_caller
 
     end_with_caller()
     stop = threading.Event()
     if not arguments.small:
         threading.Thread(target=read_ahead, args=(stop,), daemon=True).start()
     prepare()
-    from benchmarks.card.ladder import Walk
     from benchmarks.card.records import Records, kind_of_card
     from benchmarks.card.rungs import by_name, rungs
 
@@ -211,12 +210,13 @@ def sole_call(folder: Path) -> Iterator[None]:
     """Keep other calls off a folder of results: each writes the whole file. Raises ConfigError where one is at work."""
     place = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another call writes its results to {folder}. Wait for its end, or give another --results."
+            ) from None
         yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"another call writes its results to {folder}. Wait for its end, or give another --results."
-        ) from None
     finally:
         os.close(place)
 

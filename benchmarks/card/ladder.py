@@ -226,8 +226,8 @@ class Walk:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeIsUp in this thread after so many seconds, as soon as Python runs in it. Where that is not soon, as in
-    a call of CUDA that hangs, end the process with status BROKEN."""
+    """Raise TimeIsUp in this thread after `seconds`, when Python next runs in it. A call that does not return to Python
+    within OVERDUE seconds more, such as a hung call of CUDA, ends the process with status BROKEN."""
 
     def stop(signum: int, frame: Any) -> None:
         raise TimeIsUp
