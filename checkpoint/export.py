@@ -83,7 +83,7 @@ def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, i
     if path is None:
         return None
     family = load(good / manifest.CONFIG).model.family
-    words = load_tokenizer(path, tried=True).as_recorded(kept_tokenizer.digest_of(good))
+    words = load_tokenizer(path, tried=True)
     copy_tokenizer(path, folder)
     _write_for_transformers(words, family, folder)
     return _special_tokens(words, family)

@@ -14,19 +14,16 @@ from checkpoint.state_file import read_state
 from configs import files
 from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer, core_file, tokenizer_files
-from data.tokenizer import Tokenizer, is_tokenizer, tokenizer_digest
+from data.tokenizer import Tokenizer, tokenizer_digest
 
 FOLDER = "tokenizer"
 
 
 def digest_of(checkpoint: Path) -> str | None:
-    """The digest of the tokenizer that a checkpoint was trained with: named by it, or taken from its run folder where
-    an earlier version wrote it. None where neither says. Raises ConfigError for a broken checkpoint or tokenizer."""
+    """Return the digest of the tokenizer that a checkpoint was trained with; None where its state names no data.
+    Raises ConfigError for a broken checkpoint."""
     data = read_state(checkpoint).get("data")
-    if data is not None:
-        return str(data["tokenizer"])
-    folder = checkpoint.parent.parent / FOLDER
-    return tokenizer_digest(folder, tried=True) if folder.is_dir() else None
+    return None if data is None else str(data["tokenizer"])
 
 
 def of_checkpoint(checkpoint: Path) -> Path | None:
@@ -40,7 +37,7 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
     if not kept or wanted is None:
         return None
     for folder in kept:
-        if is_tokenizer(folder, wanted, tried=True):
+        if tokenizer_digest(folder, tried=True) == wanted:
             return folder
     raise ConfigError(
         f"{core_file(kept[0]) or kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was "

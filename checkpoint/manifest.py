@@ -146,8 +146,7 @@ def all_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def run_of(folder: Path) -> str | None:
-    """The id of the run that wrote a checkpoint; None where its state does not say it: of an earlier version, or
-    damaged."""
+    """The id of the run that wrote a checkpoint; None where its state is damaged."""
     try:
         found = json.loads((folder / STATE).read_bytes()).get("run")
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -166,12 +165,7 @@ def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
     if held is None:
         named = {run: folder for folder, run in found if run is not None}
         return [] if len(named) < 2 else [(folder, f"it is of run {run}") for run, folder in named.items()]
-    unnamed = [folder for folder, run in found if run is None and not held.adopted and problem_with(folder) is None]
-    return [
-        (folder, f"it is of run {run}" if run else "it is of an earlier version")
-        for folder, run in found
-        if run not in (None, held.id) or folder in unnamed
-    ]
+    return [(folder, f"it is of run {run}") for folder, run in found if run not in (None, held.id)]
 
 
 def _is_state_damaged(folder: Path) -> bool:

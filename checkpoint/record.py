@@ -1,8 +1,7 @@
 """`run_dir/run.json`: which run a folder holds, how it was asked to start, and who is at work on it. Reads and writes
 small files only.
 
-A run keeps its id for life; its checkpoints carry it, so that nobody takes another run's for its own. What an earlier
-version has left, which knew no such file, becomes a record at the next start.
+A run keeps its id for life; its checkpoints carry it, so that nobody takes another run's for its own.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Record:
     checkpoint: str | None = None  # of another run, that this one began from; absolute
     created: float = 0.0
     saved: int = 0  # step of the newest checkpoint that was announced; 0: none was
-    adopted: bool = False  # begun by a version whose checkpoints carry no id
     host: str = ""
     pid: int = 0
     process_started: float = 0.0  # seconds since 1970, as the kernel has it

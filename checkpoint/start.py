@@ -29,13 +29,12 @@ from configs.schema import KEYS, Config, ConfigError, DataConfig
 from configs.show import show_both
 from configs.validate import usable_world_size
 from configs.values import as_typed
-from data.corpus.earlier import RULE as EARLIER
 from data.identity import Difference, Identity, differences
-from data.tokenizer import is_tokenizer
+from data.tokenizer import tokenizer_digest
 
 # keys that another model is turned into the checkpoint's with; with more another folder is the better advice
 MAX_ADVISED = 6
-# Known by content where the checkpoint says what it was trained on: the same data under another name are the same.
+# Compared by content where the checkpoint names its data: the same data under another name are the same.
 BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.tokenizer")
 
 
@@ -173,19 +172,13 @@ def _named(path: str, check: manifest.Check) -> Path:
 
 
 def _adopted(run_dir: Path) -> Record | None:
-    """The record of a run whose folder has none, as an earlier version left it; None for a folder without a run. Raises
-    ConfigError."""
+    """Return the record of a run whose run.json is gone, from its checkpoints and events; None for a folder without a
+    run. Raises ConfigError."""
     folders, last = manifest.all_checkpoints(run_dir), last_step(run_dir)
     if not folders and last == 0:
         return None
     manifest.list_checkpoints(run_dir)  # of one run
     ids = sorted({run for folder in folders if (run := manifest.run_of(folder)) is not None})
-    later = [folder.name for folder in folders if int(folder.name[5:]) > last > 0]
-    if later and not ids:  # a step's metrics are written before its checkpoint
-        raise ConfigError(
-            f"run_dir ({run_dir}) holds a run at step {last} and checkpoints of an earlier one: {', '.join(later)}. "
-            f"Move them out of {run_dir / 'checkpoints'}, or choose another run_dir."
-        )
     told = read_json_lines(run_dir / record.EVENTS)
     began: dict[str, Any] = {"resume": "auto", "weights": None, "checkpoint": None}
     try:
@@ -206,7 +199,7 @@ def _adopted(run_dir: Path) -> Record | None:
         for event in told
         if event.get("kind") == "checkpoint_saved" and isinstance(event.get("step"), int)
     ]
-    return dataclasses.replace(found, id=ids[0] if ids else found.id, saved=saved[-1] if saved else 0, adopted=not ids)
+    return dataclasses.replace(found, id=ids[0] if ids else found.id, saved=saved[-1] if saved else 0)
 
 
 def in_new_folder(config: Config) -> str:
@@ -249,20 +242,12 @@ def _missing_tokenizer(checkpoint: Path) -> ConfigError:
     )
 
 
-def split_rule(start: Start) -> str:
-    """How validation is chosen (data/split.py): as it was for the checkpoint. Before it was recorded it was by hash."""
-    if start.checkpoint is None:
-        return "alike"
-    return str(read_state(start.checkpoint).get("data", {}).get("split", {}).get("rule", "hash"))
-
-
 def documents_in_text(config: Config, start: Start) -> str:
-    """Where documents of text files end: as they do for the checkpoint. Before there was a choice it was by a rule of
-    its own."""
+    """Return data.documents_in_text as the checkpoint has it, unless another value is accepted."""
     if start.checkpoint is None or "data.documents_in_text" in config.checkpoint.accept_changes:
         return config.data.documents_in_text
-    sources = read_state(start.checkpoint).get("data", {}).get("sources", [{}])
-    rules = [source.get("documents_in_text", EARLIER) for source in sources]
+    sources = read_state(start.checkpoint).get("data", {}).get("sources", [])
+    rules = [source["documents_in_text"] for source in sources]
     return next((rule for rule in rules if rule is not None), config.data.documents_in_text)
 
 
@@ -362,7 +347,7 @@ def check_tokenizer(config: Config, start: Start) -> None:
         return
     trained = kept_tokenizer.digest_of(start.checkpoint)
     place = Path(data_config(config, start).tokenizer).expanduser()
-    if trained is not None and not is_tokenizer(place, trained):
+    if trained is not None and tokenizer_digest(place) != trained:
         raise ConfigError(
             f"data.tokenizer ({config.data.tokenizer}) has other content than the tokenizer that {start.checkpoint} "
             "was trained with: its weights would read other tokens. Put that one back, or begin another run."

@@ -58,26 +58,26 @@ def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOp
 
 def load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
-) -> tuple[dict[str, Any], bool]:
+) -> dict[str, Any]:
     """Fill chunks and optimizer with a checkpoint and, where it was saved in this layout, take its random number
-    states.
+    states. Returns its state.json.
 
-    Returns its state.json, and whether the random number states were taken. A collective call; the model may have taken
-    other steps since. Raises ConfigError on every rank if any cannot read its part.
+    A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read
+    its part.
     """
-    problem, has_streams = None, False
+    problem = None
     state: dict[str, Any] = {}
     try:
-        state, has_streams = _load(chunks, optimizer, folder, layout)
+        state = _load(chunks, optimizer, folder, layout)
     except ConfigError as error:
         problem = str(error)
     raise_together(problem)
-    return state, has_streams
+    return state
 
 
 def _load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
-) -> tuple[dict[str, Any], bool]:
+) -> dict[str, Any]:
     state, reader = read_state(folder), ShardReader(folder)
     optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
     with frozen_weights(chunks):  # a gather of old weights that is still due must not come after the new ones
@@ -90,12 +90,11 @@ def _load(
     states = {name: torch.empty_like(value) for name, value in random_states().items()}
     tensors = _random_tensors(states)
     # They are missing where another kind of device saved it.
-    has_streams = draws_alike(state["layout"], layout) and all(tensor.key in reader for tensor in tensors)
-    if has_streams:
+    if draws_alike(state["layout"], layout) and all(tensor.key in reader for tensor in tensors):
         for tensor in tensors:
             reader.fill(tensor)
         restore_random_states(states)
-    return state, has_streams
+    return state
 
 
 def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:

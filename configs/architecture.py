@@ -94,7 +94,7 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
         (key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std")
     )
     if overrides["model"].get("rotary_scaling", 0) is None:
-        del overrides["model"]["rotary_scaling"]  # earlier versions do not know the key
+        del overrides["model"]["rotary_scaling"]  # the default
     for key in ("max_positions", "export_family", "config_json"):
         if getattr(config.model, key) is not None:
             overrides["model"][key] = getattr(config.model, key)

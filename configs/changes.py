@@ -37,7 +37,7 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
     if name == "data.vocab_size" and all(config.data.tokenizer != "sentencepiece" for config in both):
         return "free"  # of a tokenizer that is trained here
     if all(idle.has_no_effect(name, config) for config in both):
-        return "free"  # an earlier version took what is refused now
+        return "free"
     if name == "data.validation_corpora" and _only_more_or_less(before, after):
         return "say"  # no number of training looks at them
     if _draws_by(name, before) or _draws_by(name, after):

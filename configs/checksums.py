@@ -98,13 +98,14 @@ def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False)
 
 
 def read_summed(path: Path) -> dict[str, Any]:
-    """Read an object that `write_summed` has written, without its checksum; one of an earlier version has none. Raises
-    OSError, and ValueError for what is damaged or was changed by hand."""
+    """Read an object that `write_summed` has written, without its checksum. Raises OSError, and ValueError for
+    what is damaged or was changed by hand."""
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
-    found = content.pop(SUM, None)
-    if found is not None and found != own_sum(content):
+    if SUM not in content:
+        raise ValueError("it holds no checksum")
+    if content.pop(SUM) != own_sum(content):
         raise ValueError("it was changed: its checksum is another one")
     return content
 

@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from configs import command, exit_status, help, last_words, weights
-from configs.dropped import without_dropped
 from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse, presets_by_group
 from configs.presets import check_mapping, check_preset, read_mapping
 from configs.ranks import launched
@@ -94,7 +93,6 @@ def load(path: str | Path) -> Config:
     """
     content = read_mapping(Path(path))
     try:
-        content = without_dropped(content)
         check_mapping(content)
         config = OmegaConf.structured(Config)
         config.merge_with(content)

@@ -11,7 +11,6 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from configs.dropped import DROPPED
 from configs.schema import KEYS, ConfigError
 from configs.show import nearest
 from configs.values import as_typed, one_line, suggest
@@ -115,8 +114,6 @@ def check_choice(group: str, choice: Any, shown: str, config_dir: str | None) ->
 def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> str:
     """Names the key that was most likely meant: within its section, else by its last part anywhere, else by the whole
     name."""
-    if key in DROPPED:
-        return f"{key} is no key any more: {DROPPED[key].instead}. Try {_example(DROPPED[key].example)}."
     names = list(KEYS)
     section, _, last = key.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]

@@ -62,8 +62,8 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, weights: slice | None = None) -> None:
-    """Raise ConfigError for a folder of logical weights whose files are not those that it was written with. A folder of
-    an earlier version has no checksums, and is taken as it is.
+    """Raise ConfigError for a folder of logical weights whose files are not those that it was written with. A folder
+    without checksums is taken as it is.
 
     weights: which of the weights' files are read, in the order of their names; None reads all other files instead.
     """

@@ -2,7 +2,7 @@
 
 An identity is what JSON holds:
 
-    {"tokenizer": digest, "tokenizer_before": digest that earlier versions gave it, where that is another,
+    {"tokenizer": digest,
      "split": {"rule": ..., "fraction": ...}, "sources": [source, ...],
      "validation": {name: [source, ...], ...} where there are validation corpora}
 
@@ -11,8 +11,7 @@ An identity is what JSON holds:
              "files": {"bin": digest, "idx": digest} of token files that the user has made, else null,
              "python": the version whose library stdlib is, else null,
              "text": digest of the documents' text, whatever their tokens and split, else null,
-             "documents_in_text": where documents of its text files end, null without any (data/corpus/text.py); an
-             identity without it is of an earlier version, which had one rule (data/corpus/earlier.py)}
+             "documents_in_text": where documents of its text files end, null without any (data/corpus/text.py)}
 
 Paths and times are no part of it: a corpus that has moved is the same.
 """
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from data.corpus.earlier import RULE as EARLIER
 from data.digest import digest_of
 
 Identity = dict[str, Any]
@@ -35,10 +33,7 @@ class Difference(NamedTuple):
 
 
 def differences(now: Identity, trained: Identity) -> list[Difference]:
-    """What differs between the data of a start and that of the run; empty when all is the same.
-
-    What an identity of an earlier version lacks is not compared.
-    """
+    """What differs between the data of a start and that of the run; empty when all is the same."""
     return [*_of_training(now, trained), *_of_validation(now, trained)]
 
 
@@ -55,18 +50,17 @@ def facts(identity: Identity) -> dict[str, str]:
 
 def _of_training(now: Identity, trained: Identity) -> list[Difference]:
     found = []
-    reread = _differ(now, trained, "tokenizer") and trained["tokenizer"] == now.get("tokenizer_before")
-    if _differ(now, trained, "tokenizer") and not reread:
+    if now["tokenizer"] != trained["tokenizer"]:
         found.append(
             Difference(
                 "data.tokenizer", "data.tokenizer has other content than the tokenizer that the run was trained with"
             )
         )
-    split, old_split = now.get("split", {}), trained.get("split", {})
-    if _differ(split, old_split, "fraction"):
+    split, old_split = now["split"], trained["split"]
+    if split["fraction"] != old_split["fraction"]:
         text = f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}"
         found.append(Difference("data.validation_fraction", text))
-    elif _differ(split, old_split, "rule"):
+    elif split["rule"] != old_split["rule"]:
         text = f"the validation split is made by the rule {split['rule']!r}, that of the run by {old_split['rule']!r}"
         found.append(Difference("data.validation_fraction", text))
     sources, old_sources = now["sources"], trained["sources"]
@@ -83,16 +77,15 @@ def _of_training(now: Identity, trained: Identity) -> list[Difference]:
     comparable = not found
     for source, old in zip(sources, old_sources, strict=True):
         name = source["name"]
-        if _differ(source, old, "weight"):
+        if source["weight"] != old["weight"]:
             text = f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}"
             found.append(Difference("data.corpus", text))
-        rule, old_rule = source.get("documents_in_text", EARLIER), old.get("documents_in_text", EARLIER)
+        rule, old_rule = source["documents_in_text"], old["documents_in_text"]
         if rule != old_rule and None not in (rule, old_rule):
-            was = "by the rule of an earlier version" if old_rule == EARLIER else f"as {old_rule}"
-            text = f"data.documents_in_text is {rule}, the text files of {name} were cut {was}"
+            text = f"data.documents_in_text is {rule}, the text files of {name} were cut as {old_rule}"
             found.append(Difference("data.documents_in_text", text))
             continue
-        problem = _other_content(source, old, comparable, reread)
+        problem = _other_content(source, old, comparable)
         if problem:
             found.append(Difference("data.corpus", f"data.corpus: {problem}"))
     return found
@@ -100,23 +93,22 @@ def _of_training(now: Identity, trained: Identity) -> list[Difference]:
 
 def _of_validation(now: Identity, trained: Identity) -> list[Difference]:
     """What is otherwise of the validation corpora that both have; one more or less changes no number of training."""
-    reread = _differ(now, trained, "tokenizer") and trained["tokenizer"] == now.get("tokenizer_before")
-    found, comparable = [], not _differ(now, trained, "tokenizer")
+    found, comparable = [], now["tokenizer"] == trained["tokenizer"]
     for name, sources in now.get("validation", {}).items():
         old_sources = trained.get("validation", {}).get(name)
         if old_sources is None:
             continue
         problem = "has other sources than the run was validated on" if len(sources) != len(old_sources) else None
         for source, old in zip(sources, old_sources):
-            problem = problem or _other_content(source, old, comparable, reread)
+            problem = problem or _other_content(source, old, comparable)
         if problem:
             text = problem.replace("the run was trained on", "the run was validated on").replace("(training ", "(")
             found.append(Difference("data.validation_corpora", f"data.validation_corpora: {name}: {text}"))
     return found
 
 
-def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool, reread: bool) -> str | None:
-    name, files, old_files = source["name"], source.get("files"), old.get("files")
+def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool) -> str | None:
+    name, files, old_files = source["name"], source["files"], old["files"]
     if files and old_files:
         changed = [suffix for suffix in ("bin", "idx") if files[suffix] != old_files[suffix]]
         if changed:
@@ -125,10 +117,10 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
             return f"{words} {'has' if len(changed) == 1 else 'have'} other bytes than the run was trained on"
     same_count = source["documents"] == old["documents"]
     changed = [split for split in ("train", "valid") if source[split] != old[split]]
-    other_text = bool(source.get("text") and old.get("text")) and source["text"] != old["text"]
+    other_text = bool(source["text"] and old["text"]) and source["text"] != old["text"]
     if same_count and not other_text and not (changed and comparable):
         return None
-    if source.get("python") and old.get("python") and source["python"] != old["python"]:
+    if source["python"] and old["python"] and source["python"] != old["python"]:
         return f"stdlib is of Python {source['python']}, the run was trained on that of {old['python']}"
     called = name if name == old["name"] else f"{name} (was {old['name']})"
     if not same_count:
@@ -138,16 +130,7 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
         f"{called_split[split]} {source[split]['tokens']:,} tokens, then {old[split]['tokens']:,}" for split in changed
     ]
     shown = f" ({'; '.join(counts)})" if comparable else ""
-    if reread and not other_text:
-        return (
-            f"{called} has other tokens than the run was trained on{shown}: the files beside the tokenizer's own name "
-            "special tokens, or say that a text holds none, and the version that began the run did not read that"
-        )
     return f"{called} has other text than the run was trained on{shown}"
-
-
-def _differ(one: dict[str, Any], other: dict[str, Any], key: str) -> bool:
-    return key in one and key in other and one[key] != other[key]
 
 
 def _reordered(sources: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:

@@ -86,14 +86,6 @@ def refuse_validation(name: str, overlaps: Sequence[Overlap]) -> None:
         )
 
 
-def said(overlaps: Sequence[Overlap]) -> str:
-    """What is said of a run that an earlier version began on such terms."""
-    return (
-        f"data.corpus: {_in_words(overlaps)}: validation documents may be trained on. An earlier version began the "
-        "run so, and it goes on so; a new run would be refused"
-    )
-
-
 def _in_words(overlaps: Sequence[Overlap]) -> str:
     more = f"; and {len(overlaps) - 1} more pairs of terms" if len(overlaps) > 1 else ""
     return f"{overlaps[0]}{more}"

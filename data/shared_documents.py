@@ -92,12 +92,8 @@ def _judged(pairs: Iterator[tuple[str, Texts, str, Texts]], advice: str, cache: 
 
 
 def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
-    """How many texts of a file another has, and how many there are; none where a file of an earlier version is
-    missing."""
-    try:
-        stats = [os.stat(path) for path in (one, other)]
-    except FileNotFoundError:
-        return 0, 0
+    """Return how many of the texts of file `one` are in `other`, and how many `one` has."""
+    stats = [os.stat(path) for path in (one, other)]
     key = digest_of([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip((one, other), stats)])
     place = cache / "overlaps" / f"{key}.json"
     with contextlib.suppress(OSError, ValueError, KeyError):

@@ -1,14 +1,12 @@
-"""Which documents are for validation.
+"""Choose the documents of validation, by their names and texts alone, not by where they are stored.
 
-`hash`: the documents whose names hash to less than data.validation_fraction of the range, and one at least. Of few
-documents, or of documents of very different sizes, that is any share of the tokens.
+By hash: the documents whose names hash to less than data.validation_fraction of the range, and at least one. That split
+is taken for the standard library, whose figures are recorded, and for many documents whose tokens it splits nearly as
+asked. Else documents are taken in the order of their hashes until the share of tokens is reached, and of the last one
+its end, cut at a line.
 
-`exact`: documents in the order of their hashes until the share is reached, and of the last one its end, cut at a line.
-Where that would gain nothing the split by hash stays: for many documents whose share it meets, and for the standard
-library, whose figures are recorded. Both depend on the documents alone, not on where they lie.
-
-`alike` (what a fresh run gets): as exact, but documents of equal text go to the same side, or are cut at the same
-place. Their hash is that of the text. So no document of validation is trained on under another name.
+Documents of equal text are hashed by the text. So they go to the same side, or are cut at the same token, and no
+document of validation is trained on under another name.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import numpy as np
 
 from data.indexed import documents
 
-RULES = ("hash", "exact", "alike")
 # so many documents with the share met within this fraction of it: the split by hash stays
 MANY_DOCUMENTS, CLOSE = (5_000, 0.1)
 LEAST_PIECE = 8  # tokens: less is not cut off a document
@@ -32,12 +29,9 @@ LINE_REACH = 32  # tokens from the exact place to the line end, or else the word
 class DocumentSplit:
     """held_out [documents] bool: whole documents of validation. `cuts`: documents that are not, but for the last `tail`
     tokens of each; one, or several of equal text.
-
-    by_hash: what the rule `hash` gives.
     """
 
     held_out: np.ndarray
-    by_hash: bool
     cuts: tuple[int, ...] = ()
     tail: int = 0
 
@@ -46,22 +40,20 @@ def split_documents(
     hashes: np.ndarray,
     lengths: np.ndarray,
     fraction: float,
-    rule: str,
     is_stdlib: bool = False,
     texts: np.ndarray | None = None,
 ) -> DocumentSplit:
-    """Split documents by their hashes uint64 [d] and lengths in tokens [d]; `alike` also by those of their texts
-    uint64 [d]."""
-    assert rule in RULES, rule
+    """Split documents by the hashes of their names uint64 [d], their lengths in tokens [d] and, where they are known,
+    the hashes of their texts uint64 [d]."""
     copies = np.zeros(len(hashes), dtype=bool)
-    if rule == "alike" and texts is not None and not is_stdlib:
+    if texts is not None and not is_stdlib:
         copies = are_copies(texts)
         hashes = np.where(copies, texts, hashes)
     by_hash = _by_hash(hashes, fraction)
     by_hash |= copies & np.isin(hashes, hashes[by_hash & copies])
     total, held_out = int(lengths.sum()), int(lengths[by_hash].sum())
-    if rule == "hash" or hash_suffices(len(hashes), total - held_out, held_out, fraction, is_stdlib):
-        return DocumentSplit(by_hash, True)
+    if _hash_suffices(len(hashes), total - held_out, held_out, fraction, is_stdlib):
+        return DocumentSplit(by_hash)
     target = round(fraction * total)
     order = np.argsort(hashes, kind="stable")
     # What stays together, in the order of the hashes: copies of a text, or one document.
@@ -84,8 +76,8 @@ def split_documents(
             mask[together] = True
             tail -= int(size)
         elif len(together) <= MOST_CUTS and piece >= LEAST_PIECE and len(set(lengths[together].tolist())) == 1:
-            return DocumentSplit(mask, False, tuple(sorted(together.tolist())), piece)
-    return DocumentSplit(mask, False)
+            return DocumentSplit(mask, tuple(sorted(together.tolist())), piece)
+    return DocumentSplit(mask)
 
 
 def are_copies(texts: np.ndarray) -> np.ndarray:
@@ -94,8 +86,8 @@ def are_copies(texts: np.ndarray) -> np.ndarray:
     return np.asarray(counts[inverse] > 1)
 
 
-def hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
-    """Whether `exact` leaves the split by hash, which has put these tokens into training and validation."""
+def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
+    """Whether the split by hash, which has put these tokens into training and validation, is near enough."""
     if is_stdlib or fraction == 0:
         return True
     return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (
@@ -161,12 +153,12 @@ def cut_document(
 
 
 def split_index(
-    starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, fraction: float, rule: str
+    starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, fraction: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Split a token file that the user has made: its index, with the document that is cut made two, and which are held
     out [d]."""
     in_document = documents(starts, lengths, bounds)[1]
-    split = split_documents(number_hashes(len(in_document)), in_document, fraction, rule)
+    split = split_documents(number_hashes(len(in_document)), in_document, fraction)
     held_out = split.held_out
     for number in split.cuts:  # one: its documents' texts are not known
         of_cut = lengths[int(bounds[number]) : int(bounds[number + 1])]

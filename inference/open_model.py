@@ -103,8 +103,6 @@ def _opened(
     if precision is not None:
         config.training.precision = precision
     words = _tokenizer(tokenizer or reader.tokenizer, required=tokenizer is not None)
-    if words is not None:
-        words.as_recorded(reader.trained_with)
     end_tokens = reader.end_tokens
     if end_tokens is None:
         end_tokens = set() if words is None else {words.eod}
@@ -113,7 +111,7 @@ def _opened(
             f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only "
             f"{reader.vocab_size}."
         )
-    if words is not None and reader.trained_with is not None and not words.is_named_by(reader.trained_with):
+    if words is not None and reader.trained_with not in (None, words.digest):
         print(f"the tokenizer {words.path} is not the one that {reader.folder} was trained with", file=sys.stderr)
     joined = dist.is_initialized()
     place = topology.initialize(config)

@@ -24,16 +24,12 @@ from configs.schema import Config
 from parallel.megatron.random_state import PLACE, set_place
 from parallel.topology import Topology
 
-# How a run's masks are drawn, as its checkpoints say it. By stream: from random number states that go on from pass to
-# pass and lie in the checkpoint, as in runs of earlier versions, whose checkpoints say nothing.
-BY_PLACE, BY_STREAM = "by_place", "by_stream"
-
 
 class Dropout:
     """What a rank's model chunks draw for dropout. `step`: of the passes to come."""
 
     def __init__(self, config: Config, topology: Topology, bare_chunks: Sequence[torch.nn.Module]):
-        self.rule, self.step = BY_PLACE, 0
+        self.step = 0
         self._seed, self._data = config.training.seed, topology.data
         self._is_cut = config.parallel.sequence  # tensor ranks hold different rows between attention and feed-forward
         # What all tensor ranks of these tokens share, and what is this one's alone.
@@ -52,7 +48,7 @@ class Dropout:
         set_place((self.step, micro_batch * self._data.size + self._data.rank))
 
     def _enter(self, layer: int, module: torch.nn.Module, _inputs: Any) -> None:
-        if self.rule != BY_PLACE or not module.training:
+        if not module.training:
             return
         tracker = tensor_parallel.get_cuda_rng_tracker()
         step, micro_batch = tracker.get_states()[PLACE]

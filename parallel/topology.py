@@ -196,10 +196,9 @@ def _axis(group: dist.ProcessGroup) -> Axis:
 
 
 def _seed_random_numbers(config: Config, topology: Topology) -> None:
-    # Nothing draws from these but dropout by stream, of runs that an earlier version began: weights come from
-    # models/initial_weights.py, data order from data/samples/, dropout by place seeds its own. Ranks that hold
-    # different tokens need different masks, so the place in pipeline and data parallelism enters the seed; tensor and
-    # expert ranks get theirs from Megatron's tracker.
+    # No training of ours draws from these: weights come from models/initial_weights.py, the data order from
+    # data/samples/, and dropout seeds its own generators. A callback of a user's own may: ranks
+    # that hold different tokens get different numbers.
     place = 100 * topology.pipeline.rank + 10_000 * topology.data.rank
     torch.manual_seed(config.training.seed + place)
     tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed + place, force_reset_rng=True)

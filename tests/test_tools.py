@@ -35,14 +35,6 @@ INTERNAL = {
     "data.worker",
     "moe.kernels",
 } | {"models.huggingface.transformers_reads"}
-# Commands that have moved to other rooms, under the names of before: two lines each.
-FORMER = {
-    "training.checkpoint": "checkpoint",
-    "training.export": "checkpoint.export",
-    "training.generate": "inference.generate",
-    "training.evaluate": "inference.evaluate",
-    "training.fill_mask": "inference.fill_mask",
-}
 ROOMS_OF_A_USER = ("checkpoint", "configs", "data", "memory", "models", "moe", "training")
 HEAVY = ("torch", "megatron", "transformers", "wandb", "tensorboard")
 MISSING = "no/such/folder"
@@ -137,7 +129,7 @@ def test_every_tool_is_here() -> None:
         if '\nif __name__ == "__main__":' in path.read_text()
     ]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
-    assert names - INTERNAL - FORMER.keys() == WRONG_PATHS.keys() - {"train"}
+    assert names - INTERNAL == WRONG_PATHS.keys() - {"train"}
 
 
 def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
@@ -156,14 +148,6 @@ def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
         words = [word for argument in wrong_one for word in (argument, *argument.split("=")) if len(word) > 3]
         assert any(word in last for word in words) and "error: " in last, case
     assert sorted(path.name for path in elsewhere.iterdir()) == sorted(["a_file", *ROOMS_OF_A_USER])
-
-
-def test_commands_under_their_former_names(elsewhere: Path) -> None:
-    both = run_all(elsewhere, {tool: [["--help"]] for names in FORMER.items() for tool in names})
-    for former, tool in FORMER.items():
-        status, out, errors, heavy = both[former, "--help"]
-        assert (status, errors, heavy) == (0, "", []), former
-        assert out == both[tool, "--help"][1] and f"python -m {tool}" in out, former
 
 
 def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:

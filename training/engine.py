@@ -30,7 +30,6 @@ from memory.layer_inputs import LayerInputs
 from models.build import build_model, family_module
 from models.folder import load_logical_folder
 from models.parallelize import frozen_weights, parallelize
-from models.pointwise.frequencies import EXACT
 from moe.layer import layers_of
 from moe.watch import RouterWatch
 from optim.build import build_optimizer
@@ -90,17 +89,6 @@ class Engine:
         off_device = () if self.experts is None else fillings(self.optimizer)
         load_logical_folder(self.bare_chunks, folder, self.config, self.vocab_size, off_device)
         self.optimizer.reload_model_params()
-
-    @property
-    def rotary_rule(self) -> str:
-        """How angles of rotary positions are made: models/pointwise/frequencies.py."""
-        return next((chunk.rotary.rule for chunk in self.bare_chunks if chunk.rotary is not None), EXACT)
-
-    @rotary_rule.setter
-    def rotary_rule(self, rule: str) -> None:
-        for chunk in self.bare_chunks:
-            if chunk.rotary is not None:
-                chunk.rotary.rule = rule
 
     def settle(self) -> None:
         """Have all weights as the last step leaves them. A collective call. Raises TierError on every rank where a

@@ -1,4 +1,4 @@
-"""`python -m training.status` as it was called before: see training/resilience/status.py."""
+"""The command `python -m training.status`: see training/resilience/status.py."""
 
 from training.resilience.status import main
 

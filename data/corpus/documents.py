@@ -18,7 +18,7 @@ class Span:
     start: int
     end: int
     size: int  # bytes, for the progress bar
-    rule: str = ""  # of a text file: where its documents end (data/corpus/text.py, or earlier.py)
+    rule: str = ""  # of a text file: where its documents end (data/corpus/text.py)
     by_line: bool = False  # whether each of its lines is a sentence
 
 

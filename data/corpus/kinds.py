@@ -18,8 +18,6 @@ FORMATS = {
     ".parquet": "parquet",
     **dict.fromkeys((".py", ".md", ".rst"), WHOLE),
 }
-# What an earlier version read of a folder; a run that was begun with it goes on so.
-EARLIER_FORMATS = {name: FORMATS[name] for name in (".txt", ".jsonl", ".parquet", ".py", ".md", ".rst")}
 KNOWN = (
     ".txt, .raw, .tokens, .jsonl, .ndjson, .json, .md, .rst, .py (each also .gz, .zst, .xz or .bz2), .parquet, a "
     "folder of those, or Megatron .bin/.idx files"
@@ -44,14 +42,10 @@ def uncompressed(name: str) -> str:
     return next((name[: -len(suffix)] for suffix in COMPRESSED if name.lower().endswith(suffix)), name)
 
 
-def format_of(name: str, earlier: bool = False) -> str | None:
+def format_of(name: str) -> str | None:
     """The format that a file of this name is read as; None: it is not read."""
-    if earlier:
-        base = next((name.removesuffix(suffix) for suffix in (".gz", ".zst") if name.endswith(suffix)), name)
-        kind = EARLIER_FORMATS.get(Path(base).suffix)
-    else:
-        base = uncompressed(name)
-        kind = FORMATS.get(Path(base).suffix.lower())
+    base = uncompressed(name)
+    kind = FORMATS.get(Path(base).suffix.lower())
     return None if kind == "parquet" and base != name else kind
 
 
@@ -105,13 +99,13 @@ def _first(names: list[str]) -> str:
     return min(names) + (", ..." if len(names) > 1 else "")
 
 
-def look_into(place: Path, earlier: bool = False) -> Folder:
+def look_into(place: Path) -> Folder:
     """What a folder and those in it hold, in a fixed order. Links to folders are not followed."""
     found = Folder()
     partners: dict[Path, set[str]] = {}
-    for path in sorted(_paths(place, found, earlier)):
+    for path in sorted(_paths(place, found)):
         name = path.relative_to(place).as_posix()
-        kind, why = format_of(path.name, earlier), _unusable(path)
+        kind, why = format_of(path.name), _unusable(path)
         if path.name.startswith("."):
             found.leave_out("hidden", name)
         elif why:
@@ -119,8 +113,7 @@ def look_into(place: Path, earlier: bool = False) -> Folder:
         elif path.suffix in (".bin", ".idx"):
             partners.setdefault(path.with_suffix(""), set()).add(path.suffix)
         elif kind is None:
-            began = " as when the run began" if earlier and format_of(path.name) else ""
-            found.leave_out(f"{suffix_of(path.name) or 'without a suffix'}{began}", name)
+            found.leave_out(suffix_of(path.name) or "without a suffix", name)
         else:
             found.files.append(path)
             if not path.stat().st_size:
@@ -159,7 +152,7 @@ def dataset_command(names: Iterable[str], folder: str) -> str | None:
     return None
 
 
-def _paths(place: Path, found: Folder, earlier: bool) -> Iterator[Path]:
+def _paths(place: Path, found: Folder) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         found.leave_out("folder that cannot be read", Path(error.filename).relative_to(place).as_posix())
 
@@ -169,7 +162,7 @@ def _paths(place: Path, found: Folder, earlier: bool) -> Iterator[Path]:
             shown = (folder / name).relative_to(place).as_posix()
             if (folder / name).is_symlink():
                 found.leave_out("link to a folder", shown)
-            elif name.startswith(".") and not earlier:
+            elif name.startswith("."):
                 found.leave_out("hidden folder", shown)
                 folders.remove(name)
         yield from (folder / name for name in names)

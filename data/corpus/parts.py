@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from data.corpus import earlier
 from data.corpus.documents import Span
 from data.corpus.kinds import TEXT
 from data.corpus.parquet import open_parquet
@@ -47,7 +46,7 @@ def _cut_file(file: File, path: str, size: int, part_bytes: int, rule: str) -> I
         if file.format != "parquet":
             refuse_another_kind(path, file.path)
     is_text = file.format == TEXT
-    by_line = is_text and rule not in (earlier.RULE, "line") and has_a_sentence_a_line(head_of(path))
+    by_line = is_text and rule != "line" and has_a_sentence_a_line(head_of(path))
     kind = file.format
     if kind == "json":  # by its name it may be lines, as C4's and Dolma's are, or one value
         kind = "values" if is_one_value(path) else "jsonl"
@@ -73,13 +72,11 @@ def _cut_file(file: File, path: str, size: int, part_bytes: int, rule: str) -> I
 def _part_end(content: Any, start: int, part_bytes: int, rule: str | None) -> int:
     """Where the part that begins at `start` ends. rule: of a text; None: lines."""
     position = start + part_bytes
-    if rule not in (None, earlier.RULE):
+    if rule is not None:
         position = max(position // PIECE_BYTES, start // PIECE_BYTES + 1) * PIECE_BYTES
     if position >= len(content):
         return len(content)
-    if rule is None:
-        return line_end(content, position)
-    return earlier.cut(content, position) if rule == earlier.RULE else next_border(content, position, rule)
+    return line_end(content, position) if rule is None else next_border(content, position, rule)
 
 
 def line_end(content: Any, position: int, stop: int | None = None) -> int:

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Iterator
 
 from configs.schema import ConfigError
-from data.corpus import earlier
 from data.corpus.documents import BadLine, Document, Span
 from data.corpus.encodings import Lines, refuse_other_encodings
 from data.corpus.kinds import TEXT
@@ -30,7 +29,7 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         raise ConfigError(f"data.corpus: cannot read {span.path}: {error.strerror}") from error
     if span.format not in ("stdlib", "topics"):
         refuse_other_encodings(span, content)
-    if span.format == TEXT and span.rule != earlier.RULE:
+    if span.format == TEXT:
         yield from _read_text(span, content, before, at_end)
         return
     if span.start == 0:
@@ -39,10 +38,6 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         yield from _read_jsonl(span, content, text_key)
     elif span.format == "values":
         yield from _read_values(span, content, text_key)
-    elif span.format == TEXT:
-        lines = Lines(span)
-        for name, begin, end in earlier.documents(content):
-            yield from _decode(span, f"{span.name}@{span.start + name}", content[begin:end], begin, content, lines)
     elif span.format == "topics":
         yield from _read_topics(span, content)
     elif span.format == "stdlib":

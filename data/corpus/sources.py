@@ -70,11 +70,11 @@ class Source:
         return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]
 
 
-def parse_corpus(corpus: Any, earlier: bool = False) -> list[Source]:
+def parse_corpus(corpus: Any) -> list[Source]:
     """Sources of `data.corpus`: "stdlib", a path, a list of those, or a list of {path, weight}.
 
-    A list without weights is one source (its documents mix by size). `earlier`: a folder holds what it held for
-    earlier versions, which knew fewer kinds of files. Raises ConfigError naming data.corpus and the path.
+    A list without weights is one source (its documents mix by size). Raises ConfigError naming data.corpus and the
+    path.
     """
     items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
     if not items:
@@ -83,7 +83,7 @@ def parse_corpus(corpus: Any, earlier: bool = False) -> list[Source]:
     with_weight = [weight is not None for _, weight in entries]
     if any(with_weight) and not all(with_weight):
         raise ConfigError(f"data.corpus={corpus}: either every source has a weight or none has (then they mix by size)")
-    sources = [source for path, weight in entries for source in _open_source(path, weight, earlier)]
+    sources = [source for path, weight in entries for source in _open_source(path, weight)]
     if any(with_weight):
         return sources
     texts = [source for source in sources if source.files]
@@ -126,7 +126,7 @@ def _parse_item(item: Any) -> tuple[str, float | None]:
     raise ConfigError(f"data.corpus: {item!r} is no source; give stdlib, a path, or {{path: ..., weight: 0.5}}")
 
 
-def _open_source(path: str, weight: float | None, earlier: bool) -> list[Source]:
+def _open_source(path: str, weight: float | None) -> list[Source]:
     if path == "stdlib":
         return [Source("stdlib", weight, path, tuple(_stdlib_files()))]
     place = Path(path).expanduser().absolute()
@@ -136,7 +136,7 @@ def _open_source(path: str, weight: float | None, earlier: bool) -> list[Source]
     if not place.exists():
         raise ConfigError(f"data.corpus={path}: no such file or folder ({place}); data.corpus=stdlib needs none")
     if place.is_dir():
-        return _open_folder(place, path, weight, earlier)
+        return _open_folder(place, path, weight)
     if place.suffix in (".bin", ".idx"):
         raise ConfigError(
             f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx are not both there"
@@ -148,9 +148,9 @@ def _open_source(path: str, weight: float | None, earlier: bool) -> list[Source]
     return [Source(place.name, weight, path, (_file(place, place.name),))]
 
 
-def _open_folder(place: Path, path: str, weight: float | None, earlier: bool) -> list[Source]:
+def _open_folder(place: Path, path: str, weight: float | None) -> list[Source]:
     """A folder's text as one source, or else each of its pairs of token files; a weight goes to pairs by their size."""
-    found = look_into(place, earlier)
+    found = look_into(place)
     said = found.in_words()
     notes = (f"data.corpus={path}: {said}",) if said else ()
     if found.files:

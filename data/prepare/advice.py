@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from data.corpus import Source, has_a_sentence_a_line, head_of
-from data.corpus.earlier import RULE as EARLIER
 from data.corpus.kinds import TEXT
 from data.prepare.prepared import PreparedData
 
@@ -34,7 +33,7 @@ def fitting_rule(path: str) -> tuple[str, str] | None:
 
 def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: int) -> list[str]:
     """A line for each rule that some text files look made for, and were not prepared with."""
-    files = [file for file in source.files if file.format == TEXT][: 0 if rule == EARLIER else LOOKED_AT]
+    files = [file for file in source.files if file.format == TEXT][:LOOKED_AT]
     by_rule: dict[str, list[tuple[str, str]]] = {}
     sizes: dict[str, int] = {}
     for file in files:

@@ -40,7 +40,7 @@ def add_megatron(
     }
     split = prepared.identity["split"]
     splits = {}
-    found = token_files(source, tokens, split["fraction"], split["rule"])
+    found = token_files(source, tokens, split["fraction"])
     for blend, name in ((prepared.train, "train"), (prepared.valid, "validation")):
         splits[name] = {"tokens": found[name].num_tokens, "digest": digest_of(files, name, split)}
         if found[name].num_tokens:
@@ -53,15 +53,15 @@ def add_megatron(
     )
 
 
-def token_files(source: Source, tokens: IndexedTokens, fraction: float, rule: str) -> dict[str, TokenFile]:
+def token_files(source: Source, tokens: IndexedTokens, fraction: float) -> dict[str, TokenFile]:
     """The terms of both splits, by name, that a source of token files gives; one may hold no token."""
     assert source.megatron
     index = (tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds))
-    *index_of_split, held_out = split_index(*index, fraction, rule)
+    *index_of_split, held_out = split_index(*index, fraction)
     lengths = documents(*index_of_split)[1]
     found = {}
     for name, wanted in (("train", ~held_out), ("validation", held_out)):
         num_tokens = int(lengths[wanted].sum())
         weight = num_tokens if source.weight is None else source.weight
-        found[name] = TokenFile(source.megatron, weight, num_tokens, name, fraction, rule)
+        found[name] = TokenFile(source.megatron, weight, num_tokens, name, fraction)
     return found

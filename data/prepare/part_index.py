@@ -60,9 +60,8 @@ def read_index(parts: list[Path], family: str, name: str) -> Index:
         )
         num_bytes += int(arrays["num_bytes"])
         bad += arrays["bad_lines"].tolist()
-        if "control_tokens" in arrays:  # not in a part of an earlier version
-            control.update(dict(arrays["control_tokens"].tolist()))
-        if "goes_on" in arrays and arrays["goes_on"]:  # an earlier version cut no document
+        control.update(dict(arrays["control_tokens"].tolist()))
+        if arrays["goes_on"]:
             if family == "gpt":  # a document is one sequence
                 before = next(array for array in reversed(lengths) if len(array))
                 joined = int(before[-1]) + int(own_lengths[0])
@@ -78,7 +77,7 @@ def read_index(parts: list[Path], family: str, name: str) -> Index:
             text_hash.update(arrays["head"])
             next(array for array in reversed(texts) if len(array))[-1] = text_hash.intdigest()
             own_counts, own_hashes, own_texts = own_counts[1:], own_hashes[1:], own_texts[1:]
-        if "tail" in arrays and len(tail := arrays["tail"]):
+        if len(tail := arrays["tail"]):
             text_hash = xxhash.xxh3_64(tail)
         lengths.append(own_lengths)
         counts.append(own_counts)

@@ -21,9 +21,9 @@ from data.digest import file_digest
 from data.indexed import token_dtype, write_index
 from data.prepare.advice import advice
 from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
-from data.prepare.part_index import DocumentTokens, Index, PartTokens, load, read_index
+from data.prepare.part_index import DocumentTokens, Index, PartTokens, read_index
 from data.prepare.workers import run_jobs
-from data.split import DocumentSplit, are_copies, cut_document, cut_place, split_documents
+from data.split import DocumentSplit, cut_document, cut_place, split_documents
 from data.tokenizer import Tokenizer
 
 COPIED_TOKENS = 1 << 22  # at once
@@ -36,7 +36,6 @@ def tokenize(
     tokenizer: Tokenizer,
     folder: Path,
     cache: Path,
-    rule: str,
     documents_in_text: str,
     show_progress: bool,
 ) -> None:
@@ -62,39 +61,25 @@ def tokenize(
         raise ConfigError(no_documents(source.name, 0, []))
     outs = [parts_dir / f"{i:06d}.npz" for i in range(len(parts))]
     sizes = [sum(span.size for span in part) for part in parts]
-    missing = [i for i, out in enumerate(outs) if not _is_whole(out)]
+    missing = [i for i, out in enumerate(outs) if not out.exists()]
     jobs = [{"spans": [astuple(span) for span in parts[i]], "out": str(outs[i]), "size": sizes[i]} for i in missing]
     ready = sum(sizes) - sum(sizes[i] for i in missing)
     run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, show_progress)
 
     index = read_index(outs, family, source.name)
-    split = split_documents(
-        index.hashes, index.tokens(), config.validation_fraction, rule, source.is_stdlib, index.texts
-    )
-    copies = int(are_copies(index.texts).sum())
-    if rule == "alike" and copies and not source.is_stdlib:
-        target = folder / "alike"
-    else:
-        target = folder if split.by_hash else folder / "exact"
-    target.mkdir(exist_ok=True)
-    (target / "done.json").unlink(missing_ok=True)
-    done = _merge(outs, index, target, tokenizer, family, split)
+    split = split_documents(index.hashes, index.tokens(), config.validation_fraction, source.is_stdlib, index.texts)
+    (folder / "done.json").unlink(missing_ok=True)
+    done = _merge(outs, index, folder, tokenizer, family, split)
     if not done["documents"]:
         shutil.rmtree(folder)
         raise ConfigError(no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
     done["text"] = xxhash.xxh3_128_hexdigest(index.texts.tobytes())  # whatever the documents' tokens and their split
-    done["copies"] = copies
     done["advice"] = advice(source, packed, documents_in_text, done["documents"])
-    done["sizes"] |= shared_documents.write(target, index.texts, split.held_out, split.cuts)
-    done["digests"] = {name: file_digest(target / name, cache, config.timeout_seconds) for name in done["sizes"]}
-    write_summed(target / "done.json", done)
+    done["sizes"] |= shared_documents.write(folder, index.texts, split.held_out, split.cuts)
+    done["digests"] = {name: file_digest(folder / name, cache, config.timeout_seconds) for name in done["sizes"]}
+    write_summed(folder / "done.json", done)
     shutil.rmtree(parts_dir)
     shutil.rmtree(unpacked_dir)
-
-
-def _is_whole(part: Path) -> bool:
-    """Whether a part is there, with all that one has: an earlier version left out the texts' hashes."""
-    return part.exists() and "texts" in load(part)
 
 
 def _merge(

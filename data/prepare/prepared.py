@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from data.corpus import Source
-from data.corpus.earlier import RULE as EARLIER
 from data.identity import Identity
 from data.shared_documents import Texts
 
-FORMAT_VERSION = 1  # part of every key: raise it when the same inputs give other files
+FORMAT_VERSION = 2  # part of every key: raise it when the same inputs give other files
 
 
 @dataclass
@@ -26,7 +25,6 @@ class TokenFile:
     num_tokens: int
     split: str = "all"
     validation_fraction: float = 0.0
-    split_rule: str = "hash"
     # what the files were when samples were first made of them
     opened: Any = field(default=None, compare=False, repr=False)
 
@@ -77,12 +75,6 @@ def source_identity(
     names = {"name": source.given, "weight": source.weight, "documents": num_documents}
     found = {**names, "train": train, "valid": valid, "files": files, "python": python, "text": text}
     return {**found, "documents_in_text": rule}
-
-
-def rule_of(source: Source, documents_in_text: str) -> str | None:
-    """Where the documents of a source's text files end; None where it has none. What an earlier version began goes on
-    in all."""
-    return documents_in_text if source.has_text_files or documents_in_text == EARLIER else None
 
 
 def cache_key(*items: Any) -> str:

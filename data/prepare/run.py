@@ -10,7 +10,6 @@ from configs.rules.values import wrong_validation_corpora
 from configs.schema import ConfigError, DataConfig
 from data import overlap, shared_documents
 from data.corpus import Source, naming_validation, parse_corpus, parse_validation
-from data.corpus.earlier import RULE as EARLIER
 from data.corpus.text import RULES
 from data.indexed import IndexedTokens
 from data.prepare.megatron import add_megatron, token_files
@@ -19,28 +18,27 @@ from data.prepare.tokenized import add_tokenized, finished
 from data.prepare.trained_tokenizer import find_tokenizer, tokenizer_path
 from data.tokenizer import load_tokenizer
 
+SPLIT_RULE = "alike"  # the name of the rule of data/split.py in a run's identity
+
 
 def prepare(
     config: DataConfig,
     family: str,
     show_progress: bool = True,
     rebuild_damaged: bool = False,
-    split_rule: str = "alike",
     documents_in_text: str | None = None,
 ) -> PreparedData:
     """Make tokenizer and token files for `config`, or find them done. family: gpt | bert.
 
     Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
-    `split_rule`: how validation is chosen (data/split.py); a run goes on with the one that its data have, before
-    `alike` that was `exact` or `hash`. Terms of data.corpus that hold the same text are refused under `alike`.
     `documents_in_text`: as the run that goes on has it; None: the config's. `rebuild_damaged`: make token files anew
     whose size is not what was written; else that is an error. Raises ConfigError for what is wrong with the config, a
-    file or the cache, RuntimeError when a worker process dies, TimeoutError when another process does not finish within
-    data.timeout_seconds.
+    file or the cache, also for terms of data.corpus that hold the same text, RuntimeError when a worker process dies,
+    TimeoutError when another process does not finish within data.timeout_seconds.
     """
     _check(config, family)
     rule = config.documents_in_text if documents_in_text is None else documents_in_text
-    sources, of_validation = parse_corpus(config.corpus, rule == EARLIER), parse_validation(config.validation_corpora)
+    sources, of_validation = parse_corpus(config.corpus), parse_validation(config.validation_corpora)
     cache = Path(config.cache_dir).expanduser().absolute()
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -49,9 +47,8 @@ def prepare(
             f"data.cache_dir={config.cache_dir}: cannot make this folder ({error.strerror}); give one that can be "
             "written"
         ) from error
-    found = overlap.find(sources, sources, cache, config.timeout_seconds) if config.validation_fraction else []
-    if split_rule == "alike":
-        overlap.refuse(found)
+    if config.validation_fraction:
+        overlap.refuse(overlap.find(sources, sources, cache, config.timeout_seconds))
     for name, texts in of_validation.items():
         overlap.refuse_validation(name, overlap.find(texts, sources, cache, config.timeout_seconds))
     tokenizer = find_tokenizer(config, sources, cache, rule, show_progress)
@@ -60,8 +57,6 @@ def prepare(
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
-    prepared.notes = [overlap.said(found)] if found else []
-    split = {"rule": split_rule, "fraction": config.validation_fraction}
     if config.documents_in_text != RULES[0] and not any(
         source.has_text_files for some in (sources, *of_validation.values()) for source in some
     ):
@@ -69,9 +64,8 @@ def prepare(
             f"data.documents_in_text={config.documents_in_text} has no effect: data.corpus holds no .txt, .raw or "
             ".tokens"
         )
+    split = {"rule": SPLIT_RULE, "fraction": config.validation_fraction}
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
-    if tokenizer.earlier_digest != tokenizer.digest:
-        prepared.identity["tokenizer_before"] = tokenizer.earlier_digest
 
     def add(to: PreparedData, some: list[Source], settings: DataConfig, documents: str) -> None:
         for source in some:
@@ -81,8 +75,7 @@ def prepare(
                 add_tokenized(to, source, settings, family, tokenizer, cache, documents, show_progress, rebuild_damaged)
 
     add(prepared, sources, config, rule)
-    if split_rule == "alike":
-        prepared.notes += shared_documents.check_terms(prepared.texts, cache)
+    prepared.notes += shared_documents.check_terms(prepared.texts, cache)
     whole = dataclasses.replace(config, validation_fraction=0.0)
     for name, texts in of_validation.items():
         part = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
@@ -98,7 +91,7 @@ def prepare(
     return prepared
 
 
-def find_prepared(config: DataConfig, family: str, split_rule: str = "alike") -> list[TokenFile] | None:
+def find_prepared(config: DataConfig, family: str) -> list[TokenFile] | None:
     """The blend that a fresh run trains on, where `prepare` has made it; None where something is still to be done.
 
     Nothing is made, written or checked. Raises ConfigError for a corpus or a tokenizer that is not there.
@@ -112,9 +105,9 @@ def find_prepared(config: DataConfig, family: str, split_rule: str = "alike") ->
     for source in sources:
         if source.megatron:
             tokens = IndexedTokens(source.megatron)
-            own: list[TokenFile] | None = [token_files(source, tokens, config.validation_fraction, split_rule)["train"]]
+            own: list[TokenFile] | None = [token_files(source, tokens, config.validation_fraction)["train"]]
         else:
-            own = finished(source, config, family, tokenizer, cache, split_rule)
+            own = finished(source, config, family, tokenizer, cache)
         if own is None:
             return None
         found += [file for file in own if file.num_tokens]

@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs import progress
 from configs.checksums import read_summed
 from configs.files import writing_into
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Source
-from data.corpus.earlier import RULE as EARLIER
 from data.digest import digest_of, file_digest
 from data.indexed import IndexedTokens
 from data.prepare.notes import written_out
 from data.prepare.parts import tokenize
-from data.prepare.prepared import PreparedData, TokenFile, cache_key, rule_of, source_identity
+from data.prepare.prepared import PreparedData, TokenFile, cache_key, source_identity
 from data.shared_documents import Texts
-from data.split import hash_suffices
 from data.tokenizer import Tokenizer
 
-SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes")  # of done.json
-MADE_BEFORE = ("done.json", "exact/done.json")
-GOES_ON = (
-    "its text files are cut as when the run began, by an earlier version: after two empty lines, or after 64 KiB "
-    "(data.documents_in_text is for new runs)"
-)
+SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes", "digests")  # of done.json
 
 
 def add_tokenized(
@@ -46,29 +36,20 @@ def add_tokenized(
     show_progress: bool,
     rebuild_damaged: bool,
 ) -> None:
-    folder, before = _folders(source, config, family, tokenizer, cache, documents_in_text)
-    rule = prepared.identity["split"]["rule"]
-    find = functools.partial(_find_done, folder, source, config, cache, rule)
-    done = find(rebuild_damaged)
+    folder = _folder(source, config, family, tokenizer, cache, documents_in_text)
+    done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
     if done is None:
         folder.mkdir(parents=True, exist_ok=True)
         with lock.hold(folder / "lock", config.timeout_seconds):
-            done = find(rebuild_damaged)
+            done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
             if done is None:
-                if show_progress and folder != before and any((before / name).exists() for name in MADE_BEFORE):
-                    progress.begin(
-                        f"{before} is of an earlier version, which cut text files otherwise: tokenizing anew"
-                    )
-                elif show_progress and rule == "alike" and not (folder / "alike").exists():
-                    _say_why_again(folder, source)
                 with _room_given_back(folder), writing_into(folder):
-                    tokenize(source, config, family, tokenizer, folder, cache, rule, documents_in_text, show_progress)
-                done = find(False)
+                    tokenize(source, config, family, tokenizer, folder, cache, documents_in_text, show_progress)
+                done = _find_done(folder, cache, config.timeout_seconds, False)
                 assert done is not None
-    folder = Path(done["folder"])
     for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
-        split += _token_file(done, name, source)
-    prepared.texts.append(Texts(source.given, done["folder"]))
+        split += _token_file(folder, done, name, source)
+    prepared.texts.append(Texts(source.given, str(folder)))
     digests = done["digests"]
     splits = {
         name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
@@ -81,16 +62,14 @@ def add_tokenized(
             splits["train"],
             splits["valid"],
             None,
-            done.get("text"),
-            rule_of(source, documents_in_text),
+            done["text"],
+            documents_in_text if source.has_text_files else None,
         )
     )
-    control_tokens = {int(token): count for token, count in done.get("control_tokens", {}).items()}
+    control_tokens = {int(token): count for token, count in done["control_tokens"].items()}
     if control_tokens:
         prepared.notes.append(written_out(source.name, control_tokens, tokenizer))
-    prepared.notes += [*source.notes, *done.get("advice", [])]
-    if documents_in_text == EARLIER and source.has_text_files:
-        prepared.notes.append(f"{source.given}: {GOES_ON}")
+    prepared.notes += [*source.notes, *done["advice"]]
     prepared.num_documents += done["documents"]
     prepared.num_bytes += done["bytes"]
     prepared.num_bad_lines += done["bad_lines"]
@@ -100,100 +79,63 @@ def add_tokenized(
 
 
 def finished(
-    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, rule: str
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
 ) -> list[TokenFile] | None:
     """The token files that a source is trained on, where they are made; nothing of them is read. None where they are
     not."""
-    folder, _ = _folders(source, config, family, tokenizer, cache, config.documents_in_text)
-    done = _summary(folder, source, config, rule)
-    return None if done is None else _token_file(done, "train", source)
+    folder = _folder(source, config, family, tokenizer, cache, config.documents_in_text)
+    done = _summary(folder)
+    return None if done is None else _token_file(folder, done, "train", source)
 
 
-def _token_file(done: dict[str, Any], name: str, source: Source) -> list[TokenFile]:
+def _token_file(folder: Path, done: dict[str, Any], name: str, source: Source) -> list[TokenFile]:
     """The token file `name` of finished work; none where it is empty."""
     num_tokens = done["tokens"][name]
-    prefix, weight = str(Path(done["folder"]) / name), num_tokens if source.weight is None else source.weight
+    prefix, weight = str(folder / name), num_tokens if source.weight is None else source.weight
     return [TokenFile(prefix, weight, num_tokens)] if num_tokens else []
 
 
-def _folders(
+def _folder(
     source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, documents_in_text: str
-) -> tuple[Path, Path]:
-    """The folder of a source's token files, and the one that they had before there was a choice of documents."""
+) -> Path:
+    """Return the folder of a source's token files."""
     tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
     named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
     if tokenizer.rules:
         named.append(tokenizer.rules)
     inputs = [source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named]
-    # Files without a choice of what their documents are have the same key as before there was one.
-    chosen = [documents_in_text] if source.has_text_files and documents_in_text != EARLIER else []
-    stem = cache / "tokens" / f"{re.sub(r'[^A-Za-z0-9._-]', '_', source.name)[:40]}-{family}"
-    folder, before = (stem.with_name(f"{stem.name}-{cache_key(*inputs, *more)}") for more in (chosen, []))
-    return folder, before
+    if source.has_text_files:
+        inputs.append(documents_in_text)
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name)[:40]
+    return cache / "tokens" / f"{name}-{family}-{cache_key(*inputs)}"
 
 
-def _find_done(
-    folder: Path, source: Source, config: DataConfig, cache: Path, rule: str, rebuild_damaged: bool
-) -> dict[str, Any] | None:
-    """The summary of finished work, with its `folder`; None when there is none. Raises ConfigError when it was
-    damaged."""
-    done = _summary(folder, source, config, rule)
-    return done and _checked(done, Path(done["folder"]), cache, config.timeout_seconds, rebuild_damaged)
+def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
+    """Return the summary of finished work; None when there is none. Raises ConfigError when the work was damaged."""
+    done = _summary(folder)
+    return done and _checked(done, folder, cache, timeout, rebuild_damaged)
 
 
-def _summary(folder: Path, source: Source, config: DataConfig, rule: str) -> dict[str, Any] | None:
-    """The summary of finished work, with its `folder`; None when there is none.
-
-    The split by hash lies in `folder`, as it did before there was another; one that `exact` makes otherwise in its
-    folder `exact`, and of documents with copies that of `alike` in its own.
-    """
-    places = {"alike": [folder / "alike", folder / "exact", folder], "exact": [folder / "exact", folder]}
-    for place in places.get(rule, [folder]):
-        try:
-            done = read_summed(place / "done.json")
-        except (FileNotFoundError, ValueError):  # damaged: it is made again
-            continue
-        if not all(key in done for key in SUMMARY_KEYS):  # another file in its place
-            continue
-        done["folder"] = str(place)
-        # an earlier version did not look for copies
-        if rule == "alike" and place.name != "alike" and not source.is_stdlib and done.get("copies") != 0:
-            continue
-        if rule != "hash" and place == folder:
-            tokens = done["tokens"]
-            if not hash_suffices(
-                done["documents"], tokens["train"], tokens["valid"], config.validation_fraction, source.is_stdlib
-            ):
-                continue
-        return done
-    return None
-
-
-def _say_why_again(folder: Path, source: Source) -> None:
-    """Say why tokens are made that are there: by an earlier version, which split documents of equal text by their
-    names."""
-    found = [place / "done.json" for place in (folder, folder / "exact")]
-    if any(path.exists() and '"copies"' not in path.read_text() for path in found):
-        print(
-            f"data.cache_dir: the tokens of {source.given} in {folder} are of an earlier version, which did not look "
-            "for copies of documents: they are made again",
-            file=sys.stderr,
-            flush=True,
-        )
+def _summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of finished work; None when there is none."""
+    try:
+        done = read_summed(folder / "done.json")
+    except (FileNotFoundError, ValueError):  # damaged: it is made again
+        return None
+    return done if all(key in done for key in SUMMARY_KEYS) else None  # else another file in its place
 
 
 def _checked(
     done: dict[str, Any], folder: Path, cache: Path, timeout: float, rebuild_damaged: bool
 ) -> dict[str, Any] | None:
     """The summary, with the files' digests as they are now; None where they were damaged and are to be made again."""
-    written = done.get("digests", {})  # a cache of an earlier version has none
-    done["digests"] = {}
+    written, done["digests"] = done["digests"], {}
     for name, size in done["sizes"].items():
         path = folder / name
         actual = path.stat().st_size if path.exists() else None
         if actual == size:
             done["digests"][name] = file_digest(path, cache, timeout)
-            if done["digests"][name] == written.get(name, done["digests"][name]):
+            if done["digests"][name] == written[name]:
                 continue
         if rebuild_damaged:
             return None

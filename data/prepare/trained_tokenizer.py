@@ -14,7 +14,6 @@ from configs import progress
 from configs.schema import ConfigError, DataConfig
 from data import lock
 from data.corpus import Document, File, Source, plan_parts, read_span, unpack
-from data.corpus.earlier import RULE as EARLIER
 from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
 from data.prepare.prepared import cache_key
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -27,7 +26,7 @@ def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, docum
     if config.tokenizer != "sentencepiece":
         return Path(config.tokenizer).expanduser().absolute()
     text_sources = [source for source in sources if source.files]
-    chosen = documents_in_text != EARLIER and any(source.has_text_files for source in text_sources)
+    chosen = any(source.has_text_files for source in text_sources)
     key = cache_key(
         [source.identity() for source in text_sources],
         config.vocab_size,

@@ -94,7 +94,7 @@ def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.nd
     index = (indexed.sequence_starts, np.asarray(indexed.sequence_lengths), np.asarray(indexed.document_bounds))
     if file.split == "all":
         return *index, np.ones(max(len(index[2]) - 1, 0), dtype=bool)
-    starts, lengths, bounds, held_out = split_index(*index, file.validation_fraction, file.split_rule)
+    starts, lengths, bounds, held_out = split_index(*index, file.validation_fraction)
     return starts, lengths, bounds, held_out if file.split == "validation" else ~held_out
 
 

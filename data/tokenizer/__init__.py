@@ -5,7 +5,7 @@ torch and transformers are not imported: the processes that tokenize import this
 
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer
 from data.tokenizer.train import train_tokenizer
-from data.tokenizer.trial import is_tokenizer, load_tokenizer, tokenizer_digest
+from data.tokenizer.trial import load_tokenizer, tokenizer_digest
 
 __all__ = [
     "CLS",
@@ -14,7 +14,6 @@ __all__ = [
     "PAD",
     "SEP",
     "Tokenizer",
-    "is_tokenizer",
     "load_tokenizer",
     "tokenizer_digest",
     "train_tokenizer",

@@ -40,7 +40,7 @@ class Tokenizer(ABC):
     named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
     said: Sequence[str] = ()  # what a user should know of how its files are read
     end_file: Path  # in which an eos_token counts: it, or another file, need not be there
-    # What the files beside the tokenizer's own change about ids, and earlier versions did not read there.
+    # What the files beside the tokenizer's own change about ids; part of the digest.
     rules: dict[str, Any]
     named_roles: dict[str, int]  # cls, sep and mask, where a file beside the tokenizer's names them
 
@@ -94,30 +94,8 @@ class Tokenizer(ABC):
         """32 hexadecimal digits that are the same for tokenizers that do the same, wherever they lie and whatever they
         are called."""
         rules = json.dumps(self.rules, sort_keys=True).encode() if self.rules else b""
-        return self._digest([self.eod, self.pad], rules)
-
-    @cached_property
-    def earlier_digest(self) -> str:
-        """The digest that earlier versions gave the same files, of which they read fewer."""
-        return self._digest(self._earlier_roles(), b"")
-
-    def is_named_by(self, digest: str) -> bool:
-        """Whether a run that recorded `digest`, today or by an earlier version, was trained with these files."""
-        return digest in (self.digest, self.earlier_digest)
-
-    def as_recorded(self, digest: str | None) -> Tokenizer:
-        """Itself, with the end and the padding that it had for the earlier version that recorded `digest`, if one
-        did: the weights know those."""
-        if digest == self.earlier_digest != self.digest:
-            self.eod, self.pad = self._earlier_roles()
-        return self
-
-    def _digest(self, roles: list[int], rules: bytes) -> str:
-        return hashlib.sha256(json.dumps(roles).encode() + self._content() + rules).hexdigest()[:32]
-
-    def _earlier_roles(self) -> list[int]:
-        """eod and pad as earlier versions found them."""
-        return [self.eod, self.pad]
+        roles = json.dumps([self.eod, self.pad]).encode()
+        return hashlib.sha256(roles + self._content() + rules).hexdigest()[:32]
 
     @property
     def before_text(self) -> int:

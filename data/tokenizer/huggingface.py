@@ -52,7 +52,6 @@ class HuggingFaceTokenizer(Tokenizer):
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
-        self._before = self._roles_by(self._settings.earlier)
         self.end_file = self._settings.end_file(file.parent)
         self._take_settings(file)
         ids = self._model.get_vocab(with_added_tokens=True).values()
@@ -84,9 +83,6 @@ class HuggingFaceTokenizer(Tokenizer):
         eod = self._find(EOD_NAMES) if eod is None else eod
         pad = self._find(PAD_NAMES) if pad is None else pad
         return None if eod is None else [eod, eod if pad is None else pad]
-
-    def _earlier_roles(self) -> list[int]:
-        return self._before or super()._earlier_roles()
 
     def _take_settings(self, file: Path) -> None:
         """Make `_model` what transformers makes of it: the files beside tokenizer.json add tokens, make tokens special,

@@ -28,7 +28,6 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         super().__init__()
-        self._before_settings: list[int] = []
         self.path = str(path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
@@ -53,8 +52,6 @@ class SentencePieceTokenizer(Tokenizer):
         usual_pad = pad if pad >= 0 else self._find(PAD_NAMES)
         named_pad = usual_pad if named["pad_token"] is None else named["pad_token"]
         self.pad = self.eod if named_pad is None else named_pad
-        if usual is not None:
-            self._before_settings = [usual, usual if usual_pad is None else usual_pad]
         bos = self._find([token_name(settings.values.get("bos_token"))])
         self.bos = bos if bos is not None else self._model.bos_id() if self._model.bos_id() >= 0 else None
         self._before = [self.bos] if settings.values.get("add_bos_token") and self.bos is not None else []
@@ -78,9 +75,6 @@ class SentencePieceTokenizer(Tokenizer):
         if self._lossless and any(SPACE in text for text in texts):
             return super().encode_batch(texts)
         return self._model.encode(texts, num_threads=1)
-
-    def _earlier_roles(self) -> list[int]:
-        return self._before_settings or super()._earlier_roles()
 
     def _content(self) -> bytes:
         return Path(self.path).read_bytes()

@@ -18,14 +18,12 @@ FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 @dataclass(frozen=True)
 class Settings:
     """`values`: the keys that count; `files`: which file says each; `added`: tokens with an id of their own, each as a
-    token of tokenizer.json's `added_tokens` (`by_config`: those of tokenizer_config.json); `earlier`: what versions of
-    Mixtrain that read tokenizer_config.json alone took."""
+    token of tokenizer.json's `added_tokens` (`by_config`: those of tokenizer_config.json)."""
 
     values: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     added: dict[int, dict[str, Any]] = field(default_factory=dict)
     by_config: bool = False
-    earlier: dict[str, Any] = field(default_factory=dict)
 
     def end_file(self, folder: Path) -> Path:
         """The file of a folder in which an eos_token counts."""
@@ -61,7 +59,7 @@ def read_settings(folder: Path) -> Settings:
         values["extra_special_tokens"] = values.pop("additional_special_tokens")
     by_config = "added_tokens_decoder" in config
     if by_config:
-        return Settings(values, files, _decoder(folder / CONFIG, config["added_tokens_decoder"]), True, config)
+        return Settings(values, files, _decoder(folder / CONFIG, config["added_tokens_decoder"]), True)
     for key, value in _read(folder / MAP).items():
         if key == "extra_special_tokens" and isinstance(value, list):
             before = values.get(key) or []
@@ -75,7 +73,7 @@ def read_settings(folder: Path) -> Settings:
         if type(number) is not int:
             raise ConfigError(f"{folder / ADDED}: {content!r} must have an integer, its token id")
         added[number] = {"content": content, "normalized": content not in special, "special": content in special}
-    return Settings(values, files, added, False, config)
+    return Settings(values, files, added)
 
 
 def _decoder(file: Path, content: Any) -> dict[int, dict[str, Any]]:

@@ -52,12 +52,6 @@ def tokenizer_digest(path: str | Path, tried: bool = False) -> str:
     return load_tokenizer(path, tried).digest
 
 
-def is_tokenizer(path: str | Path, digest: str, tried: bool = False) -> bool:
-    """Whether the tokenizer at `path` is the one that a run recorded as `digest`, today or by an earlier version.
-    Raises ConfigError."""
-    return load_tokenizer(path, tried).is_named_by(digest)
-
-
 def _try(path: str | Path) -> None:
     """Raise ConfigError where a tokenizer cannot be used within the limits."""
     place = Path(path)

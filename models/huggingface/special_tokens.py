@@ -56,8 +56,8 @@ def of_config(hf: dict[str, Any], vocab_size: int) -> SpecialTokens:
 
 
 def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
-    """What the config.yaml of a folder of logical weights says; None where it is silent, as those of earlier versions.
-    Raises ConfigError."""
+    """What the config.yaml of a folder of logical weights says; None where it is silent. Raises
+    ConfigError."""
     section = read_yaml(folder / "config.yaml").get("special_tokens")
     if section is not None and not isinstance(section, dict):
         raise ConfigError(f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must say {', '.join(KEYS)}.")

@@ -16,9 +16,6 @@ from configs import derived
 from configs.rotary import LENGTH, attention_factor, normalised, switches_at
 from configs.schema import Config
 
-# How a run's angles are made, as its checkpoints say it. In fp32, on its device: as in runs of earlier versions, whose
-# checkpoints say nothing.
-EXACT, IN_FP32 = "exact", "fp32"
 HOST = torch.device("cpu")
 
 
@@ -26,7 +23,6 @@ class Rotary:
     """The angles of a model's positions, kept for the last number of positions that was asked for."""
 
     def __init__(self, config: Config) -> None:
-        self.rule = EXACT
         self.factor = attention_factor(config.model.rotary_scaling)  # of cosines and sines
         self.switches_at = switches_at(config.model.rotary_scaling)
         self._config = config
@@ -43,20 +39,15 @@ class Rotary:
         return self._angles(device, *sets)
 
     def _angles(self, device: torch.device, *sets: tuple[int, bool]) -> torch.Tensor:
-        asked = (self.rule, device, sets)
+        asked = (device, sets)
         if self._kept is None or self._kept[0] != asked:
             with torch.inference_mode(False):
-                make = self._exact if self.rule == EXACT else self._in_fp32
-                both = torch.cat([make(*each, device) for each in sets])
+                both = torch.cat([self._exact(*each, device) for each in sets])
                 self._kept = asked, torch.cat([both, both], dim=-1)[:, None, None]
         return self._kept[1]
 
     def _exact(self, length: int, is_long: bool, device: torch.device) -> torch.Tensor:
         return angles(length, inverse_frequencies(self._config, HOST, is_long, torch.float64)).to(device)
-
-    def _in_fp32(self, length: int, is_long: bool, device: torch.device) -> torch.Tensor:
-        positions = torch.arange(length, dtype=torch.float32, device=device)
-        return torch.outer(positions, inverse_frequencies(self._config, device, is_long))
 
 
 def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ A file of JSON lines. A header says what the lines behind it are of, up to the n
 "expert_ranks", "num_experts", "slots", "homes", "last"}; each start of the run and each move of homes makes one, and
 each step without calls. The other lines are calls: {"step", "layer", "call", "copies": [[expert, rank, assignments],
 ...], "last"}; what is not at a copy is at home. `last` is true of a step's final line. A call is one of a step's
-forward passes that a backward pass follows, in its order. Files of earlier versions have no header and no `last`.
+forward passes that a backward pass follows, in its order.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Plans:
     headers: list[PlanHeader] = field(default_factory=list)  # by step
 
     def header(self, step: int) -> PlanHeader | None:
-        """What was said of a step's calls; None where an earlier version wrote them."""
+        """Return the header of a step's calls; None for a step before the first header."""
         behind = bisect_right(self.headers, step, key=lambda header: header.step)
         return self.headers[behind - 1] if behind else None
 
@@ -236,14 +236,15 @@ def _take(plans: Plans, line: dict[str, Any]) -> None:
     calls = plans.calls.setdefault(layer, {}).setdefault(step, [])
     if call != len(calls):
         raise _Wrong(f"step {step}, layer {layer}: call {call} follows {len(calls)} calls")
-    said = plans.header(step)
-    if said is not None:
-        if layer not in said.homes:
-            raise _Wrong(f"layer ({layer}) must be one of {list(said.homes)}")
-        if (why := _out_of_range(copies, said)) is not None:
-            raise _Wrong(why)
-        if expert := next((f"{e}" for e, rank, _ in copies if said.homes[layer][e] == rank), None):
-            raise _Wrong(f"expert {expert} has a copy on its home")
+    header = plans.header(step)
+    if header is None:
+        raise _Wrong(f"no header of step {step} is before it")
+    if layer not in header.homes:
+        raise _Wrong(f"layer ({layer}) must be one of {list(header.homes)}")
+    if (why := _out_of_range(copies, header)) is not None:
+        raise _Wrong(why)
+    if expert := next((f"{e}" for e, rank, _ in copies if header.homes[layer][e] == rank), None):
+        raise _Wrong(f"expert {expert} has a copy on its home")
     calls.append(copies)
 
 

@@ -50,7 +50,7 @@ def test_each_damaged_file_is_named(imported: Path, tmp_path: Path, capsys: pyte
     for name, other in zip(names, names[1:] + names[:1], strict=True):
         for damage in KINDS:
             if (name, damage.__name__) == (FOLDER_SUMS, "lose"):
-                continue  # a folder of an earlier version has none
+                continue  # a folder without sums is taken as it is
             shutil.rmtree(copy, ignore_errors=True)
             shutil.copytree(imported, copy)
             damage(copy / name, imported / other, rng)
@@ -71,7 +71,7 @@ def test_training_refuses_a_damaged_folder(imported: Path, tmp_path: Path, data:
             (ConfigError, RankError), match=f"is not as it was written: its file {path.name} was changed"
         ):
             _train(copy, tmp_path / f"run{number}", data)
-    copy = tmp_path / "earlier"
+    copy = tmp_path / "without"
     shutil.copytree(imported, copy)
     (copy / FOLDER_SUMS).unlink()
     assert _train(copy, tmp_path / "run", data) == loss

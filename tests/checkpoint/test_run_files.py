@@ -76,13 +76,14 @@ def test_a_flipped_id_of_the_record_is_named_and_the_advice_works(tmp_path: Path
     assert found.record.id == ID and found.checkpoint == manifest.folder_of(tmp_path / "run", 2)
 
 
-def test_a_record_without_a_checksum_is_of_an_earlier_version(tmp_path: Path) -> None:
+def test_a_record_without_a_checksum_is_named(tmp_path: Path) -> None:
     config = run_with(tmp_path, [2])
     path = tmp_path / "run" / record.RECORD
     content = json.loads(path.read_text())
     del content["xxh3"]
     path.write_text(json.dumps(content))
-    assert start.find(config).record.id == ID
+    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it holds no checksum\)"):
+        start.find(config)
 
 
 def test_growing_files_are_hashed_once_and_compared_by_what_was_there(tmp_path: Path) -> None:

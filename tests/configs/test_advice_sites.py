@@ -17,8 +17,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "checkpoint/start.py": (2, "training/test_another_model training/test_start"),
     "configs/advice.py": (1, "configs/test_validate configs/test_wrong_values test_wrong_configs configs/test_idle"),
     "configs/compose.py": (5, "test_wrong_configs configs/test_compose"),
-    "configs/dropped.py": (1, "configs/test_context"),
-    "configs/mistakes.py": (10, "test_wrong_configs configs/test_context"),
+    "configs/mistakes.py": (9, "test_wrong_configs configs/test_context"),
     "configs/presets.py": (1, "configs/test_compose"),
     "configs/ranks.py": (5, "configs/test_ranks"),  # a launcher
     "configs/validate.py": (1, "test_wrong_configs"),

@@ -50,7 +50,7 @@ def test_a_config_survives_its_file(tmp_path: Path) -> None:
     assert config.data.corpus == [{"path": "a.txt", "weight": 2.5}, "b"]
 
 
-def test_a_file_of_an_earlier_version_has_joined_documents(tmp_path: Path) -> None:
+def test_a_key_that_a_file_leaves_out_has_its_default(tmp_path: Path) -> None:
     lines = to_yaml(compose([])).splitlines(keepends=True)
     kept = [line for line in lines if not line.startswith("  documents:")]
     assert len(kept) == len(lines) - 1

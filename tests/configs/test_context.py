@@ -1,27 +1,19 @@
-"""Context parallelism in the configuration: what it must divide, who exchanges heads, and what earlier versions said of
-it."""
+"""Context parallelism in the configuration: what it must divide, and who exchanges heads."""
 
 from __future__ import annotations
 
 import itertools
-import tarfile
-from pathlib import Path
 
 import pytest
-import yaml
 
 from configs import derived
-from configs.changes import changes
-from configs.compose import compose, load
-from configs.dropped import DROPPED
-from configs.schema import KEYS, Config, ConfigError
+from configs.compose import compose
+from configs.schema import Config, ConfigError
 from configs.validate import validate
 from tests.configs import advice
 
 pytestmark = pytest.mark.fast
 
-DATA = Path(__file__).parents[1] / "data"
-BEFORE = DATA / "config_before_context.yaml"  # as commit 66cb8b1 wrote it, the last with parallel.context_kind
 TINY, MOE, BERT = "experiment=gpt_tiny", "experiment=gpt_moe_tiny", "experiment=bert_tiny"
 LATENT = ("model.attention=latent", "model.kv_lora_rank=32", "model.rotary_head_dim=8", "model.value_head_dim=16")
 
@@ -137,47 +129,6 @@ def test_tokens_of_a_call_are_a_ranks_rows(context: int) -> None:
     config = compose([MOE, f"parallel.context={context}"])
     validate(config, context)
     assert derived.tokens_per_call(config) == derived.rows_of_rank(config) == 128 // context
-
-
-def test_a_stored_config_with_a_dropped_key_loads(tmp_path: Path) -> None:
-    stored = yaml.safe_load(BEFORE.read_text())
-    assert stored["parallel"]["context_kind"] == "none"
-    now = compose([MOE, "parallel.expert=2", "data.documents=separate"])
-    assert changes(load(BEFORE), now) == []
-    stored["parallel"]["context_kind"] = "ring"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    with pytest.raises(
-        ConfigError, match=r"parallel\.context_kind \(ring\) must be none .*Try parallel\.context=1 in its place\."
-    ):
-        load(tmp_path / "config.yaml")
-    stored["parallel"] |= {"context_kind": "none", "context_mind": "none"}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(stored))
-    with pytest.raises(ConfigError, match=r"parallel\.context_mind is no known key"):
-        load(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize("name", ["dense", "moe", "bert", "spike", "dropout"])
-def test_configs_of_old_runs_load(name: str, tmp_path: Path) -> None:
-    with tarfile.open(DATA / "old_runs" / f"{name}.tar.xz") as archive:
-        found = [member for member in archive.getnames() if member.endswith("config.yaml")]
-        archive.extractall(tmp_path, [archive.getmember(member) for member in found], filter="data")
-    assert len(found) == 2
-    for member in found:
-        assert "context_kind: none" in (tmp_path / member).read_text()
-        config = load(tmp_path / member)
-        assert config.parallel.context == 1 and config.parallel.context_heads is None
-
-
-@pytest.mark.parametrize("key", DROPPED)
-def test_a_dropped_key_says_what_replaced_it(key: str) -> None:
-    assert key not in KEYS and DROPPED[key].example in KEYS
-    for word in (f"{key}=none", f"+{key}=ring"):
-        with pytest.raises(ConfigError) as caught:
-            compose([TINY, word])
-        message = str(caught.value)
-        assert message.startswith(f"{key} is no key any more: parallel.context says") and "\n" not in message
-        for fixes in advice.split(message)[1]:
-            validate(compose([TINY, *fixes]), 1)
 
 
 def test_the_defaults_share_nothing() -> None:

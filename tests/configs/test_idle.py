@@ -90,7 +90,6 @@ def test_what_has_no_effect_is_refused(needs: idle.Needs) -> None:
             assert message.startswith(f"{name} ({show(other(name))}) must be {show(KEYS[name].default)} "), message
         for fixes in advice.split(message)[1]:
             validate(compose([base, *without, *fixes]), 1)
-        # a run of an earlier version, which took it, goes on without it
         before, after = compose([base, *without]), compose([base, *TAKEN.get(first, [])])
         assert [change.on_resume for change in changes(before, after)] == ["free"]
         if not dense:

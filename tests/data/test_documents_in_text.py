@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 
@@ -16,7 +14,6 @@ from configs.schema import Config
 from data.corpus import Document, parse_corpus, plan_parts, read_span
 from data.corpus import parts as parts_module
 from data.corpus import text as text_module
-from data.identity import differences
 from data.indexed import IndexedTokens
 from data.prepare import prepare
 from data.prepare.advice import lone_documents
@@ -241,7 +238,7 @@ def test_sentences_by_hand(config, tmp_path, kind, sentences):
     path = tmp_path / "a.txt"
     path.write_text(KINDS[kind])
     settings = replace(config, corpus=str(path), documents_in_text="blank_line", validation_fraction=0.01)
-    splits = documents_of(prepare(settings, "bert", False, split_rule="hash"))
+    splits = documents_of(prepare(settings, "bert", False))
     found = [len(document) for document in splits["train"] + splits["valid"]]
     assert sorted(found) == sorted(sentences)
 
@@ -288,36 +285,6 @@ def test_a_small_file_among_many_says_nothing_and_a_lone_document_has_no_other(c
     assert "has one document in" in line and "data.documents_in_text" in line
 
 
-def test_an_earlier_cache_and_an_earlier_run(config, tmp_path, capfd):
-    """What an earlier version began goes on with its documents; a choice of the user's is a difference by its key."""
-    path = tmp_path / "a.txt"
-    path.write_text("One text.\n\n\nAnother one.\n\n\nThe last of three." * 20)
-    settings = replace(config, corpus=str(path))
-    old = prepare(settings, "gpt", False, split_rule="exact", documents_in_text="earlier")
-    assert old.num_documents == 41 and "as when the run began" in old.notes[-1]
-    new = prepare(settings, "gpt", True, split_rule="exact")
-    assert (
-        f"{Path(old.train[0].prefix).parents[1]} is of an earlier version, which cut text files"
-        in capfd.readouterr().err
-    )
-    assert new.num_documents == 1 and new.train[0].prefix != old.train[0].prefix
-    before = {
-        **old.identity,
-        "sources": [{k: v for k, v in old.identity["sources"][0].items() if k != "documents_in_text"}],
-    }
-    assert differences(old.identity, before) == []
-    (difference,) = differences(new.identity, before)
-    assert difference.key == "data.documents_in_text" and "earlier version" in difference.text
-    lines = prepare(replace(settings, documents_in_text="line"), "gpt", False, split_rule="exact")
-    assert [found.key for found in differences(lines.identity, new.identity)] == ["data.documents_in_text"]
-    # Files whose documents nobody chooses keep their place in the cache.
-    exact = functools.partial(prepare, config, "gpt", False, split_rule="exact")
-    assert exact().train == exact(documents_in_text="earlier").train
-    (note,) = prepare(replace(config, documents_in_text="line"), "gpt", False).notes
-    assert note.startswith("data.documents_in_text=line has no effect")
-    assert np.array_equal(IndexedTokens(old.train[0].prefix).document_bounds[:2], [0, 1])
-
-
 def test_documents_end_as_in_the_checkpoint(tmp_path, monkeypatch):
     from checkpoint import start as start_module
     from checkpoint.record import new
@@ -327,10 +294,9 @@ def test_documents_end_as_in_the_checkpoint(tmp_path, monkeypatch):
     found, fresh = Start(new(config, None), tmp_path, False), Start(new(config, None), None, True)
     line = {"documents_in_text": "line"}
     for sources, rule in (
-        ([{}], "earlier"),
         ([{"documents_in_text": None}, line], "line"),
         ([], "file"),
-        (None, "earlier"),
+        (None, "file"),
     ):
         state: dict[str, object] = {} if sources is None else {"data": {"sources": sources}}
         monkeypatch.setattr(start_module, "read_state", {tmp_path: state}.__getitem__)

@@ -158,10 +158,6 @@ def test_what_a_folder_leaves_out_is_counted_and_named(config, tmp_path, capsys)
     for _ in range(2):  # the second time from the cache
         assert main(arguments) == 0
         assert f"note        {note}\n" in capsys.readouterr().out
-    # To an earlier version it held less, and a run that was begun with it goes on so.
-    (source,) = parse_corpus(str(folder), earlier=True)
-    assert [file.name for file in source.files] == [".git/words.txt", "README.md", "a.txt", "sub/deep/empty.txt"]
-    assert " as when the run began (" in source.notes[0] and note not in source.notes[0]
 
 
 def test_a_folder_of_one_kind_says_nothing_and_one_without_any_names_what_it_has(tmp_path):
@@ -182,10 +178,6 @@ def test_a_folder_of_token_files(config, tmp_path):
     assert [file.prefix for file in prepared.train] == [str(folder / "a"), str(folder / "sub/b")]
     assert [file.weight for file in prepared.train] == [0.75, 0.25]
     assert [source["name"] for source in prepared.identity["sources"]] == [f"{folder}/a", f"{folder}/sub/b"]
-    # A run that an earlier version began with the pairs by name may name the folder: it holds nothing else.
-    assert [source.megatron for source in parse_corpus(str(folder), earlier=True)] == [
-        file.prefix for file in prepared.train
-    ]
     blend = [{"path": str(folder), "weight": 0.5}, {"path": config.corpus, "weight": 0.5}]
     prepared = prepare(replace(config, corpus=blend), "gpt", False)
     assert [file.weight for file in prepared.train] == [0.375, 0.125, 0.5]

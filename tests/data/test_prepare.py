@@ -14,6 +14,7 @@ import pytest
 
 from configs.schema import ConfigError, DataConfig
 from data import indexed as indexed_module
+from data import split as split_module
 from data.indexed import UINT16_VOCAB_LIMIT, IndexedTokens, token_dtype
 from data.prepare import parts as parts_module
 from data.prepare import prepare
@@ -46,8 +47,14 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix in (".bin", ".idx")}
 
 
-def test_gpt_documents_end_with_end_of_document_and_megatron_reads_them(config, texts, tokenizer):
-    prepared = prepare(config, "gpt", show_progress=False, split_rule="hash")
+@pytest.fixture
+def no_cuts(monkeypatch):
+    """Split by hash, which cuts no document."""
+    monkeypatch.setattr(split_module, "_hash_suffices", lambda *_: True)
+
+
+def test_gpt_documents_end_with_end_of_document_and_megatron_reads_them(config, texts, tokenizer, no_cuts):
+    prepared = prepare(config, "gpt", show_progress=False)
     splits = documents_of(prepared)
     assert all(
         len(document) == 1 and document[0][-1] == tokenizer.eod for split in splits.values() for document in split
@@ -62,8 +69,8 @@ def test_gpt_documents_end_with_end_of_document_and_megatron_reads_them(config, 
     assert prepared.vocab_size == tokenizer.vocab_size and prepared.num_documents == 200 and prepared.num_bad_lines == 0
 
 
-def test_bert_documents_are_sentences(config, texts, tokenizer):
-    splits = documents_of(prepare(config, "bert", show_progress=False, split_rule="hash"))
+def test_bert_documents_are_sentences(config, texts, tokenizer, no_cuts):
+    splits = documents_of(prepare(config, "bert", show_progress=False))
     documents = splits["train"] + splits["valid"]
     assert sorted("".join(tokenizer.decode(sentence) for sentence in document) for document in documents) == sorted(
         texts

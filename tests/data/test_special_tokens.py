@@ -4,7 +4,6 @@ and scores alike."""
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from configs.schema import ConfigError, DataConfig
-from data.identity import differences
 from data.prepare import prepare
 from data.prepare.command import main as prepare_command
-from data.tokenizer import is_tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
 from data.tokenizer.model_json import tokenizer_json
 from data.worker import tokenize_part
 from tests.data.test_tokenizer import word_piece
@@ -114,11 +112,11 @@ def test_an_end_token_that_no_file_has_is_refused(tmp_path: Path) -> None:
 def test_a_sentencepiece_model_ends_with_the_token_that_is_named(name: str, tmp_path: Path) -> None:
     train_tokenizer(["a b c"], 330, tmp_path / "tokenizer.model")
     alone = load_tokenizer(tmp_path)
-    assert alone.named_eod is None and alone.digest == alone.earlier_digest
+    assert alone.named_eod is None
     (tmp_path / name).write_text(json.dumps({"eos_token": "[SEP]", "pad_token": "[CLS]"}))
     named = load_tokenizer(tmp_path)
     assert (named.eod, named.pad, named.named_eod) == (named.sep, named.cls, named.sep)
-    assert named.digest != named.earlier_digest == alone.digest
+    assert named.digest != alone.digest
     (tmp_path / name).write_text(json.dumps({"eos_token": "</oops>"}))
     with pytest.raises(ConfigError, match=f"{name} names the eos_token '</oops>', which tokenizer.model does not"):
         load_tokenizer(tmp_path)
@@ -220,34 +218,6 @@ def test_special_tokens_in_a_corpus_are_said_and_can_be_text(
     tokens = np.fromfile(f"{split.train[0].prefix}.bin", np.uint16)
     assert (tokens == 2).sum() == 0 and (tokens[:-1] == 1).sum() <= 40
     assert prepare(config_of(tmp_path, folder, "plain"), "gpt", show_progress=False).notes == []
-
-
-def test_tokens_of_an_earlier_version_are_not_taken_for_todays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = byte_folder(tmp_path / "t", {CONFIG: {**FAST, "eos_token": "</s>", "split_special_tokens": True}})
-    without = byte_folder(tmp_path / "w", {CONFIG: {**FAST, "eos_token": "</s>"}})
-    for text, same in (("a </s> b", False), ("a b", True)):
-        config = config_of(tmp_path, folder, text)
-        now = prepare(config, "gpt", show_progress=False).identity
-        # what the version before made of these files
-        config.tokenizer = str(without)
-        before = prepare(config, "gpt", show_progress=False).identity
-        assert now["tokenizer"] != now["tokenizer_before"] == before["tokenizer"]
-        found = differences(now, before)
-        assert [one.key for one in found] == ([] if same else ["data.corpus"])
-        if not same:
-            assert "c.jsonl has other tokens than the run was trained on" in found[0].text
-            assert "the version that began the run did not read that" in found[0].text
-    assert is_tokenizer(folder, before["tokenizer"]) and not is_tokenizer(without, now["tokenizer"])
-
-
-def test_a_run_of_an_earlier_version_keeps_its_end(tmp_path: Path) -> None:
-    folder = byte_folder(tmp_path / "t", {CONFIG: {**FAST, "eos_token": "</s>"}, MAP: {"eos_token": "<end>"}})
-    ours = load_tokenizer(folder)
-    assert ours.eod == ours.encode("<end>")[0] and not ours.is_named_by("")
-    os.remove(folder / MAP)
-    earlier = load_tokenizer(folder)
-    assert ours.is_named_by(earlier.digest) and ours.digest != earlier.digest and not earlier.is_named_by(ours.digest)
-    assert ours.as_recorded(ours.digest).eod != earlier.eod == ours.as_recorded(earlier.digest).eod
 
 
 def test_parts_count_special_tokens(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,23 +39,20 @@ SIZES = {
 def test_any_documents_are_split_at_the_fraction(name, fraction):
     lengths = np.asarray(SIZES[name])
     for hashes in (number_hashes(len(lengths)), RNG.integers(0, 2**63, len(lengths)).astype(np.uint64)):
-        split = split_documents(hashes, lengths, fraction, "exact")
+        split = split_documents(hashes, lengths, fraction)
         held_out = int(lengths[split.held_out].sum()) + split.tail
-        if split.by_hash:
-            assert name == "many" and abs(held_out - fraction * lengths.sum()) <= 0.1 * fraction * lengths.sum()
-        else:
-            assert abs(held_out - fraction * lengths.sum()) <= 8
+        close = 0.1 * fraction * lengths.sum() if name == "many" else 8  # many documents may be split by hash
+        assert abs(held_out - fraction * lengths.sum()) <= close
         if split.cuts:
             assert not split.held_out[split.cuts[0]] and 0 < split.tail < lengths[split.cuts[0]]
 
 
-def test_the_split_by_hash_is_as_it_was():
+def test_the_standard_library_is_split_by_hash():
     lengths, hashes = np.full(1000, 10), np.array([document_hash(f"a.jsonl@{i}") for i in range(1000)], dtype=np.uint64)
-    split = split_documents(hashes, lengths, 0.05, "hash")
-    assert split.by_hash and not split.cuts and (split.held_out == (hashes < int(0.05 * 2.0**64))).all()
-    assert (split_documents(hashes, lengths, 0.05, "exact", is_stdlib=True).held_out == split.held_out).all()
-    assert split_documents(number_hashes(2), lengths[:2], 0.01, "hash").held_out.sum() == 1
-    assert not split_documents(number_hashes(5), lengths[:5], 0.0, "exact").held_out.any()
+    split = split_documents(hashes, lengths, 0.05, is_stdlib=True)
+    assert not split.cuts and (split.held_out == (hashes < int(0.05 * 2.0**64))).all()
+    assert split_documents(number_hashes(2), lengths[:2], 0.01, is_stdlib=True).held_out.sum() == 1
+    assert not split_documents(number_hashes(5), lengths[:5], 0.0).held_out.any()
 
 
 def test_documents_of_equal_text_are_split_alike():
@@ -68,14 +63,14 @@ def test_documents_of_equal_text_are_split_alike():
         lengths = rng.integers(400, 600, num_texts)[of_text]
         texts = rng.integers(0, 2**63, num_texts).astype(np.uint64)[of_text]
         hashes = rng.integers(0, 2**63, len(of_text)).astype(np.uint64)
-        split = split_documents(hashes, lengths, fraction, "alike", texts=texts)
+        split = split_documents(hashes, lengths, fraction, texts=texts)
         side = split.held_out.astype(int)
         side[list(split.cuts)] = 2
         assert len({(text, here) for text, here in zip(of_text.tolist(), side.tolist())}) == num_texts
         share = (lengths[split.held_out].sum() + split.tail * len(split.cuts)) / lengths.sum()
         assert most == 40 or abs(share - fraction) < 0.1 * fraction, (num_texts, most)
     singles = rng.integers(0, 2**63, len(of_text)).astype(np.uint64)
-    one, other = (split_documents(hashes, lengths, 0.1, rule, texts=singles) for rule in ("exact", "alike"))
+    one, other = (split_documents(hashes, lengths, 0.1, texts=each) for each in (None, singles))
     assert (one.held_out == other.held_out).all() and (one.cuts, one.tail) == (other.cuts, other.tail)
 
 
@@ -124,36 +119,12 @@ def test_lines_that_are_far_are_cut_at_a_word(config, tmp_path, tokenizer):
     }
 
 
-def test_both_rules_live_side_by_side_in_a_cache(config, texts):
-    old = prepare(config, "gpt", False, split_rule="hash")
-    folder = Path(old.train[0].prefix).parent
-    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    new = prepare(config, "gpt", False)
-    total = new.train[0].num_tokens + new.valid[0].num_tokens
-    assert abs(new.valid[0].num_tokens - 0.1 * total) <= LINE_REACH + 1
-    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == files
-    assert prepare(config, "gpt", False, split_rule="hash") == old and prepare(config, "gpt", False) == new
-    assert new.identity["split"]["rule"] == "alike" and old.identity["split"]["rule"] == "hash"
-    assert new.num_documents == old.num_documents == len(texts)
-
-
-def test_where_hash_suffices_its_files_are_taken(config, jsonl):
-    jsonl.write_text("".join(json.dumps({"text": f"Text {i}"}) + "\n" for i in range(5600)))
-    old = prepare(config, "gpt", False, split_rule="hash")
-    new = prepare(config, "gpt", False)
-    assert [file.prefix for file in new.train + new.valid] == [file.prefix for file in old.train + old.valid]
-    assert new.identity["sources"] == old.identity["sources"]
-
-
 @pytest.mark.parametrize("sentences", [1, 5])
-@pytest.mark.parametrize("rule", ["exact", "hash"])
-def test_token_files_of_a_user(config, tmp_path, sentences, rule):
+def test_token_files_of_a_user(config, tmp_path, sentences):
     rng = np.random.default_rng(1)
     documents_ = [[rng.integers(0, 300, rng.integers(20, 90)) for _ in range(sentences)] for _ in range(12)]
     write_tokens(tmp_path / "own", np.uint16, documents_)
-    prepared = prepare(
-        replace(config, corpus=str(tmp_path / "own"), validation_fraction=0.2), "gpt", False, split_rule=rule
-    )
+    prepared = prepare(replace(config, corpus=str(tmp_path / "own"), validation_fraction=0.2), "gpt", False)
     indexed = IndexedTokens(tmp_path / "own")
     pieces: list[tuple[int, int]] = []
     counts = []
@@ -167,16 +138,15 @@ def test_token_files_of_a_user(config, tmp_path, sentences, rule):
     assert sorted(pieces)[0][0] == 0 and all(
         a + n == b for (a, n), (b, _) in zip(sorted(pieces), sorted(pieces)[1:], strict=False)
     )
-    assert sum(counts) == len(indexed.tokens) and len(pieces) == 12 + (rule == "exact")
-    if rule == "exact":
-        assert abs(counts[1] - 0.2 * sum(counts)) <= LINE_REACH + 1
-        index_of = (indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
-        starts, lengths, bounds, held_out = split_index(*index_of, 0.2, rule)
-        assert (
-            lengths.sum() == len(indexed.tokens)
-            and (starts == np.cumsum(lengths) - lengths).all()
-            and len(held_out) == len(bounds) - 1
-        )
+    assert sum(counts) == len(indexed.tokens) and len(pieces) == 13
+    assert abs(counts[1] - 0.2 * sum(counts)) <= LINE_REACH + 1
+    index_of = (indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
+    starts, lengths, bounds, held_out = split_index(*index_of, 0.2)
+    assert (
+        lengths.sum() == len(indexed.tokens)
+        and (starts == np.cumsum(lengths) - lengths).all()
+        and len(held_out) == len(bounds) - 1
+    )
 
 
 def test_a_fraction_that_works_is_named(config, tmp_path):
@@ -197,24 +167,3 @@ def test_a_fraction_that_works_is_named(config, tmp_path):
     with pytest.raises(ConfigError, match="Try model.sequence_length=") as error:
         build(0.02, 4000)
     assert load_tokenizer(full.data.tokenizer)  # the corpus is as it was
-
-
-def test_a_resumed_run_keeps_its_rule(tmp_path):
-    from checkpoint.record import new
-    from checkpoint.start import Start, split_rule
-
-    config = compose(["model=gpt_tiny"])
-    keys = {
-        "step",
-        "consumed_samples",
-        "vocab_size",
-        "architecture",
-        "precision",
-        "layout",
-        "optimizer_steps",
-        "loss_scaler",
-    }
-    for state, rule in (({}, "hash"), ({"data": {}}, "hash"), ({"data": {"split": {"rule": "exact"}}}, "exact")):
-        (tmp_path / "state.json").write_text(json.dumps({**dict.fromkeys(keys), **state}))
-        assert split_rule(Start(new(config, None), tmp_path, False)) == rule
-    assert split_rule(Start(new(config, None), None, True)) == "alike"

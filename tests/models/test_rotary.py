@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from configs import derived, rotary
+from configs import rotary
 from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import Config, ConfigError
@@ -22,11 +21,10 @@ from models.attention.rows import MicroBatchRows, of_documents
 from models.folder import config_from
 from models.huggingface import translate
 from models.norm import norm_class
-from models.pointwise.frequencies import IN_FP32, Rotary, inverse_frequencies
+from models.pointwise.frequencies import Rotary, inverse_frequencies
 from models.pointwise.rotary import tables
 from models.specs import Backend, _attention
 from models.transformer_config import transformer_config
-from parallel.megatron import apply_patches
 
 pytestmark = pytest.mark.fast
 
@@ -148,17 +146,6 @@ def test_plain_frequencies_by_their_formula() -> None:
     exact = 10000.0 ** -(np.arange(0, 128, 2) / 128)
     found = inverse_frequencies(_read(rope_theta=10000.0), HOST, dtype=torch.float64)
     np.testing.assert_allclose(found.numpy(), exact, rtol=1e-15)
-
-
-def test_earlier_runs_keep_their_angles() -> None:
-    """Megatron-core's, which their steps were taken with."""
-    apply_patches("cpu")
-    config = compose(["experiment=gpt_tiny"])
-    ours = Rotary(config)
-    ours.rule = IN_FP32
-    theirs = RotaryEmbedding(derived.rotary_dim(config), 1.0, use_cpu_initialization=True).get_emb(500)
-    assert torch.equal(ours.of_length(500, HOST), theirs)
-    assert not torch.equal(Rotary(config).of_length(500, HOST), theirs)
 
 
 def test_rows_turn_by_their_positions() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from checkpoint import manifest
 from configs.schema import Config
 from tests import distributed
 from tests.configs import advice
@@ -477,11 +476,8 @@ def test_a_spike_is_skipped(data: list[str], tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["kept", "of an earlier version"])
-def test_a_resumed_run_sees_the_same_spikes(
-    data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], old: bool
-) -> None:
-    """Stopped where the window is filled in part, once more with a checkpoint that does not keep it."""
+def test_a_resumed_run_sees_the_same_spikes(data: list[str], tmp_path: Path) -> None:
+    """Stopped where the window is filled in part."""
     steps = LEAST_STEPS + 3
     more = ["training.spike_factor=1.2", "model.hidden_dropout=0.1", f"optimizer.decay_steps={steps}"]
     overrides = ["experiment=gpt_tiny", *data, *more, "checkpoint.interval=3"]
@@ -489,26 +485,10 @@ def test_a_resumed_run_sees_the_same_spikes(
     whole = run([*overrides, f"training.steps={steps}", f"run_dir={tmp_path / 'whole'}"], *fault)
     again = [*overrides, f"run_dir={tmp_path / 'again'}"]
     first = run([*again, f"training.steps={LEAST_STEPS - 2}"], *fault)
-    if old:
-        forget_health(manifest.folder_of(tmp_path / "again", LEAST_STEPS - 2))
-    capfd.readouterr()
     rest = run([*again, f"training.steps={steps}"], *fault)
     assert picked(first + rest) == picked(whole) and len(whole) == steps
     skipped = [json.loads((tmp_path / name / "skipped_samples.json").read_text()) for name in ("whole", "again")]
     assert skipped[0] == skipped[1] and len(skipped[0]) == 1
-    said = [
-        line for line in capfd.readouterr().out.splitlines() if "of an earlier version, which kept no losses" in line
-    ]
-    assert len(said) == old and all("those of the last 6 steps are taken from" in line for line in said)
-
-
-def forget_health(folder: Path) -> None:
-    """Make of a checkpoint what an earlier version would have written."""
-    state = json.loads((folder / manifest.STATE).read_text())
-    del state["health"]
-    files = manifest.read(folder)
-    files[manifest.STATE] = manifest.write_text(folder / manifest.STATE, json.dumps(state))
-    manifest.write(folder, state["step"], files)
 
 
 def test_health_reads_back_exactly() -> None:

@@ -101,9 +101,9 @@ def by(resume: str, good: bool) -> Callable[[Path], None]:
     return make
 
 
-def of_an_earlier_version(root: Path) -> None:
+def without_its_record(root: Path) -> None:
     take_steps(root / "run", 3)
-    save(root / "run", 3, run=None)
+    save(root / "run", 3)
     (root / "run" / "config.yaml").write_text(to_yaml(Config()))
 
 
@@ -147,7 +147,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
         for resume in ("auto", "never", "path")
         for good in (False, True)
     },
-    "a run of an earlier version, a good checkpoint": of_an_earlier_version,
+    "a run without its run.json, a good checkpoint": without_its_record,
     "a run whose newest checkpoint is damaged": newest_damaged,
     "a run whose checkpoints are all damaged": all_damaged,
     "a run whose checkpoints are gone": gone,
@@ -199,19 +199,8 @@ def test_the_table(tmp_path: Path, holds: str, command: str, outcome: str) -> No
             "goes on": (newest, False, "goes on at step 3 (started "),
         }
         assert (found.checkpoint, found.is_new) == expected[outcome][:2] and expected[outcome][2] in line
-        assert holds in ("nothing", "a run of an earlier version, a good checkpoint") or found.record.id == ID
+        assert holds == "nothing" or found.record.id == ID
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-
-
-def test_an_earlier_version_mixed_two_runs(tmp_path: Path) -> None:
-    """`never` in a used folder left the older run's higher steps, which auto then took."""
-    take_steps(tmp_path / "run", 3)
-    save(tmp_path / "run", 3, run=None)
-    save(tmp_path / "run", 40, run=None)
-    config = Config()
-    config.run_dir = str(tmp_path / "run")
-    with pytest.raises(ConfigError, match="holds a run at step 3 and checkpoints of an earlier one: step_0000040"):
-        start.find(config)
 
 
 def test_readers_take_their_own_runs_checkpoints(tmp_path: Path) -> None:
@@ -263,7 +252,7 @@ def changed_to(name: str, value: object) -> Config:
     return config
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known by content", "earlier version"])
+@pytest.mark.parametrize("known", [True, False], ids=["known by content", "names no data"])
 def test_another_value_of_each_key(tmp_path: Path, known: bool) -> None:
     folder = save(tmp_path / "run", 3, facts={"data": IDENTITY} if known else {})
     found = start.Start(Record(ID, "auto"), folder, False)
@@ -354,17 +343,15 @@ def test_a_run_goes_on_with_its_own_tokenizer(tmp_path: Path) -> None:
     run_dir, other = tmp_path / "run", trained_tokenizer(tmp_path / "other", "qwerty")
     kept = trained_tokenizer(run_dir / "tokenizer", "abcdef")
     digest = tokenizer_digest(kept)
-    # named by the checkpoint, or beside one of an earlier version
-    for facts in ({"data": {**IDENTITY, "tokenizer": digest}}, {}):
-        folder = save(tmp_path / "run", 3 + len(facts), facts=facts)
-        found, config = start.Start(Record(ID, "auto"), folder, False), Config()
-        assert start.data_config(config, found).tokenizer == str(kept)
-        config.data.tokenizer = str(other)
-        with pytest.raises(ConfigError, match="other content than the tokenizer that"):
-            start.check_tokenizer(config, found)
-        config.checkpoint.accept_changes = ["data.tokenizer"]
+    folder = save(tmp_path / "run", 3, facts={"data": {**IDENTITY, "tokenizer": digest}})
+    found, config = start.Start(Record(ID, "auto"), folder, False), Config()
+    assert start.data_config(config, found).tokenizer == str(kept)
+    config.data.tokenizer = str(other)
+    with pytest.raises(ConfigError, match="other content than the tokenizer that"):
         start.check_tokenizer(config, found)
-        assert start.data_config(config, found).tokenizer == str(other)
+    config.checkpoint.accept_changes = ["data.tokenizer"]
+    start.check_tokenizer(config, found)
+    assert start.data_config(config, found).tokenizer == str(other)
 
 
 def test_an_exchanged_tokenizer_stays_for_older_checkpoints(tmp_path: Path) -> None:

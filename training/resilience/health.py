@@ -158,49 +158,6 @@ class Health:
         )
 
 
-def kept_state(state: dict[str, Any] | None, step: int, folder: Path) -> tuple[dict[str, Any], str | None]:
-    """What the checkpoint in `folder` keeps of the health; for one that keeps nothing (None) the losses of
-    metrics.jsonl up to its step beside it, and a line that says so. Rank 0 reads, all hear. A collective call."""
-    if state is not None:
-        return state, None
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        box[0] = _from_metrics(folder.parent.parent / "metrics.jsonl", step)
-    dist.broadcast_object_list(box, src=0)
-    lines, found = box[0]
-    in_a_row = next((i for i, (_, updated) in enumerate(reversed(lines)) if updated), len(lines))
-    kept = {
-        "losses": [loss for loss, _ in lines[-WINDOW:]],
-        "furthest": step,
-        "refused_in_a_row": 0,
-        "damages_in_a_row": 0,
-        "marked": [],
-        "without_update": sum(not updated for _, updated in lines),
-        "without_update_in_a_row": in_a_row,
-    }
-    return kept, f"{folder} is of an earlier version, which kept no losses to measure spikes against: {found}"
-
-
-def _from_metrics(path: Path, step: int) -> tuple[list[tuple[float, bool]], str]:
-    """Loss and whether there was an update of each step on record up to `step`; and what was found, in words."""
-    lines: dict[int, tuple[float, bool]] = {}
-    try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            for line in stream:
-                try:
-                    content = json.loads(line)
-                    number, loss = int(content["step"]), float(content["loss"])
-                except (ValueError, KeyError, TypeError):
-                    continue  # the end of a line that a kill cut off
-                if number <= step:
-                    lines[number] = loss, bool(content.get("updated", True))
-    except OSError as error:
-        return [], f"{path} cannot be read ({error.strerror}), so there are none to begin with"
-    return [
-        lines[number] for number in sorted(lines)
-    ], f"those of the last {min(len(lines), WINDOW)} steps are taken from {path}"
-
-
 class SkippedSamples:
     """The samples that no step may use, as `run_dir` has them on record. All ranks hold the same."""
 

@@ -21,7 +21,6 @@ from training.resilience.health import (
     RefusedRun,
     Skip,
     UnhealthyRun,
-    kept_state,
 )
 from training.run import Run, restore_callbacks
 from training.starting import beginning
@@ -156,10 +155,7 @@ def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind
             f"{text}. The checkpoint to go back to, {folder}, is damaged in the same way: {damage}."
             + (f" Try {advice[0]} to go on from an older one." if advice else "")
         )
-    kept, line = kept_state(run.progress.health, run.progress.step, folder)
-    health.go_back(kept)
-    if line is not None:
-        run.say(line)
+    health.go_back(run.progress.health)
     _record(
         run,
         "rolled_back",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpoint import manifest, run_files, start
+from checkpoint import run_files, start
 from checkpoint.record import last_step
 from checkpoint.resume import Beginning
 from checkpoint.start import Start
@@ -50,11 +50,6 @@ def say(config: Config, beginning: Beginning, step: int) -> None:
         print(text, flush=True)
         events.record(run_dir, "ended_hard", text, step=last_step(run_dir))
     line = found.line(step)
-    if found.record.adopted and found.checkpoint is not None and manifest.run_of(found.checkpoint) is None:
-        line += (
-            "; its checkpoint is of an earlier version, which names neither tokenizer nor data: they are taken "
-            "from its folder"
-        )
     print(line, flush=True)
     way = {
         "run": found.record.id,

@@ -38,7 +38,7 @@ from simulator.text import no_export
 from training import progress
 from training.engine import Engine
 from training.loss_buckets import with_lengths
-from training.resilience.health import Health, SkippedSamples, kept_state
+from training.resilience.health import Health, SkippedSamples
 from training.run import Callback, Run
 from training.starting import beginning, dry_run, limits
 
@@ -81,10 +81,7 @@ def build(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitS
         begin(f"Reading {folder or config.checkpoint.weights}")
     if folder is not None:
         position = progress.load(engine, folder)
-        kept, line = kept_state(position.health, position.step, folder)
-        health.resume(kept)
-        if line is not None and topology.rank == 0:
-            print(line, flush=True)
+        health.resume(position.health)
     elif config.checkpoint.weights is not None:
         raise_together(_problem_with_weights(Path(config.checkpoint.weights)))
         engine.load_weights(Path(config.checkpoint.weights))
@@ -168,12 +165,11 @@ def _prepare(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
     if device.type == "cpu":
         run_plan.refuse_what_the_host_cannot_hold(expected)
         limits.check_addresses(expected.memory[launch.rank].total + expected.memory[launch.rank].host)
-    show_progress, rule = launch.rank == 0 and config.logging.progress, start.split_rule(early)
+    show_progress = launch.rank == 0 and config.logging.progress
     prepared = prepare(
         data_config,
         config.model.family,
         show_progress,
-        split_rule=rule,
         documents_in_text=start.documents_in_text(config, early),
     )
     if config.data.documents == "separate" and launch.rank == 0:  # whose plan is written and said

@@ -34,7 +34,7 @@ class ConvertedTokenizer(HuggingFaceTokenizer):
             settings.pop(key, None)
         self.said = converted.notes
         files = dict.fromkeys(settings, CONFIG)
-        return file, json.dumps(converted.spec, ensure_ascii=False), Settings(settings, files, earlier=settings)
+        return file, json.dumps(converted.spec, ensure_ascii=False), Settings(settings, files)
 
     def kept_files(self) -> dict[str, str]:
         text = json.dumps(self._spec, ensure_ascii=False)

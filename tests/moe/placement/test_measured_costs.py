@@ -106,14 +106,3 @@ def test_costs_are_those_that_the_config_asks_for_at_each_start(monkeypatch: pyt
     assert state["costs"] == asdict(CPU) and "not plausible: too much" in said
     state, said = start("measured", state, ranks=4)  # a run repeats, also with these
     assert state["costs"] == asdict(CPU) and "assumed, as none that are plausible were measured" in said
-    for costs, again in ((CPU, True), (noise, True), (first, False)):  # an earlier version's
-        measured[:] = [Measured(second, 2 * US, None)]
-        state, _ = start("measured", {"expert_ranks": 2, "costs": asdict(costs)})
-        assert state["costs"] == asdict(second if again else costs)
-
-
-def test_costs_of_an_earlier_version_are_a_copy_s_weights_and_its_gradient() -> None:
-    earlier = {"piece": 9, "copy_in_node": 401, "copy_between": 900, "row_between": 0}
-    costs = home_moves._costs_from(earlier)
-    assert costs == Costs(9, 200, 450, 201, 450) and costs.of_call(trains=True).copy_in_node == 401
-    assert home_moves._costs_from(asdict(costs)) == costs

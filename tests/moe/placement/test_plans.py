@@ -188,17 +188,13 @@ def test_any_damage_is_one_line(tmp_path: Path) -> None:
         PlanFile(path, "a1", 2).close() if b'"a1"' in path.read_bytes().split(b"\n")[0] else None
 
 
-def test_a_file_of_an_earlier_version_is_read_where_all_fits(tmp_path: Path) -> None:
+def test_a_file_without_a_header_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.plans"
     write(path, range(1, 5))
-    lines = [json.loads(line) for line in path.read_text().splitlines() if "format" not in line]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plans = read_plans(path)
-    assert not plans.headers and plans.problem(header(1), LAST, 2) is None
-    assert "rank (1) must be from 0 to 0" in str(plans.problem(header(1, expert_ranks=1), LAST, 2))
-    assert "a rank has 2 copies, and 1 slots" in str(plans.problem(header(1, slots=1), LAST, 2))
-    write(path, range(3, 5), after=2)  # gone on with by this version
-    assert read_plans(path).problem(header(1), LAST, 2) is None and read_plans(path).header(2) is None
+    lines = [line for line in path.read_text().splitlines() if "format" not in line]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(ConfigError, match=r"line 1: no header of step 1 is before it"):
+        read_plans(path)
 
 
 def test_a_call_of_other_counts_is_refused(tmp_path: Path) -> None:

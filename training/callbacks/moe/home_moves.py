@@ -96,11 +96,9 @@ class HomeMoves(Callback):
     def _kept_costs(self) -> tuple[Costs | None, str]:
         """The costs that a checkpoint of as many expert ranks on such a device keeps, and what had been asked for."""
         saved = self._saved
-        if saved is None or saved["expert_ranks"] != self._ranks or saved.get("device", self._device) != self._device:
+        if saved is None or (saved["expert_ranks"], saved["device"]) != (self._ranks, self._device):
             return None, ""
-        costs = _costs_from(saved["costs"])
-        # Earlier versions did not say.
-        return costs, saved.get("costs_asked", "assumed" if costs in ASSUMED.values() else "measured")
+        return Costs(**saved["costs"]), saved["costs_asked"]
 
     def on_rollback(self, run: Run) -> None:
         self._take_up(run)
@@ -174,15 +172,6 @@ class HomesInOrder(Callback):
                 f"moe.placement.policy is {policy} and parallel.expert {ranks}: experts that had moved are at home in "
                 "order again, also for later starts"
             )
-
-
-def _costs_from(saved: dict[str, int]) -> Costs:
-    """Costs as a checkpoint has them; earlier versions gave a copy's weights and its gradient in one."""
-    if "grad_in_node" in saved:
-        return Costs(**saved)
-    weights, far = saved["copy_in_node"] // 2, saved["copy_between"] // 2
-    grads = saved["copy_in_node"] - weights, saved["copy_between"] - far
-    return Costs(saved["piece"], weights, far, *grads)
 
 
 def _in_words(costs: Costs) -> str:
