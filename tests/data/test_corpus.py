@@ -51,13 +51,14 @@ def test_every_format_gives_the_same_documents(tmp_path, texts):
     compressor = zstandard.ZstdCompressor()
     (tmp_path / "c.jsonl.zst").write_bytes(compressor.compress(lines[:half]) + compressor.compress(lines[half:]))
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "d.parquet", row_group_size=7)
-    one_line = [text.replace("\n", " ") for text in texts]
-    assert one_line == texts
-    (tmp_path / "e.txt").write_text("\n\n\n\n".join(texts))
-    (tmp_path / "f.txt.gz").write_bytes(gzip.compress("\n\n".join(texts).encode()))
+    without_blank_lines = [text.replace("\n\n", "\n") for text in texts]
+    (tmp_path / "e.txt").write_text("\n\n\n\n".join(without_blank_lines))
+    (tmp_path / "f.txt.gz").write_bytes(gzip.compress("\n\n".join(without_blank_lines).encode()))
     for path in sorted(tmp_path.glob("?.*")):
         documents, bad = read(str(path), tmp_path, rule="blank_line")
-        assert [document.text for document in documents] == texts, path
+        assert [document.text for document in documents] == (without_blank_lines if ".txt" in path.name else texts), (
+            path
+        )
         assert len({document.name for document in documents}) == len(texts) and not bad
     # The name does not depend on the compression, so neither does the split.
     assert [d.name[1:] for d in read(str(tmp_path / "a.jsonl"), tmp_path)[0]] == [

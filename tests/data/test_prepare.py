@@ -224,7 +224,7 @@ def test_waiting_for_another_process_ends(config):
     prepared = prepare(config, "gpt", False)
     folder = Path(prepared.train[0].prefix).parent
     (folder / "done.json").unlink()
-    with open(folder.parent / "lock", "a") as file:  # beside the folder `exact`
+    with open(folder / "lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(TimeoutError, match=f"data.timeout_seconds.*pid {os.getpid()}"):
             prepare(replace(config, timeout_seconds=1), "gpt", False)
