@@ -87,9 +87,9 @@ SETTINGS: dict[str, dict[str, tuple[str, ...]]] = {
     "placement": {
         "home": (),
         "scattered": ("moe.placement.policy=solve", "moe.placement.extra_slots=2", "moe.placement.interval=2"),
-        "moves": ("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
+        "moves": ("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
         "blocks": (
-            *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
+            *("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
             *("moe.placement.bitwise=true", "moe.placement.block_rows=8"),
         ),
     },

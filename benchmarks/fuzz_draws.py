@@ -96,7 +96,7 @@ EXPERT_PLACES: dict[str, tuple[float, Sequence[str]]] = {
     "moe.all_to_all": (0.2, ("hierarchical", "auto")),
 }
 PLACEMENT: dict[str, tuple[float, Sequence[str]]] = {
-    "moe.placement.policy": (1.0, ("flex", "quota", "least_loaded", "solve", "auto")),
+    "moe.placement.policy": (1.0, ("flex", "least_loaded", "solve", "auto")),
     "moe.placement.extra_slots": (1.0, ("1", "2", "3")),
     "moe.placement.interval": (1.0, ("0", "1", "2")),
     "moe.placement.bitwise": (0.3, ("true",)),

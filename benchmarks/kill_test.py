@@ -90,7 +90,7 @@ from training.trainer import Trainer
 
 MOVING = (
     *("moe.num_experts=8", "moe.aux_loss_coeff=0", "optimizer.lr=0.01", "optimizer.schedule=constant"),
-    *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
+    *("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2", "moe.placement.interval=1"),
 )
 RECORDED = ("moe.placement.record=true", "optimizer.bucket_parameters=65536", "optimizer.early_update=always")
 CONTEXT = ("model.attention_dropout=0",)  # attention over slices has none

@@ -65,17 +65,17 @@ def features(disk: Path) -> dict[str, Feature]:
     moe, gpt, bert, bert_moe = "gpt_moe_tiny", "gpt_tiny", "bert_tiny", "bert_moe_tiny"
     found = {
         f"placement {policy}, EP2": Feature(moe, 2, (*EP2, *_placed(policy)))
-        for policy in ("flex", "quota", "least_loaded", "solve", "auto")
+        for policy in ("flex", "least_loaded", "solve", "auto")
     }
     found |= {
         "placement solve, EP4": Feature(moe, 4, (*EP4, *_placed("solve"))),
-        "placement quota, EP2xETP2": Feature(moe, 4, (*ETP2, *_placed("quota"))),
+        "placement least_loaded, EP2xETP2": Feature(moe, 4, (*ETP2, *_placed("least_loaded"))),
         "placement solve, PP2xEP2": Feature(moe, 4, (*PP2, *EP2, *_placed("solve"))),
         "max_load, record": Feature(
             moe, 2, (*EP2, *_placed("solve", "moe.placement.max_load=1.5", "moe.placement.record=true"))
         ),
         "bitwise": Feature(moe, 2, (*EP2, *_placed("solve", "moe.placement.bitwise=true"))),
-        "placement, BERT": Feature(bert_moe, 2, (*EP2, *_placed("quota"))),
+        "placement, BERT": Feature(bert_moe, 2, (*EP2, *_placed("least_loaded"))),
     }
     layouts: dict[str, tuple[int, tuple[str, ...]]] = {
         "TP2": (2, TP2),
@@ -91,7 +91,7 @@ def features(disk: Path) -> dict[str, Feature]:
             found[f"state on {tier}, {name}"] = Feature(moe, ranks, (*layout, *state))
     on_host = ("optimizer.state_device=host", "optimizer.early_update=always", "optimizer.moment_dtype=bf16")
     found |= {
-        "state on host, moved homes": Feature(moe, 2, (*EP2, *_placed("quota"), *on_host)),
+        "state on host, moved homes": Feature(moe, 2, (*EP2, *_placed("least_loaded"), *on_host)),
         "activation offload": Feature(gpt, 1, (FULL, "training.activation_offload=auto")),
         "activation offload, EP2": Feature(moe, 2, (*EP2, FULL, "training.activation_offload=auto")),
         "recompute selective": Feature(moe, 1, ("training.recompute=selective",)),

@@ -33,7 +33,7 @@ from tests.training.helpers import largest_difference, make_config
 
 NAMES = ("EP2", "EP4", "DP2xEP2", "DP2xPP2xEP2", "DP2xPP2xVPP2xEP2", "TP2+SPxEP2xETP1", "TP2+SPxEP2xETP2")
 SCATTERED = "scattered"
-POLICIES = ("flex", "quota", "least_loaded", "solve")
+POLICIES = ("flex", "least_loaded", "solve")
 PASSES = (
     ("moe.memory_strategy=keep",),
     ("moe.memory_strategy=recompute", "moe.pipeline_degree=3", "moe.backward_pipeline_degree=2"),

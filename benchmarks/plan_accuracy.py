@@ -128,7 +128,7 @@ CASES = [
         2,
         *_TWO_LAYERS,
         "parallel.expert=2",
-        "moe.placement.policy=quota",
+        "moe.placement.policy=least_loaded",
         "moe.placement.extra_slots=2",
     ),
     _case("quickstart", "single", 1, "training.global_batch_size=4"),

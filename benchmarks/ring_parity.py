@@ -49,7 +49,7 @@ DRAWN = Sampling(1.5, top_k=40, top_p=0.9, seed=7)
 LENGTH = 32  # learned positions of the Hugging Face models
 FP8_BLOCK = (4, 8)
 TP2, PP2, EP2 = "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2"
-PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1")
+PLACED = ("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2", "moe.placement.interval=1")
 SMALL = (
     *("model.num_layers=2", "training.steps=2", "training.global_batch_size=8", "training.micro_batch_size=2"),
     *("checkpoint.interval=0", "optimizer.bucket_parameters=4096", "data.vocab_size=384", "optimizer.lr=0.01"),

@@ -137,7 +137,7 @@ class ModelConfig:
     )
 
 
-PLACEMENT_POLICIES = ("static", "flex", "quota", "least_loaded", "solve", "auto")
+PLACEMENT_POLICIES = ("static", "flex", "least_loaded", "solve", "auto")
 
 
 @dataclass
@@ -145,7 +145,7 @@ class PlacementConfig:
     policy: str = key(
         "static",
         "static: each expert is computed at its home. Others: where a rank gets more than others, copies on other "
-        "ranks take part; flex: FlexMoE's, quota: UltraEP's, least_loaded: LLEP's, solve: ours, which keeps copies for "
+        "ranks take part; flex: FlexMoE's, least_loaded: LLEP's, solve: ours, which keeps copies for "
         "the step and makes those that pay; auto: solve or static, by the last step's loads",
         "free",
         choices=PLACEMENT_POLICIES,

@@ -34,7 +34,7 @@ INTERNAL = {
     "launch.system_torch",
     "data.worker",
     "moe.kernels",
-} | {"models.huggingface.transformers_reads"}
+}
 ROOMS_OF_A_USER = ("checkpoint", "configs", "data", "memory", "models", "moe", "training")
 HEAVY = ("torch", "megatron", "transformers", "wandb", "tensorboard")
 MISSING = "no/such/folder"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from benchmarks.planners.eplb import eplb
 from benchmarks.planners.moonep import moonep
+from benchmarks.planners.quota import quota
 from benchmarks.planners.shadowing import shadowing
 from moe.placement.planners.flex import flex
 from moe.placement.planners.least_loaded import least_loaded
-from moe.placement.planners.quota import quota
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home
 from moe.placement_map import Integers, PlacementMap

@@ -11,14 +11,12 @@ from configs import derived
 from configs.schema import Config
 from moe.placement.planners.flex import flex
 from moe.placement.planners.least_loaded import least_loaded
-from moe.placement.planners.quota import quota
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, QuotaPlanner
 from moe.placement_map import Integers, PlacementMap
 
 POLICIES: Mapping[str, QuotaPlanner] = {
     "flex": flex,
-    "quota": quota,
     "least_loaded": least_loaded,
     "solve": solve,
     "auto": solve,

@@ -11,7 +11,7 @@ from simulator.run_plan import make_plan
 from tests.training.helpers import make_config
 
 SIZES = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4", "parallel.expert=2")
-SLOTS = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
+SLOTS = ("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2")
 
 
 @pytest.mark.parametrize("more", [SLOTS, ("moe.capacity_factor=0.3",)], ids=["slots of copies", "capacity"])

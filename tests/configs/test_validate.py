@@ -243,7 +243,12 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
     ),
     (
         [
-            *("model=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=quota", "moe.placement.extra_slots=1"),
+            *(
+                "model=gpt_moe_tiny",
+                "parallel.expert=2",
+                "moe.placement.policy=least_loaded",
+                "moe.placement.extra_slots=1",
+            ),
             "moe.placement.max_load=1.2",
         ],
         2,

@@ -103,7 +103,7 @@ CONTEXT = (
 )
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
-PLACED = ("moe.placement.policy=quota", "moe.placement.extra_slots=2")
+PLACED = ("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2")
 IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
 PARTS = "moe.shard_weights=true"  # of ranks that hold the same experts

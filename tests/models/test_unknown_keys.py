@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.kit import transformers_reads
 from configs.compose import compose, load, to_yaml
 from configs.schema import ConfigError
 from inference.open_model import open_model
 from models import convert
-from models.huggingface import transformers_reads, translate, unknown_keys
+from models.huggingface import translate, unknown_keys
 from tests.models.mutations import BASES, make_bases
 
 

@@ -38,7 +38,12 @@ BY_LAYER = ("training.pass_order=by_layer",)
 EARLY = ("optimizer.early_update=always", "parallel.overlap_grad_reduce=true", "optimizer.distributed=true")
 FOUR_LAYERS = ("model.num_layers=4",)
 MOVES = (
-    *("moe.placement.policy=quota", "moe.placement.extra_slots=2", "moe.placement.interval=1", "moe.num_experts=8"),
+    *(
+        "moe.placement.policy=least_loaded",
+        "moe.placement.extra_slots=2",
+        "moe.placement.interval=1",
+        "moe.num_experts=8",
+    ),
     "moe.aux_loss_coeff=0",
 )
 STEPS = 3

@@ -36,7 +36,7 @@ CASES = [
     Case("EP4", SCATTERED, PASSES[1]),
     Case("DP2xPP2xEP2", "least_loaded", PASSES[2]),
     Case("DP2xPP2xVPP2xEP2", SCATTERED, PASSES[0]),
-    Case("TP2+SPxEP2xETP1", "quota", PASSES[4]),
+    Case("TP2+SPxEP2xETP1", "flex", PASSES[4]),
     Case("TP2+SPxEP2xETP2", "solve", PASSES[3]),
 ]
 
@@ -195,7 +195,7 @@ def test_steps_that_are_taken_again_stand_once(tmp_path: Path) -> None:
 def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> None:
     common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2"]
     common += ["moe.placement.extra_slots=2", "moe.placement.interval=2", "training.eval_interval=2"]
-    first = ["moe.placement.policy=quota", "moe.placement.record=true", "checkpoint.interval=2"]
+    first = ["moe.placement.policy=least_loaded", "moe.placement.record=true", "checkpoint.interval=2"]
     recorded = train_on_ranks([*common, *first, f"run_dir={tmp_path / 'first'}"], 2)
     path = tmp_path / "first" / "placement_0_0.plans"
     plans = read_plans(path)

@@ -1,4 +1,4 @@
-"""Which keys of a config.json transformers' code reads, by family: `python -m models.huggingface.transformers_reads`
+"""Which keys of a config.json transformers' code reads, by family: `python -m benchmarks.kit.transformers_reads`
 writes transformers_reads.yaml anew from the sources of the installed transformers, and prints how many keys each has.
 
 The sources are parsed, not run. Taken is what a model's own files read, and what the files read that those import, and
@@ -44,7 +44,7 @@ ATTRIBUTE_CALLS = ("getattr", "hasattr", "setattr", "delattr")
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m models.huggingface.transformers_reads", description=__doc__.partition("\n\n")[0]
+        prog="python -m benchmarks.kit.transformers_reads", description=__doc__.partition("\n\n")[0]
     )
     parser.parse_args(arguments)
 
@@ -68,7 +68,7 @@ def all_reads() -> dict[str, set[str]]:
 def text_of(keys: dict[str, set[str]]) -> str:
     """The content of the table's file."""
     version = importlib.metadata.version("transformers")
-    lines = ["# Made by `python -m models.huggingface.transformers_reads` from the code of this version.", ""]
+    lines = ["# Made by `python -m benchmarks.kit.transformers_reads` from the code of this version.", ""]
     lines.append(yaml.safe_dump({"transformers": version}))
     for name, found in keys.items():
         words = textwrap.fill(" ".join(sorted(found)), 118, initial_indent="  ", subsequent_indent="  ")

@@ -1,0 +1,1 @@
+"""Tools that benchmarks and the repository's own files are made with."""
