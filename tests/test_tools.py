@@ -26,7 +26,7 @@ from parallel.dtypes import DTYPES
 from tests.distributed import ROOT
 from tests.waits import LONG
 
-# started by scripts and by other programs, not by people; and what writes a file of this repository
+# started by scripts and by other programs, not by people
 INTERNAL = {
     "launch.agent",
     "launch.rank",

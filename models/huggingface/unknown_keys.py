@@ -1,9 +1,9 @@
 """Keys of a config.json that no table of a family has. What transformers' code for the family never reads is carried:
 named in one warning, kept, and written to config.json again at export. The others are refused, all in one line.
 
-transformers_reads.yaml says what is read; transformers_reads.py makes it from transformers' code. Beside it stands one
-table of switches: names that models with code of their own use for what changes numbers. A key that is read, or that
-is such a switch, is refused unless its value leaves the model what it is.
+transformers_reads.yaml says what is read; benchmarks/kit/transformers_reads.py makes it from transformers' code. Beside
+it stands one table of switches: names that models with code of their own use for what changes numbers. A key that is
+read, or that is such a switch, is refused unless its value leaves the model what it is.
 """
 
 from __future__ import annotations
