@@ -35,7 +35,7 @@ class Clock:
         self._late = 0.0
 
     def work(self, flops: float) -> None:
-        """Return when so many floating-point operations would be over."""
+        """Return when this number of floating-point operations would be finished."""
         seconds = flops / self.flops_per_second
         self.busy_seconds += seconds
         before = time.perf_counter()
@@ -50,7 +50,7 @@ def _products(assignments: int, weights: Slab) -> float:
 
 
 def step_flops(assignments: int, hidden: int, width: int) -> float:
-    """Of the experts' forward and backward pass with SwiGLU, nothing recomputed."""
+    """Return the FLOPs of the experts' forward and backward pass with SwiGLU, without recomputation."""
     return 3 * 2.0 * assignments * hidden * 3 * width
 
 
@@ -63,15 +63,19 @@ class VirtualAccelerator(ExpertCompute):
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        n, source = len(inputs.assignments.rows), inputs.source_NH
+        n, source = len(inputs.assignments.token_rows), inputs.source_NH
         output = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
-        self.clock.work(_products(n, inputs.weights.home))
+        self.clock.work(_products(n, inputs.weights.primaries))
         return output, preactivation
 
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-        weights, source, n = inputs.chunk.weights.home, inputs.chunk.source_NH, len(inputs.chunk.assignments.rows)
+        weights, source, n = (
+            inputs.chunk.weights.primaries,
+            inputs.chunk.source_NH,
+            len(inputs.chunk.assignments.token_rows),
+        )
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
         probs_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
         flops = _products(n, weights)
@@ -83,23 +87,23 @@ class VirtualAccelerator(ExpertCompute):
         columns = weights.fc1.size(1), weights.fc2.size(2)
         buffers = [WORKSPACE.take((n + SPARE_ROWS, number), source) for number in columns]
         given = inputs.sums_grad_RH, inputs.sums_rows_n
-        parts = [SlabWork(part, *given, *(each[part.part] for each in buffers)) for part in inputs.chunk.by_slab()]
-        work = WeightWork(parts, buffers)
+        of_slabs = [SlabWork(slab, *given, *(each[slab.span] for each in buffers)) for slab in inputs.chunk.by_slab()]
+        work = WeightWork(of_slabs, buffers)
         self.clock.work(flops)
         return input_grad, probs_grad, work
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
-        for part in work.parts:
-            columns = part.preactivation_grad.size(1) + part.activated.size(1)
-            self.clock.work(2.0 * len(part.inputs.assignments.rows) * part.inputs.source_NH.size(1) * columns)
-            of_slab = grads.of(part.inputs.index)
-            for expert in range(len(part.inputs.slab)):
+        for slab in work.of_slabs:
+            columns = slab.preactivation_grad.size(1) + slab.activated.size(1)
+            self.clock.work(2.0 * len(slab.inputs.assignments.token_rows) * slab.inputs.source_NH.size(1) * columns)
+            of_slab = grads.of(slab.inputs.index)
+            for expert in range(len(slab.inputs.slab)):
                 of_slab.mark(expert)
         work.free()
 
 
 class VirtualExperts(torch.nn.Module):
-    """In place of the experts of Megatron-core's layer: the same time for the same rows."""
+    """Replaces the experts of Megatron-core's layer, with the same time for the same rows."""
 
     def __init__(self, flops_per_second: float, experts: Any) -> None:
         super().__init__()
@@ -109,18 +113,18 @@ class VirtualExperts(torch.nn.Module):
         self.flops_per_row = 2.0 * sum(parameter.numel() for parameter in experts.local_experts[0].parameters())
 
     def forward(
-        self, rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+        self, token_rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """See megatron.core.transformer.moe.experts.SequentialMLP."""
-        return _Virtual.apply(self, rows, probs), None
+        return _Virtual.apply(self, token_rows, probs), None
 
 
 class _Virtual(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, module: VirtualExperts, rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, module: VirtualExperts, token_rows: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         ctx.module, ctx.probs = module, probs
-        output = torch.empty_like(rows)
-        module.clock.work(module.flops_per_row * len(rows))
+        output = torch.empty_like(token_rows)
+        module.clock.work(module.flops_per_row * len(token_rows))
         return output
 
     @staticmethod

@@ -46,7 +46,7 @@ LAYERS, HIDDEN, LENGTH, VOCAB_SIZE = 24, 512, 1024, 512
 MICRO_BATCHES = 2
 FORWARD_SECONDS = 0.016  # of a layer and micro-batch; its backward pass takes twice as long
 BUDGETS = (6, 12, 18, 24)  # layer inputs
-LEAVES_ROOM = 0.5
+LEAVES_TIME = 0.5
 MOST_LOST, GROWS_BY = 0.02, 0.1765  # the second: arXiv 2609.14306, section 5
 BATCH = 32
 MIB = 2**20
@@ -95,8 +95,8 @@ class Rig:
             f"training.global_batch_size={MICRO_BATCHES}",
             "parallel.overlap_grad_reduce=false",  # the layers' weights get no gradients
         )
-        place = topology.initialize(self.config)
-        self.engine = Engine(self.config, place, VOCAB_SIZE)
+        layout = topology.initialize(self.config)
+        self.engine = Engine(self.config, layout, VOCAB_SIZE)
         self.batches = made_up_batches(self.config, MICRO_BATCHES, VOCAB_SIZE, seed=0)
         clock = Clock(1.0)  # its work is in seconds
 
@@ -201,15 +201,15 @@ def _cells(row: dict[str, float]) -> list[str]:
     ]
 
 
-def _wrong(rows: list[dict[str, float]], growth: float) -> list[str]:
+def _wrong(results: list[dict[str, float]], growth: float) -> list[str]:
     wrong = []
-    for row in rows:
+    for row in results:
         case = f"link {row['link']:g}, budget {row['budget']:.0f}"
         if row["device_peak"] != row["planned_peak"]:
             wrong.append(f"{case}: the plan counts {row['planned_peak']:.0f} bytes")
-        if row["link"] <= LEAVES_ROOM and row["loss"] > MOST_LOST + 2 * row["standard_error"]:
+        if row["link"] <= LEAVES_TIME and row["loss"] > MOST_LOST + 2 * row["standard_error"]:
             wrong.append(f"{case}: loses {row['loss']:.1%}")
-    peaks = [row["device_peak"] for row in rows[: 1 + len(BUDGETS)]]
+    peaks = [row["device_peak"] for row in results[: 1 + len(BUDGETS)]]
     if sorted(set(peaks), reverse=True) != peaks:
         wrong.append(f"peaks {peaks} do not fall with each step of the budget")
     if growth < GROWS_BY:
@@ -225,17 +225,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rig, rows = Rig(), []
+    rig, results = Rig(), []
     for link in options.links:
         seconds = rig.measure(link, options.rounds)
-        rows += [_row(rig, link, budget, seconds) for budget in (0, *BUDGETS)]
+        results += [_row(rig, link, budget, seconds) for budget in (0, *BUDGETS)]
     rig.close()
     topology.destroy()
     headings = ["link", "budget", "host MiB", "device peak MiB", "planned", "passes ms", "loss", "standard error"]
     print(
         f"Virtual accelerator, emulated link, {options.rounds} paired rounds; {MICRO_BATCHES} micro-batches a step.\n"
     )
-    print(table(headings, [_cells(row) for row in rows], options.markdown))
+    print(table(headings, [_cells(row) for row in results], options.markdown))
     limit = _planned_bytes(BATCH, "none")
     grown = largest_batch(limit, "auto")
     growth = grown / BATCH - 1
@@ -243,10 +243,10 @@ def main(arguments: list[str] | None = None) -> int:
         f"\nLargest batch in {limit / 2**30:.2f} GiB of a GPU (plan, bf16, all inputs of layers on the host): "
         f"{grown} instead of {BATCH}, {100 * growth:.1f}% more."
     )
-    wrong = _wrong(rows, growth)
+    wrong = _wrong(results, growth)
     print("\n".join(wrong) if wrong else "Within all bars.")
     if options.json:
-        print(json.dumps({"rows": rows, "limit": limit, "batch": BATCH, "largest_batch": grown, "wrong": wrong}))
+        print(json.dumps({"rows": results, "limit": limit, "batch": BATCH, "largest_batch": grown, "wrong": wrong}))
     return 1 if wrong else 0
 
 

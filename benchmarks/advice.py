@@ -1,4 +1,4 @@
-"""Advice taken and run on: what an error message proposes must not only be legal, the run must also take a step with
+"""Follow the advice of error messages: what a message proposes must be legal, and the run must also take a step with
 it.
 
     python -m benchmarks.advice [--models MODEL...] [--only WORD] [--json]
@@ -39,7 +39,7 @@ ELSEWHERE = ("plan", "plan_world_size", "hardware")
 
 
 class Try(NamedTuple):
-    """An alternative, with the overrides that it is tried beside."""
+    """An alternative that a message proposes, with the overrides of its run."""
 
     overrides: tuple[str, ...]
     ranks: int
@@ -47,8 +47,8 @@ class Try(NamedTuple):
 
 
 def found(models: list[str], run_dir: str) -> Iterator[Try]:
-    """Every alternative of the messages that known mistakes and wrong values lead to, one for each configuration that
-    comes of it and is none of the presets' own."""
+    """Return the alternatives in the messages of known mistakes and wrong values, one for each resulting configuration
+    that is not a preset's own."""
     seen: set[str] = set()
     for overrides, ranks, _, _ in BROKEN:
         base = [] if any(text.startswith("experiment=") for text in overrides) else ["experiment=gpt_tiny"]
@@ -87,7 +87,7 @@ def _alternatives(overrides: list[str], ranks: int, seen: set[str]) -> Iterator[
 
 
 def runs_here(each: Try) -> bool:
-    """Whether this machine can run it."""
+    """Whether this machine can run the alternative."""
     return each.ranks <= MAX_RANKS and not any(
         advice.key_of(text) in ELSEWHERE
         or text.endswith("=cuda")
@@ -97,7 +97,7 @@ def runs_here(each: Try) -> bool:
 
 
 def run_on(each: Try, folder: Path) -> str:
-    """Start an alternative; "" once it has taken a step or ended well, else its last line."""
+    """Start a run; return "" once it has taken a step or ended without an error, else its last line."""
     corpus = folder / "corpus.txt"
     shutil.rmtree(folder / "run", ignore_errors=True)
     own = {
@@ -139,7 +139,7 @@ def run_on(each: Try, folder: Path) -> str:
 
 
 def _fork(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> int:
-    """A process that is one rank of `python train.py`, with what is imported here already; its id."""
+    """Fork a process that is one rank of `python train.py`, with the modules imported here; return its id."""
     pid = os.fork()
     return pid or _train(argv, rank, ranks, port, folder)
 
@@ -151,8 +151,8 @@ def _train(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> N
         os.dup2(out, 1)
         os.dup2(out, 2)
         if ranks > 1:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            os.environ |= {name: str(value) for name, value in place.items()}
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ |= {name: str(value) for name, value in variables.items()}
             os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         sys.argv = ["train.py", *argv]
         import train
@@ -175,7 +175,7 @@ def _corpus(path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run all; the exit status, 1 where an alternative did not run on."""
+    """Run all alternatives; return the exit status: 1 if one of them fails."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.advice", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""How much faster or slower a command is here than at another commit.
+"""Compare the time or a figure of a command in this working tree with that at another commit.
 
     python -m benchmarks.against COMMIT [--rounds 10] [--figure REGEX] [--json] -- COMMAND
 
@@ -34,7 +34,7 @@ SHOWN_CHARACTERS = 200  # of a failed command's last line
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Values of either tree by round: seconds, or the figure. `ratio`: new / old."""
+    """Values of both trees by round: seconds, or the figure. `ratio`: new / old."""
 
     old: list[float]
     new: list[float]
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def standard_error(self) -> float:
-        """Of the ratio, from how the rounds' ratios scatter."""
+        """Standard error of the ratio, from how the rounds' ratios scatter."""
         return self.ratio * statistics.stdev(self._logs) / math.sqrt(len(self.old))
 
 
@@ -80,7 +80,7 @@ def compare(
 
 
 def _run_once(name: str, tree: Path, command: Sequence[str], figure: str | None, timeout: float) -> float:
-    """Seconds of one run, or the figure in its output."""
+    """Return the seconds of one run, or the figure in its output."""
     folder = tree.parent / "folder"
     folder.mkdir()
     words = [word.replace("{folder}", str(folder)) for word in command]
@@ -121,7 +121,7 @@ def _run_once(name: str, tree: Path, command: Sequence[str], figure: str | None,
 
 
 def _figure(figure: str, text: str, name: str, last: str) -> float:
-    """The number in the last match of `figure`: its first group, or all of it."""
+    """Return the number in the last match of `figure`: its first group, or all of it."""
     found: re.Match[str] | None = None
     for found in re.finditer(figure, text, re.MULTILINE):  # noqa: B007 - the last one is wanted
         pass
@@ -178,7 +178,8 @@ def _copy_changes(repository: Path, tree: Path) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints. A Ctrl-C waits until it has ended, so that no worktree is left half made. Raises Failure."""
+    """Return the output of git. A Ctrl-C takes effect after git has ended, so that no worktree is left incomplete.
+    Raises Failure."""
     command = ["git", "-C", str(folder), *arguments]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

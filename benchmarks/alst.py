@@ -1,10 +1,10 @@
 """DeepSpeed's ALST (Arctic Long Sequence Training, arXiv 2506.13996) on one GPU, for benchmarks/longest_context.py.
 
 Hugging Face's Llama with torch's causal attention and no mask, under ZeRO-3 in bf16, its optimizer on the host. The
-parts are those of ArcticTraining: checkpoints of layers, their inputs on the host (pinned here, so faster than there),
-the tiled loss (1 GiB of fp32 logits a tile) and the tiled feed-forward layers (a tile of as many tokens as channels),
-both DeepSpeed's own. Ulysses, which exchanges heads between ranks, has nothing to do on one. AdamW is torch's fused
-one on the host, since DeepSpeed's is compiled at its first use.
+features are those of ArcticTraining: checkpoints of layers, their inputs on the host (pinned here, so faster than
+there), the tiled loss (1 GiB of fp32 logits a tile) and the tiled feed-forward layers (a tile of as many tokens as
+channels), both DeepSpeed's own. Ulysses, which exchanges heads between ranks, has nothing to do on one. AdamW is
+torch's fused one on the host, since DeepSpeed's is compiled at its first use.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-PARTS = ("checkpoints", "layer inputs on host", "tiled loss", "tiled feed-forward")
+FEATURES = ("checkpoints", "layer inputs on host", "tiled loss", "tiled feed-forward")
 TILE_OF_LOGITS = 2**30  # bytes in fp32
 ELEMENT_ON_HOST = 16  # bytes a parameter: fp32 master weight, two moments and gradient
 
 
 class HuggingFaceLlama(torch.nn.Module):
-    """A Llama with a loss; `parts` says how many of PARTS it uses, and may change between steps."""
+    """A Llama with a loss; `num_features` of FEATURES are in use, and may change between steps."""
 
     def __init__(self, sizes: dict[str, Any], device: torch.device) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
-        self.parts = 0
+        self.num_features = 0
         # It must not shorten a text, nor make a mask or a cache.
         settings = LlamaConfig(**sizes, attn_implementation="sdpa", use_cache=False)
         before = torch.get_default_dtype()
@@ -52,13 +52,13 @@ class HuggingFaceLlama(torch.nn.Module):
         """Mean loss, fp32 [], of token ids [1, s] and those that follow each."""
         hidden = self.llama.model(input_ids=tokens, use_cache=False).last_hidden_state
         count = labels.numel()
-        if self.parts <= PARTS.index("tiled loss"):
+        if self.num_features <= FEATURES.index("tiled loss"):
             logits = self.llama.lm_head(hidden).float()
             return F.cross_entropy(logits.view(count, -1), labels.view(-1))
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
-        def of_tile(llama: Any, rows: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-            logits = llama.lm_head(rows).float()
+        def of_tile(llama: Any, token_rows: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+            logits = llama.lm_head(token_rows).float()
             return F.cross_entropy(logits, following, reduction="sum") / count
 
         tiles = math.ceil(4 * count * self.llama.config.vocab_size / TILE_OF_LOGITS)
@@ -70,17 +70,19 @@ class HuggingFaceLlama(torch.nn.Module):
 
     def _checkpointed(self, layer: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         run = functools.partial(checkpoint, layer, *inputs, use_reentrant=True, preserve_rng_state=False, **named)
-        if self.parts <= PARTS.index("layer inputs on host"):
+        if self.num_features <= FEATURES.index("layer inputs on host"):
             return run()
         with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
             return run()
 
     def _feed_forward(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        def whole(layer: Any, rows: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = layer.down_proj(layer.act_fn(layer.gate_proj(rows)) * layer.up_proj(rows))
+        def whole(layer: Any, token_rows: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = layer.down_proj(
+                layer.act_fn(layer.gate_proj(token_rows)) * layer.up_proj(token_rows)
+            )
             return result
 
-        if self.parts <= PARTS.index("tiled feed-forward"):
+        if self.num_features <= FEATURES.index("tiled feed-forward"):
             return whole(layer, hidden)
         from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
@@ -90,10 +92,10 @@ class HuggingFaceLlama(torch.nn.Module):
 
 
 class AlstSide:
-    """One engine of DeepSpeed's for all parts and lengths; another one after a step that failed, which it would not
+    """One DeepSpeed engine for all features and lengths; a new one after a failed step, which an engine does not
     survive."""
 
-    parts = PARTS
+    features = FEATURES
 
     def __init__(self, sizes: dict[str, Any], device: torch.device, weights_on_host: bool) -> None:
         import deepspeed
@@ -109,17 +111,18 @@ class AlstSide:
         self._model, self._engine = self._build()
         self.num_parameters = sum(getattr(each, "ds_numel", each.numel()) for each in self._model.parameters())
 
-    def host_bytes(self, part: int, length: int) -> int:
-        """Of state, of the weights where they lie there, and of the inputs of all layers."""
+    def host_bytes(self, feature: int, length: int) -> int:
+        """Return the bytes of state, of the weights if they are on the host, and of the inputs of all layers."""
         element = ELEMENT_ON_HOST + (2 if self._weights_on_host else 0)
         layers, hidden = self._sizes["num_hidden_layers"], self._sizes["hidden_size"]
-        return element * self.num_parameters + (2 * layers * hidden * length if part >= 1 else 0)
+        return element * self.num_parameters + (2 * layers * hidden * length if feature >= 1 else 0)
 
-    def begin(self, part: int, length: int) -> Callable[[], float]:
-        """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
+    def begin(self, feature: int, length: int) -> Callable[[], float]:
+        """Return a function that takes a step of `length` tokens with the first `feature + 1` features and returns its
+        loss."""
         if self._engine is None:
             self._model, self._engine = self._build()
-        self._model.parts = part + 1
+        self._model.num_features = feature + 1
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self._sizes["vocab_size"], (1, length + 1), generator=generator)
         given, following = tokens[:, :-1].to(self.device), tokens[:, 1:].contiguous().to(self.device)
@@ -135,14 +138,14 @@ class AlstSide:
         return step
 
     def end(self) -> None:
-        """After steps, also failed ones."""
+        """Clean up after steps, also after failed ones."""
         if not self._is_whole:
             engine, self._engine, self._model = self._engine, None, None
             self._is_whole = True
             engine.destroy()
 
     def close(self) -> None:
-        """Let go of the engine, and leave the job."""
+        """Release the engine and leave the job."""
         engine, self._engine, self._model = self._engine, None, None
         if engine is not None:
             engine.destroy()

@@ -23,9 +23,8 @@ from configs import derived
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
-from models import blueprint
-from simulator.clock import files
 from simulator.clock.experts import ExpertCalls
+from simulator.clock.hardware import load_hardware
 from simulator.clock.passes import BlockSeconds, Reasons
 from simulator.clock.predict import StepClock
 from simulator.clock.stages import rates
@@ -60,12 +59,12 @@ class ApertusRun:
 
     @property
     def name(self) -> str:
-        """The layout in words."""
+        """Description of the layout."""
         words = [f"EP{self.expert}"] + ["overlap"] * self.overlap + ["streamed"] * self.streamed + ["FP8"] * self.fp8
         return ", ".join(words)
 
     def config(self) -> Config:
-        """The config, checked for the ranks, with its experts on the device. Raises ConfigError."""
+        """Return the config, checked for the ranks, with its experts on the device. Raises ConfigError."""
         overrides = keys(
             model__num_layers=4,
             model__hidden_size=4096,
@@ -107,26 +106,28 @@ PAIRS = [  # streamed, then resident
 class ApertusClock(StepClock):
     """A step of their trainer, whose exchanges send a row for each token and expert."""
 
-    def _expert_calls(self) -> ExpertCalls:
-        calls = super()._expert_calls()
-        load, ranks = calls.load, self.config.parallel.expert
-        rows = load.assignments
-        calls.load = replace(load, rows=rows, away_rows=rows * (ranks - 1) // ranks)
-        return calls
+    def _block(self, name: tuple[Any, ...], stage: int) -> BlockSeconds:
+        if self._calls is None:
+            self._calls = ExpertCalls(
+                self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
+            )
+            load, ranks = self._calls.load, self.config.parallel.expert
+            away_rows = load.assignments * (ranks - 1) // ranks
+            self._calls.load = replace(load, token_rows=load.assignments, away_rows=away_rows)
+        return super()._block(name, stage)
 
 
 class ChunkedClock(ApertusClock):
-    """The same with weights of MoE layers that come from the host beside the products of their own layer."""
+    """The same with weights of MoE layers that are copied from the host during the products of their own layer."""
 
-    def _block(self, name: tuple[Any, ...], part: blueprint.Part, stage: int) -> BlockSeconds:
-        seconds = super()._block(name, part, stage)
+    def _block(self, name: tuple[Any, ...], stage: int) -> BlockSeconds:
+        seconds = super()._block(name, stage)
         work = self._work(name)
         if not work.forward.moe:
             return seconds
-        calls = self._expert_calls().of(work, stage)
-        numbers = (
-            (self.config.moe.num_experts or 0) // self.config.parallel.expert * derived.expert_numbers(self.config)
-        )
+        assert self._calls is not None
+        calls = self._calls.of(work, stage)
+        numbers = (self.config.moe.num_experts or 0) // self.config.parallel.expert * derived.expert_numel(self.config)
         coming = numbers * derived.element_size(self.config) / rates(self.hardware, self.world_size).up
         forward, backward = Reasons(seconds.forward), Reasons(seconds.backward)
         first = coming * min(1.0, FETCHED * self.config.parallel.expert / (self.config.moe.num_experts or 1))
@@ -136,8 +137,8 @@ class ChunkedClock(ApertusClock):
 
 
 def predicted(run: ApertusRun) -> float:
-    """Tokens a second and GPU."""
-    config, machine = run.config(), files.load("gh200")
+    """Return the predicted tokens per second and GPU."""
+    config, machine = run.config(), load_hardware("gh200")
     kind = ChunkedClock if run.streamed else ApertusClock
     seconds = kind(config, RANKS, config.model.vocab_size or 0, machine).predict().seconds
     return config.training.global_batch_size * config.model.sequence_length / seconds / RANKS
@@ -153,22 +154,22 @@ class OrderedPair:
 
     @property
     def ratios(self) -> tuple[float, float]:
-        """Streamed over resident: published, predicted."""
+        """Ratio of streamed to resident throughput: published, predicted."""
         return self.streamed.published / self.resident.published, self.predicted[0] / self.predicted[1]
 
     @property
     def is_ordered(self) -> bool:
-        """Whether the same one is faster."""
+        """Whether the same run of the pair is faster in both."""
         return (self.ratios[0] > 1) == (self.ratios[1] > 1)
 
 
 def ordered_pairs(pairs: Sequence[tuple[ApertusRun, ApertusRun]] = PAIRS) -> list[OrderedPair]:
-    """Every pair, predicted."""
+    """Return every pair with its predictions."""
     return [OrderedPair(one, two, (predicted(one), predicted(two))) for one, two in pairs]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; the exit status."""
+    """Print the table; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.apertus_order", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -176,7 +177,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     found = ordered_pairs()
     headings = ["model", "streamed", "resident", "published", "ratio", "predicted", "ratio predicted", "as published"]
-    rows = [
+    table_rows = [
         [
             pair.streamed.model,
             pair.streamed.name,
@@ -189,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         for pair in found
     ]
-    print(table(headings, rows, options.markdown))
+    print(table(headings, table_rows, options.markdown))
     worst = max(abs(pair.ratios[1] / pair.ratios[0] - 1) for pair in found)
     mean = sum(abs(pair.ratios[1] / pair.ratios[0] - 1) for pair in found) / len(found)
     print(f"\n{sum(pair.is_ordered for pair in found)} of {len(found)} pairs ordered as published")

@@ -37,7 +37,7 @@ from models.weights import logical_tensors
 from parallel import topology
 from simulator.parameters import TRAINED
 
-VOCAB_SIZE = 1000  # of a model that does not say; not a multiple of what storage is padded to
+VOCAB_SIZE = 1000  # of presets without one; not a multiple of the padding
 LAYOUTS: dict[str, dict[str, Any]] = {
     "single": {},
     "TP2": {"tensor": 2},
@@ -106,10 +106,10 @@ def configured(preset: str, layout: str) -> tuple[Config, int] | None:
     return config, world_size
 
 
-def expected(config: Config, vocab_size: int, part: blueprint.Part, expert_rank: int) -> Shapes:
-    """The shards of a part that the blueprint names."""
+def expected(config: Config, vocab_size: int, chunk: blueprint.ModelChunk, expert_rank: int) -> Shapes:
+    """Return the shapes of a model chunk's shards by their names in the blueprint."""
     sizes, result = blueprint.axis_sizes(config), Shapes()
-    for name, weight in blueprint.weights(config, vocab_size, part):
+    for name, weight in blueprint.weights(config, vocab_size, chunk):
         local = blueprint.local_shape(weight, sizes)
         if not weight.is_expert:
             result[name] = local
@@ -123,21 +123,21 @@ def expected(config: Config, vocab_size: int, part: blueprint.Part, expert_rank:
 def built(
     config: Config, vocab_size: int, rank: int, world_size: int
 ) -> tuple[list[list[str]], list[Shapes], int, int]:
-    """Of each model chunk of a rank the parameters' names and the shards; the rank's stage, and its place among the
-    expert ranks."""
+    """Build a rank's model chunks. Return the parameters' names and the shapes of the shards of each; the rank's
+    pipeline stage and its expert rank."""
     hook = sys.excepthook  # which torch wraps each time
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        place = topology.initialize(config)
+        run_topology = topology.initialize(config)
         meta = torch.device("meta")
         with meta:
-            chunks = build_model(config, replace(place, device=meta), vocab_size, fill=False)
+            chunks = build_model(config, replace(run_topology, device=meta), vocab_size, fill=False)
         shards = [{item.name: tuple(item.local.shape) for item in logical_tensors([chunk])} for chunk in chunks]
         return (
             [[name for name, _ in chunk.named_parameters()] for chunk in chunks],
             shards,
-            place.pipeline.rank,
-            place.expert.rank,
+            run_topology.pipeline.rank,
+            run_topology.expert.rank,
         )
     finally:
         topology.destroy()
@@ -145,22 +145,22 @@ def built(
 
 
 def compare(config: Config, world_size: int) -> Iterator[str]:
-    """What differs, a line each."""
+    """Yield a line for each difference between the blueprint and the built model."""
     vocab_size, per_stage = config.model.vocab_size or VOCAB_SIZE, world_size // config.parallel.pipeline
-    of_stages = blueprint.parts(config)
+    of_stages = blueprint.model_chunks(config)
     for rank in sorted(
         {stage * per_stage + at for stage in range(config.parallel.pipeline) for at in (0, per_stage - 1)}
     ):
         names, shards, stage, expert_rank = built(config, vocab_size, rank, world_size)
-        for index, (part, local_names, of_chunk) in enumerate(zip(of_stages[stage], names, shards, strict=True)):
+        for index, (chunk, local_names, of_chunk) in enumerate(zip(of_stages[stage], names, shards, strict=True)):
             where = f"rank {rank} of {world_size}, chunk {index}"
-            ours = expected(config, vocab_size, part, expert_rank)
+            ours = expected(config, vocab_size, chunk, expert_rank)
             for name in sorted(ours.keys() | of_chunk.keys()):
                 if ours.get(name) != of_chunk.get(name):
                     yield f"{where}: {name}: blueprint {ours.get(name)}, model {of_chunk.get(name)}"
             order = [
-                _local_name(name, part, weight)
-                for name, weight in blueprint.weights(config, vocab_size, part)
+                _local_name(name, chunk, weight)
+                for name, weight in blueprint.weights(config, vocab_size, chunk)
                 if TRAINED[weight.kind]
             ]
             if order != local_names:
@@ -171,12 +171,12 @@ def compare(config: Config, world_size: int) -> Iterator[str]:
                 yield f"{where}: parameters in another order: {first[0]} in the blueprint, {first[1]} in the model"
 
 
-def _local_name(name: str, part: blueprint.Part, weight: blueprint.Weight) -> str:
+def _local_name(name: str, chunk: blueprint.ModelChunk, weight: blueprint.Weight) -> str:
     if weight.is_copy:
         return "output_layer.weight"
     head, dot, rest = name.partition(".layers.")
     number, _, tail = rest.partition(".")
-    return f"{head}.layers.{int(number) - part.first_layer}.{tail}" if dot else name
+    return f"{head}.layers.{int(number) - chunk.first_layer}.{tail}" if dot else name
 
 
 def main() -> int:
@@ -199,9 +199,9 @@ def main() -> int:
         counts[preset][0] += 1
         counts[preset][1] += bool(differences)
         wrong += [f"{preset}, {layout}: {difference}" for difference in differences]
-    rows = [[preset, str(of), str(bad)] for preset, (of, bad) in counts.items()]
+    table_rows = [[preset, str(of), str(bad)] for preset, (of, bad) in counts.items()]
     seconds = time.perf_counter() - start
-    print(table(["preset", "layouts compared", "differ"], rows, arguments.markdown))
+    print(table(["preset", "layouts compared", "differ"], table_rows, arguments.markdown))
     compared = sum(of for of, _ in counts.values())
     print(f"\n{compared} of {len(pairs[:: arguments.sample])} pairs can be split so; {seconds:.0f} s")
     print("\n".join(wrong[:50]))

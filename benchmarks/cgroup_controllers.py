@@ -1,4 +1,4 @@
-"""Finds the controllers of control groups, version 1 or 2, and the disk of a path, or says why there are none."""
+"""Controllers of control groups, version 1 or 2, and the disk of a path, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MOUNTS, OWN_GROUPS = Path("/proc/self/mounts"), Path("/proc/self/cgroup")
 
 @dataclass(frozen=True)
 class Controller:
-    """Where groups of a controller (`memory`, or `blkio`, which version 2 calls `io`) are made."""
+    """The folder in which groups of a controller are made: `memory`, or `blkio`, which version 2 calls `io`."""
 
     version: int
     parent: Path
 
 
 def find_controller(name: str, mounts: Path = MOUNTS, own: Path = OWN_GROUPS) -> Controller | str:
-    """Of `memory` or `blkio`; a line saying why there is none."""
+    """Return the controller `memory` or `blkio`; a line with the reason if there is none."""
     modern = {"blkio": "io"}.get(name, name)
     groups = dict(_own_groups(own))
     reason = f"no control groups have a {name} controller here"
@@ -41,12 +41,12 @@ def find_controller(name: str, mounts: Path = MOUNTS, own: Path = OWN_GROUPS) ->
 
 
 def can_limit_memory() -> str | None:
-    """None, or a line saying why a MemoryCgroup cannot be made here."""
+    """Return None, or a line with the reason why a MemoryCgroup cannot be made here."""
     return _why_not("memory")
 
 
 def can_limit_disk(path: Path) -> str | None:
-    """None, or a line saying why a DiskCgroup cannot throttle reads of files under `path`."""
+    """Return None, or a line with the reason why a DiskCgroup cannot throttle reads of files under `path`."""
     reason = _why_not("blkio")
     if reason is None:
         try:
@@ -57,8 +57,8 @@ def can_limit_disk(path: Path) -> str | None:
 
 
 def disk_of(path: Path) -> str:
-    """`major:minor` of the whole disk that a path is on: a partition cannot be throttled. Raises ValueError for what is
-    on no disk (tmpfs, overlayfs, a network)."""
+    """Return `major:minor` of the whole disk of a path: a partition cannot be throttled. Raises ValueError for a path
+    that is on no disk (tmpfs, overlayfs, a network)."""
     number = os.stat(path).st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not device.exists():
@@ -79,7 +79,7 @@ def _why_not(name: str) -> str | None:
 
 
 def _own_groups(file: Path) -> Iterator[tuple[str, str]]:
-    """(controller, group) of each tree; the controller of version 2's is ''."""
+    """Return this process' (controller, group) in each tree; the controller of version 2 is ''."""
     for line in file.read_text().splitlines():
         _, names, group = line.split(":", 2)
         for name in names.split(","):
@@ -87,7 +87,8 @@ def _own_groups(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _own_or_top(root: Path, group: str) -> Path:
-    """In a container the group may be named as the host sees it, which is not there."""
+    """Return this process' group, or the top of the tree: in a container the group may be named as on the host, where
+    it does not exist."""
     own = root / group.lstrip("/")
     return own if own.is_dir() else root
 

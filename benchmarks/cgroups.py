@@ -1,13 +1,13 @@
-"""Runs a command in a control group of its own: memory limited, disk reads throttled, the peak measured.
+"""Run a command in a control group of its own: memory limited, disk reads throttled, the peak measured.
 
     with MemoryCgroup(2**30) as memory, DiskCgroup(100e6, folder, inside=memory) as disk:
         outcome = run_in(["dd", f"if={folder}/file", "of=/dev/null"], memory, disk, timeout=60)
 
-Control groups of version 1 (a tree per controller) and 2 (one tree) are known; they need root. A group is made below
-the one that this process is in, or else at the top of the tree, and is removed with all its processes.
+Control groups of version 1 (a tree per controller) and 2 (one tree) are supported; they need root. A group is made
+below the group of this process, or else at the top of the tree, and is removed with all its processes.
 
-In version 1 as in 2 the pages of a file count as memory of the group that read them first, until they are dropped:
-`drop_page_cache` before a run, or the group reads for nothing what another one has in memory.
+In both versions the pages of a file count as memory of the group that read them first, until they are dropped: call
+`drop_page_cache` before a run, or the group reads for free what another one has in memory.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 125; shift; done; shift
 
 @dataclass(frozen=True)
 class CgroupOutcome:
-    """What a command left. `status` is negative for a signal, as of subprocess. Bytes are None where no group measured
-    them: `peak_bytes` with pages of files, `peak_held_bytes` without those (sampled), `disk_bytes` read."""
+    """The result of a command. `status` is negative for a signal, as in subprocess.
+
+    Bytes are None if no group measured them: `peak_bytes` with pages of files, `peak_held_bytes` without those
+    (sampled), `disk_bytes` read.
+    """
 
     status: int
     stdout: str
@@ -52,7 +55,7 @@ class CgroupOutcome:
     timed_out: bool
 
     def verdict(self) -> str:
-        """How it ended, in a few words."""
+        """Return in a few words how the command ended."""
         if self.out_of_memory:
             return "killed: out of memory"
         if self.timed_out:
@@ -87,12 +90,12 @@ class _Cgroup:
 
     @property
     def entrance(self) -> Path:
-        """A process that writes its id here is in the group."""
+        """The file to which a process writes its id to enter the group."""
         assert self.folder is not None, "the group is made by a with statement"
         return self.folder / "cgroup.procs"
 
     def kill(self) -> None:
-        """End all processes of the group and wait until they are gone. Raises RuntimeError if one stays."""
+        """End all processes of the group and wait until they are gone. Raises RuntimeError if one remains."""
         deadline = time.monotonic() + GONE_SECONDS
         while pids := self.entrance.read_text().split():
             for pid in pids:
@@ -124,7 +127,7 @@ class _Cgroup:
 
 
 class MemoryCgroup(_Cgroup):
-    """A group that may hold `limit_bytes` of memory with its pages of files, and no swap; None: measured only."""
+    """A group that may hold `limit_bytes` of memory with its pages of files, and no swap; None: only measured."""
 
     controller_name = "memory"
 
@@ -160,13 +163,13 @@ class MemoryCgroup(_Cgroup):
         return (self.folder / name).exists()
 
     def peak_bytes(self) -> int | None:
-        """The most that the group held, with pages of files; None before Linux 5.19 with version 2."""
+        """Return the peak memory of the group, with pages of files; None before Linux 5.19 with version 2."""
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         return int(self.read(name)) if self._has(name) else None
 
     def held_bytes(self) -> int:
-        """What the group holds now and the kernel cannot drop: anonymous and shared memory, and the kernel's own for
-        it (page tables, sockets, but also some inodes that could be dropped)."""
+        """Return the bytes that the group holds and the kernel cannot drop: anonymous and shared memory, and the
+        kernel's own for the group (page tables, sockets, but also some inodes that could be dropped)."""
         stat = dict(_numbers(self.read("memory.stat")))
         if self.version == 2:
             return stat["anon"] + stat["shmem"] + stat.get("kernel", 0)
@@ -174,14 +177,14 @@ class MemoryCgroup(_Cgroup):
         return stat["total_rss"] + stat["total_shmem"] + kernel
 
     def kills(self) -> int:
-        """Processes that the kernel ended because the group was at its limit."""
+        """Return the number of processes that the kernel ended because the group was at its limit."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         return dict(_numbers(self.read(name))).get("oom_kill", 0)
 
 
 class DiskCgroup(_Cgroup):
-    """A group that reads at most `read_bytes_per_second` from the disk that `path` is on; None: measured only. In
-    version 2 a process is in one group, so give the MemoryCgroup that it is in as `inside`."""
+    """A group that reads at most `read_bytes_per_second` from the disk of `path`; None: only measured. In version 2 a
+    process is in one group, so give its MemoryCgroup as `inside`."""
 
     controller_name = "blkio"
 
@@ -210,8 +213,8 @@ class DiskCgroup(_Cgroup):
             self.remove()
 
     def throttle(self, read: float, written: float | None = None) -> None:
-        """Hold the group to so many bytes per second from now on, of reads and, where given, of writes past the
-        kernel's cache."""
+        """Limit the group's reads, and if given its writes past the kernel's cache, to these bytes per second from now
+        on."""
         if self.version == 1:
             self.write("blkio.throttle.read_bps_device", f"{self.device} {int(read)}")
             if written is not None:
@@ -221,7 +224,7 @@ class DiskCgroup(_Cgroup):
             self.write("io.max", f"{self.device} rbps={int(read)}{writes}")
 
     def bytes_read(self) -> int:
-        """From the disk so far."""
+        """Return the bytes read from the disk so far."""
         if self.version == 1:
             found = re.search(
                 rf"^{self.device} Read (\d+)$", self.read("blkio.throttle.io_service_bytes"), re.MULTILINE
@@ -232,7 +235,7 @@ class DiskCgroup(_Cgroup):
 
 
 def prefix_of(*groups: MemoryCgroup | DiskCgroup | None) -> list[str]:
-    """What to put before a command so that it runs in open groups."""
+    """Return the words before a command that run it in open groups."""
     entrances = dict.fromkeys(str(group.entrance) for group in groups if group is not None)
     return ["sh", "-c", ENTER, "sh", *entrances, "--"]
 
@@ -246,8 +249,8 @@ def run_in(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> CgroupOutcome:
-    """Run a command in open groups, one command a group, and wait; after `timeout` seconds it is killed with all that
-    it started."""
+    """Run a command in open groups, at most one per controller, and wait; after `timeout` seconds, kill it with all
+    processes that it started."""
     with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:  # a pipe might fill up
         begin = time.perf_counter()
         process = subprocess.Popen(
@@ -298,8 +301,8 @@ def run_limited(
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
 ) -> CgroupOutcome:
-    """Run a command in fresh groups: at most so much memory, and so many bytes per second from the disk of `path`
-    (None: its reads are neither limited nor counted)."""
+    """Run a command in new groups with limits of memory, and of bytes per second from the disk of `path` (None: its
+    reads are neither limited nor counted)."""
     assert path is not None or read_bytes_per_second is None
     with contextlib.ExitStack() as stack:
         memory = stack.enter_context(MemoryCgroup(memory_bytes))
@@ -308,8 +311,8 @@ def run_limited(
 
 
 def drop_page_cache(*files: Path) -> bool:
-    """Write back and drop what the kernel holds of files: of all with root, else of `files` and of the files in these
-    folders, as far as nobody maps them. Whether it was of all."""
+    """Write back and drop the kernel's cached pages of files: of all files with root, else of `files` and of the files
+    in these folders, unless a process maps them. Return whether it was all."""
     os.sync()
     try:
         DROP_CACHES.write_text("3\n")
@@ -332,7 +335,7 @@ def _forget(file: Path) -> None:
 
 @contextlib.contextmanager
 def _sampling(memory: MemoryCgroup | None) -> Iterator[list[int]]:
-    """Inside, the one number in the list is the most that the group was seen to hold."""
+    """Sample in a thread; the one number in the list is the most memory that the group was seen to hold."""
     peak, done = [0], threading.Event()
 
     def sample() -> None:

@@ -30,10 +30,10 @@ def checkpoint_tensors(folder: Path) -> dict[str, torch.Tensor]:
             continue
         with safe_open(folder / name, framework="pt") as stream:
             for key, entry in safetensors_header.read(folder / name).items():
-                part = stream.get_tensor(key)
-                whole = found.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=part.dtype))
-                box = (1,) * (len(entry.global_shape) - part.dim()) + tuple(part.shape)
-                whole[tuple(slice(o, o + n) for o, n in zip(entry.offset, box, strict=True))] = part.view(box)
+                shard = stream.get_tensor(key)
+                whole = found.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=shard.dtype))
+                box = (1,) * (len(entry.global_shape) - shard.dim()) + tuple(shard.shape)
+                whole[tuple(slice(o, o + n) for o, n in zip(entry.offset, box, strict=True))] = shard.view(box)
     return found
 
 

@@ -30,7 +30,7 @@ from configs.schema import Config
 from configs.validate import validate
 from training.callbacks.checkpoints import Checkpoints
 from training.resilience import events
-from training.starting.build import build
+from training.starting.run_builder import build_run
 from training.trainer import Trainer
 
 MAX_DROPPED = 2  # rounds dropped for each one that counts, before we give up
@@ -40,7 +40,7 @@ def measure(config: Config, rounds: int, steps: int) -> dict[str, Any]:
     """Seconds of rounds with and without a save, in turns. Every rank of the job calls it. Raises RuntimeError on a
     busy machine."""
     trainer = Trainer(config)
-    run = build(config, trainer.callbacks, contextlib.ExitStack())
+    run = build_run(config, trainer.callbacks, contextlib.ExitStack())
     saver = Checkpoints()
     saver.on_start(run)
     pids: list[Any] = [None] * dist.get_world_size()

@@ -24,11 +24,10 @@ from benchmarks.emulated_cases import CASES, Case
 from benchmarks.emulated_settings import Machine
 from benchmarks.emulated_step import Measured, measure
 from benchmarks.tables import table
-from simulator.clock.files import as_yaml, load
-from simulator.clock.hardware import Hardware
+from simulator.clock.hardware import Hardware, hardware_yaml, load_hardware
 from simulator.clock.predict import predict_step
-from simulator.fit.fitting import fit
-from simulator.fit.rows import MeasuredStep
+from simulator.fit import fit
+from simulator.measured_steps import MeasuredStep
 
 HARDWARE, RATE, ERROR = "cpu_emulated", "between.rate", "mean_absolute_error_percent"
 SAME = 0.01  # share by which a fit changes a figure at least
@@ -100,38 +99,38 @@ def fitted(cases: Sequence[Case], found: dict[str, Measured], hardware: Hardware
 
 def compare(cases: Sequence[Case], found: dict[str, Measured], hardware: Hardware) -> list[Row]:
     """Predictions beside what was measured."""
-    rows = []
+    compared = []
     for case in cases:
         measured = found[case.name]
         own = hardware.with_values({RATE: measured.rate}, "benchmarks/link.py")
         config = case.setting.config(case.ranks)
         seconds = predict_step(config, case.ranks, case.setting.vocab_size, own).seconds
-        rows.append(Row(case.kind, case.is_fitted, case.ranks, case.rate, measured.median, seconds))
-    return rows
+        compared.append(Row(case.kind, case.is_fitted, case.ranks, case.rate, measured.median, seconds))
+    return compared
 
 
-def with_errors(hardware: Hardware, rows: Sequence[Row]) -> Hardware:
+def with_errors(hardware: Hardware, compared: Sequence[Row]) -> Hardware:
     """The hardware as its file has it: a figure as stated where the fit left it there, and a case's own link; and what
     the predictions were off by."""
-    stated = load(HARDWARE).as_stated().figures
+    stated = load_hardware(HARDWARE).as_stated().figures
     figures = {
         name: stated[name] if name == RATE or abs(figure.value - stated[name].value) <= SAME * figure.value else figure
         for name, figure in hardware.figures.items()
     }
     tests = []
     for is_fitted, what in ((False, "of kinds that were not fitted to"), (True, "which the figures were fitted to")):
-        errors = [100 * abs(row.error) for row in rows if row.fitted is is_fitted]
+        errors = [100 * abs(row.error) for row in compared if row.fitted is is_fitted]
         if errors:
             error = round(statistics.mean(errors), 2)
             tests.append({"of": f"steps of the emulated cluster, {what}", "count": len(errors), ERROR: error})
     return replace(hardware, figures=figures, errors=tuple(tests))
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(compared: Sequence[Row]) -> dict[str, float]:
     """Mean and largest errors, in percent, of both halves."""
     result: dict[str, float] = {}
     for name, half in (("fitted", True), ("predicted", False)):
-        errors = [100 * abs(row.error) for row in rows if row.fitted is half]
+        errors = [100 * abs(row.error) for row in compared if row.fitted is half]
         if errors:
             result |= {f"{name}_mean_error_percent": statistics.mean(errors), f"{name}_worst_percent": max(errors)}
     return result
@@ -156,23 +155,23 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     cases = [case for case in cases if case.name in found]
-    hardware = fitted(cases, found, load(HARDWARE))
-    rows = compare(cases, found, hardware)
+    hardware = fitted(cases, found, load_hardware(HARDWARE))
+    compared = compare(cases, found, hardware)
     if options.write is not None:
-        options.write.write_text(as_yaml(with_errors(hardware, rows)), encoding="utf-8")
+        options.write.write_text(hardware_yaml(with_errors(hardware, compared)), encoding="utf-8")
     heads = ["kind", "ranks", "links", "half", "measured s", "predicted s", "error"]
     cells = [
         [
             *(row.kind, str(row.ranks), row.rate, "fitted" if row.fitted else "predicted"),
             *(f"{row.measured:.3f}", f"{row.predicted:.3f}", f"{row.error:+.1%}"),
         ]
-        for row in rows
+        for row in compared
     ]
     print(table(heads, cells, options.markdown))
-    result = summary(rows)
+    result = summary(compared)
     print("virtual accelerator; " + ", ".join(f"{name} {value:.1f}" for name, value in result.items()))
     if options.json:
-        print(json.dumps(result | {"rows": [asdict(row) for row in rows]}))
+        print(json.dumps(result | {"rows": [asdict(row) for row in compared]}))
     return 0
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 
 from benchmarks.tables import table
 from simulator.backtest import result
-from simulator.clock.files import load
-from simulator.clock.hardware import Hardware
-from simulator.fit.fitting import fit, mean_error, predicted
-from simulator.fit.rows import MeasuredStep, read_rows
+from simulator.clock.hardware import Hardware, load_hardware
+from simulator.fit import fit, mean_error, predicted
+from simulator.measured_steps import MeasuredStep, read_rows
 
 FOLDER = Path(__file__).resolve().parent / "traces" / "vtrain"
 FILES = ("single_node.csv", "multi_node.csv")
@@ -59,16 +58,16 @@ def _compared(name: str, file: str, number: int, steps: Sequence[MeasuredStep], 
 
 def tests(file: str, seeds: int, models: int | None = None) -> list[TestRow]:
     """All tests of a file's rows, or of those of its smallest `models`."""
-    start, steps = load(HARDWARE).as_stated(), read_rows(FOLDER / file)
+    start, steps = load_hardware(HARDWARE).as_stated(), read_rows(FOLDER / file)
     kept = sorted(set(map(_model, steps)))[:models]
     steps = [step for step in steps if _model(step) in kept]
-    rows = [_compared("as stated", file, 0, steps, start)]
-    rows.append(_compared("all rows", file, len(steps), steps, fit(start, steps, "these rows")))
+    test_rows = [_compared("as stated", file, 0, steps, start)]
+    test_rows.append(_compared("all rows", file, len(steps), steps, fit(start, steps, "these rows")))
     for model in kept:
         others = [step for step in steps if _model(step) != model]
         own = [step for step in steps if _model(step) == model]
         name = f"held out: hidden {model[0]}, {model[1]} layers"
-        rows.append(_compared(name, file, len(others), own, fit(start, others, "others' rows")))
+        test_rows.append(_compared(name, file, len(others), own, fit(start, others, "others' rows")))
     errors = []
     for seed in range(seeds):
         few = random.Random(seed).sample(steps, FEW)
@@ -76,9 +75,9 @@ def tests(file: str, seeds: int, models: int | None = None) -> list[TestRow]:
         errors.append(mean_error(others, fit(start, few, "few rows")))
     if errors:
         middle = statistics.median(errors)
-        rows.append(TestRow(f"{FEW} rows, median of {seeds} seeds", file, FEW, len(steps) - FEW, middle))
-        rows.append(TestRow(f"{FEW} rows, worst of {seeds} seeds", file, FEW, len(steps) - FEW, max(errors)))
-    return rows
+        test_rows.append(TestRow(f"{FEW} rows, median of {seeds} seeds", file, FEW, len(steps) - FEW, middle))
+        test_rows.append(TestRow(f"{FEW} rows, worst of {seeds} seeds", file, FEW, len(steps) - FEW, max(errors)))
+    return test_rows
 
 
 def _cells(row: TestRow) -> list[str]:
@@ -95,11 +94,11 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows = [row for file in args.files for row in tests(file, args.seeds, args.models)]
+    test_rows = [row for file in args.files for row in tests(file, args.seeds, args.models)]
     heads = ["rows", "test", "fitted to", "compared", "mean error", "tau in groups", "choices near", "worst choice"]
-    print(table(heads, [_cells(row) for row in rows], args.markdown))
+    print(table(heads, [_cells(row) for row in test_rows], args.markdown))
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"rows": [asdict(row) for row in test_rows]}))
     return 0
 
 

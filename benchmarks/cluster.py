@@ -1,4 +1,4 @@
-"""A cluster on one machine: its nodes are network namespaces, its links have a rate, its ranks live long.
+"""A cluster on one machine: its nodes are network namespaces, its links have a rate, its ranks serve many calls.
 
 `python -m benchmarks.cluster --nodes 2 --rate 200mbit -- COMMAND ...` starts COMMAND once per rank, as torchrun would,
 for users who debug runs over several nodes. Benchmarks call functions on the ranks instead:
@@ -7,10 +7,10 @@ for users who debug runs over several nodes. Benchmarks call functions on the ra
         results = cluster.call(function, argument)  # function(argument) on every rank, results by rank
 
 Each node has one network card, which sends and receives at `rate` at the same time; a cable joins two, a bridge more.
-Nothing here has a name outside of its processes: a namespace ends with the last process that is in it or holds its
-descriptor, and with it its links. Ranks ask the kernel to be killed when their parent ends, and a guard process ends
-what they have started and removes their control groups. So nothing is left of a cluster, however its parent ends, and
-clusters run beside one another.
+No resource has a name outside of its processes: a namespace ends, with its links, when the last process that is in it
+or holds its descriptor ends. Ranks ask the kernel to be killed when their parent ends, and a guard process ends
+what they have started and removes their control groups. So a cluster leaves nothing behind, however its parent ends,
+and several clusters can run at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ UNCAPPED = "uncapped"
 
 SEGMENT_SECONDS = 1.4e-3  # a segment takes at most so long
 # Sizes of segments; TCP over IPv4 has those beyond 64 KiB since Linux 6.3.
-LINUX = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+LINUX = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 SEGMENTS = tuple(size * 1024 for size in (128, 64, 32, 16) if size <= 64 or LINUX >= (6, 3))
 # <linux/rtnetlink.h>, <linux/if_link.h>
 RTM_NEWLINK, NLM_F_REQUEST_ACK, IFLA_GSO_MAX_SIZE, IFLA_GSO_IPV4_MAX_SIZE = (16, 5, 41, 63)
@@ -79,7 +79,7 @@ _Result = TypeVar("_Result")
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot be made, or one of its ranks ended, hung or raised. It has been taken down."""
+    """The cluster cannot be made, or one of its ranks ended, hung or raised; it has been taken down."""
 
 
 class RankError(ClusterError):
@@ -96,7 +96,7 @@ class RankError(ClusterError):
 
 
 def parse_rate(rate: str) -> float | None:
-    """Bits per second of a rate as tc writes it ("200mbit"); None for "uncapped". Raises ValueError."""
+    """Return the bits per second of a rate as tc writes it ("200mbit"); None for "uncapped". Raises ValueError."""
     if rate == UNCAPPED:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(bit|kbit|mbit|gbit)", rate)
@@ -129,13 +129,13 @@ def _libc_call(name: str, *args: int) -> None:
 
 
 def _elsewhere(function: Callable[[], _Result]) -> _Result:
-    """The result of `function` in a thread of its own, which may change its namespace: that belongs to a thread."""
+    """Return the result of `function` in a new thread, which may change its namespace: that belongs to a thread."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
 def _new_namespace() -> int:
-    """The descriptor of a new network namespace, which lives as long as it does (or a process inside)."""
+    """Return the descriptor of a new network namespace, which exists as long as it is open or a process is inside."""
 
     def make() -> int:
         _libc_call("unshare", CLONE_NEWNET)
@@ -151,7 +151,7 @@ def _new_namespace() -> int:
 
 
 def _limit_segments(namespace: int, names: Sequence[str], size: int) -> None:
-    """Segments of at most `size` bytes leave through these devices of a namespace. (`ip` can do it from iproute2 6.3
+    """Limit the segments sent through these devices of a namespace to `size` bytes. (`ip` can do it from iproute2 6.3
     on.)"""
 
     def limit() -> None:
@@ -175,7 +175,7 @@ def _limit_segments(namespace: int, names: Sequence[str], size: int) -> None:
 
 class _Network:
     """Namespaces of the nodes: two are joined by a cable, more by a bridge in a namespace of its own. The machine's own
-    network stays as it is."""
+    network is not changed."""
 
     def __init__(self, nodes: int, rate: str) -> None:
         limit = parse_rate(rate)
@@ -238,7 +238,7 @@ class _Network:
 
 
 def address(node: int) -> str:
-    """The address of a node inside its cluster."""
+    """Return the address of a node inside its cluster."""
     return f"{SUBNET}.{node + 1}"
 
 
@@ -248,8 +248,8 @@ def address(node: int) -> str:
 
 
 class _Rank:
-    """One rank's process in its node's namespace, and the thread that copies its output, each line with the rank before
-    it."""
+    """One rank's process in its node's namespace, and the thread that copies its output, with the rank before each
+    line."""
 
     def __init__(
         self, rank: int, code: str, arguments: Sequence[str], environment: dict[str, str], pass_fds: list[int]
@@ -283,7 +283,7 @@ class _Rank:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """After `kill`: reap the process and collect its last output."""
+        """Reap the process and collect its last output; call it after `kill`."""
         self.process.wait(timeout=SWEEP_TIMEOUT)
         self._reader.join(timeout=STACKS_TIMEOUT)
         if self.connection is not None:
@@ -366,7 +366,7 @@ class _Processes:
 
 
 def _enter_node() -> None:
-    """First thing in a rank's process: end with the parent, and live in the node's namespace."""
+    """Enter the node's namespace at the start of a rank's process, which ends with its parent."""
     parent, namespace = int(sys.argv[1]), int(sys.argv[2])
     _libc_call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
@@ -385,13 +385,13 @@ def _become() -> None:
 
 
 def _guard() -> None:
-    """The guard process: waits for the end of its parent, which holds the other end of stdin, and sweeps after it."""
+    """Wait in the guard process for the end of its parent, which holds the other end of stdin, and clean up."""
     sys.stdin.read()
     _sweep(sys.argv[1])
 
 
 def sweep() -> None:
-    """Remove what clusters left whose parent and guard are both gone; others stay."""
+    """Remove the remains of clusters whose parent and guard have both ended; other clusters are kept."""
     tokens = {token for _, token in _marked()}
     with contextlib.suppress(OSError):
         tokens |= {path.name.split("-", 1)[1].rsplit("-", 1)[0] for path in CGROUPS.glob(f"{MARK.lower()}-*")}
@@ -401,7 +401,7 @@ def sweep() -> None:
 
 
 def _marked() -> list[tuple[int, str]]:
-    """(process id, token) of all processes of clusters."""
+    """Return (process id, token) of all processes of clusters."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
@@ -435,8 +435,8 @@ def _sweep(token: str) -> None:
 class Cluster:
     """Nodes with ranks that wait for calls; torch.distributed's default group (gloo, over the links) joins them.
 
-    `rate` is each node's, both ways ("200mbit", or "uncapped"); `cpu_share` holds what each rank computes to a part of
-    a core. Every rank computes with one thread. State that calls leave in modules' globals stays. Raises ValueError for
+    `rate` is each node's, in both directions ("200mbit", or "uncapped"); `cpu_share` limits each rank to a share of a
+    core. Every rank computes with one thread. State that calls leave in modules' globals stays. Raises ValueError for
     impossible settings and ClusterError where the machine cannot do it.
     """
 
@@ -470,15 +470,15 @@ class Cluster:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """Return the process ids by rank."""
         assert self._processes is not None
         return [rank.process.pid for rank in self._processes.ranks]
 
     def call(self, function: Callable[..., Any], *args: Any, timeout: float = CALL_TIMEOUT) -> list[Any]:
-        """`function(*args)` on every rank; results by rank.
+        """Call `function(*args)` on every rank; return the results by rank.
 
-        `function` must be importable by name; arguments and results are pickled. Raises RankError, or ClusterError
-        where a rank ended or did not answer within `timeout` seconds; the cluster is then closed.
+        `function` must be importable by name; arguments and results are pickled. Raises RankError, or ClusterError if a
+        rank ended or did not answer within `timeout` seconds; the cluster is then closed.
         """
         if self._processes is None:
             raise ClusterError("the cluster is closed")
@@ -551,7 +551,7 @@ def _stacks(ranks: list[_Rank]) -> str:
 
 
 def _worker() -> None:
-    """A rank's process: joins the group, then answers calls until the connection closes."""
+    """Run a rank's process: join the group, then answer calls until the connection closes."""
     _enter_node()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -575,8 +575,8 @@ def _worker() -> None:
             return
         try:
             function: Any = importlib.import_module(module)
-            for part in name.split("."):
-                function = getattr(function, part)
+            for attribute in name.split("."):
+                function = getattr(function, attribute)
             answer = ("result", function(*args))
             pickle.dumps(answer)
         except BaseException:
@@ -584,7 +584,7 @@ def _worker() -> None:
 
 
 def _release_threads() -> None:
-    """What libraries' threads do (gloo's pass packets on) does not count to the rank's share of a core."""
+    """Exclude the work of libraries' threads (gloo's pass packets on) from the rank's share of a core."""
     held = f"/{MARK.lower()}-{os.environ[MARK]}-"
     if held not in Path("/proc/thread-self/cgroup").read_text():
         return
@@ -607,11 +607,11 @@ def launch(
     cpu_share: float | None = None,
     timeout: float = 3600,
 ) -> int:
-    """Run a command once per rank, its output with the rank before each line; the status of the first rank that fails,
-    else 0.
+    """Run a command once per rank, its output with the rank before each line; return the status of the first rank that
+    fails, else 0.
 
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does.
-    Once one rank has failed, the others are ended after GRACE seconds; all after `timeout` seconds (status 124).
+    After one rank has failed, the others are ended after GRACE seconds; all after `timeout` seconds (status 124).
     """
     processes = _Processes(nodes, rate, ranks_per_node, cpu_share)
     try:

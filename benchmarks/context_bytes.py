@@ -25,7 +25,7 @@ class ContextBytes(TorchDispatchMode):
 
 
 def _names(args: Any) -> list[str]:
-    """Of the groups among an operation's arguments."""
+    """Return the names of the process groups among an operation's arguments."""
     return [
         dist.ProcessGroup.unbox(leaf).group_name
         for leaf in tree_leaves(args)

@@ -3,13 +3,13 @@
 
 Links are emulated, the accelerator is virtual: kernels sleep for as long as their pairs take, all else is real, on this
 processor's cores. A step is a forward and a backward pass of attention with one head of 32 channels in fp32. Its
-communication is what the busiest place sends or gets, by the link's measured rate, its computation what the busiest one
-computes; the accelerator's rate makes their ratio. All variants run in turns.
+communication is the bytes that the busiest rank sends or receives, divided by the link's measured rate; its computation
+is that of the busiest rank. The accelerator's rate sets their ratio. All variants run in turns.
 
-Overlap: one joined sample (causal), and documents whose lengths fall as one by their rank (packed), dealt as trainings
-deal them. `best` is the critical path of the same rounds, computed; `reached` is it by the measured time. `bound` is
-the longer of communication and computation. Dealing: the packed documents against a zig-zag of each over all places,
-with the same links and accelerator, by the same code; the ratio is that of our deal.
+Overlap: one joined sample (causal), and documents whose lengths fall as one by their rank (packed), sharded as in
+trainings. `best` is the critical path of the same rounds, computed; `reached` is `best` divided by the measured time.
+`bound` is the longer of communication and computation. Dealing: the packed documents, balanced, against a zig-zag of
+each over all ranks, with the same links, accelerator and code; the ratio is that of the balanced sharding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import rounds
 from benchmarks.cluster import Cluster
-from benchmarks.context_layer import DEALT, ZIG_ZAG, Mix, critical_path, outputs, run, work_of, zipf
+from benchmarks.context_layer import BALANCED, ZIG_ZAG, Mix, critical_path, outputs, run, work_of, zipf
 from benchmarks.link import in_words, measured_rate
 from benchmarks.rounds import Rounds, measure, standard_error
 from benchmarks.tables import table
@@ -34,7 +34,8 @@ SMALL = 1024  # tokens, where numbers are compared
 
 
 class Variant(NamedTuple):
-    """What runs: `mix` at an accelerator's rate, with what it would take at best and what alone, in seconds."""
+    """A variant to run: `mix` at an accelerator's rate, with its time at best and its times of communication and
+    computation alone, in seconds."""
 
     mix: Mix
     operations_per_second: float
@@ -44,7 +45,7 @@ class Variant(NamedTuple):
 
 
 def variants_of(ranks: int, tokens: int, rate: float) -> dict[str, Variant]:
-    """By name: each mix at each ratio. rate: bytes per second of a link."""
+    """Return each mix at each ratio, by name. rate: bytes per second of a link."""
     found = {}
     mixes = {"causal": Mix((tokens,)), "packed": Mix(zipf(tokens, DOCUMENTS))}
     for name, mix in mixes.items():
@@ -65,12 +66,12 @@ def variant(mix: Mix, ranks: int, rate: float, speed: float) -> Variant:
 
 
 def overlap_rows(ranks: int, variants: dict[str, Variant], found: Rounds) -> list[dict[str, Any]]:
-    """How near each variant comes to its critical path."""
-    rows = []
+    """Return how close each variant is to its critical path."""
+    table_rows = []
     for name, each in variants.items():
         seconds = found.seconds[name]["step"]
         reached = [each.best / one for one in seconds]
-        rows.append(
+        table_rows.append(
             {
                 "ranks": ranks,
                 "input": name.partition(",")[0],
@@ -84,17 +85,17 @@ def overlap_rows(ranks: int, variants: dict[str, Variant], found: Rounds) -> lis
                 "error": standard_error(reached),
             }
         )
-    return rows
+    return table_rows
 
 
-def dealing_rows(ranks: int, variants: dict[str, Variant], found: Rounds) -> list[dict[str, Any]]:
-    """How much faster the deal is than the zig-zag."""
-    rows = []
+def sharding_rows(ranks: int, variants: dict[str, Variant], found: Rounds) -> list[dict[str, Any]]:
+    """Return how much faster balanced sharding is than zig-zag."""
+    table_rows = []
     for ratio in RATIOS:
         ours, theirs = f"packed, {ratio:g}", f"{ZIG_ZAG}, {ratio:g}"
         pairs = zip(found.seconds[theirs]["step"], found.seconds[ours]["step"])
         times = [base / own for base, own in pairs]
-        rows.append(
+        table_rows.append(
             {
                 "ranks": ranks,
                 "ratio": ratio,
@@ -106,34 +107,34 @@ def dealing_rows(ranks: int, variants: dict[str, Variant], found: Rounds) -> lis
                 "error": standard_error(times),
             }
         )
-    return rows
+    return table_rows
 
 
 def of_ranks(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All that is measured on so many ranks, each a node."""
+    """Return all measurements on this many ranks, each a node."""
     with Cluster(nodes=ranks, rate=options.rate) as cluster:
-        rate = max(measured_rate(cluster) for _ in range(3))  # less is somebody else's load
+        rate = max(measured_rate(cluster) for _ in range(3))  # a lower rate is due to other load
         words = in_words(cluster, rate)
         small = zipf(SMALL, DOCUMENTS // 4)
-        numbers = cluster.call(outputs, [Mix(small, DEALT), Mix(small, ZIG_ZAG), Mix((SMALL,))])
+        numbers = cluster.call(outputs, [Mix(small, BALANCED), Mix(small, ZIG_ZAG), Mix((SMALL,))])
         variants = variants_of(ranks, options.tokens, rate / 8)
         calls = {name: (each.mix, each.operations_per_second) for name, each in variants.items()}
         found = measure(cluster, run, calls, options.rounds)
     off = max(value for of_rank in numbers for each in of_rank for value in each[1:])
-    dealt, zig_zag = numbers[0][0][0], numbers[0][1][0]
+    balanced, zig_zag = numbers[0][0][0], numbers[0][1][0]
     return {
         "link": words,
         "overlap": overlap_rows(ranks, variants, found),
-        "dealing": dealing_rows(ranks, variants, found),
+        "dealing": sharding_rows(ranks, variants, found),
         "numbers_off": off,
-        "losses_apart": abs(dealt - zig_zag) / abs(zig_zag),
+        "losses_apart": abs(balanced - zig_zag) / abs(zig_zag),
         "rounds": found.num_rounds,
         "dropped": found.num_dropped,
     }
 
 
 def report(found: Sequence[dict[str, Any]], markdown: bool) -> str:
-    """Both tables."""
+    """Return both tables."""
     overlap = [
         [
             *(str(row["ranks"]), row["input"], f"{row['ratio']:g}"),
@@ -143,7 +144,7 @@ def report(found: Sequence[dict[str, Any]], markdown: bool) -> str:
         for each in found
         for row in each["overlap"]
     ]
-    dealing = [
+    sharding = [
         [
             *(str(row["ranks"]), f"{row['ratio']:g}", f"{row['zig_zag_ratio']:.2f}"),
             *(f"{row[key]:.3f}" for key in ("dealt", "zig_zag")),
@@ -153,13 +154,13 @@ def report(found: Sequence[dict[str, Any]], markdown: bool) -> str:
         for row in each["dealing"]
     ]
     lines = [
-        f"{each['link']}; numbers of the deals at most {each['numbers_off']:.1e} off one process's, losses "
+        f"{each['link']}; numbers of the shardings at most {each['numbers_off']:.1e} off one process's, losses "
         f"{each['losses_apart']:.1e} apart; {each['rounds']} rounds, {each['dropped']} dropped"
         for each in found
     ]
     headings = ("ranks", "input", "ratio", "comm. s", "comp. s", "bound s", "best s", "measured s", "reached")
     against = ("ranks", "ratio", "of zig-zag", "dealt s", "zig-zag s", "faster at best", "faster")
-    return "\n\n".join([*lines, table(headings, overlap, markdown), table(against, dealing, markdown)])
+    return "\n\n".join([*lines, table(headings, overlap, markdown), table(against, sharding, markdown)])
 
 
 def main(arguments: list[str] | None = None) -> int:

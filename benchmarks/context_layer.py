@@ -14,47 +14,47 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.accelerator import Clock
-from models.attention import kernels, slices
-from models.attention.dealing import Deal, deal
-from models.attention.rounds import Dealt, Pieces
-from models.attention.rows import BatchSlices, DealtSlices
-from models.attention.sliced import SlicePlan, attend
-from models.attention.slices import CAUSAL, Slices
+from models.attention import kernels, mask_slices
+from models.attention.exchange_rounds import ExchangeSchedule, Segments
+from models.attention.mask_slices import CAUSAL, Slices
+from models.attention.sequence_rows import BatchSlices, ShardedSlices
+from models.attention.sequence_sharding import SequenceSharding, shard_sequence
+from models.attention.slice_attention import SlicePlan, attend
 from parallel.topology import Axis
 
 HEADS, WIDTH, NUMBER = 1, 32, 4  # channels of keys and of values, bytes of fp32
 ROW_BYTES = 2 * HEADS * WIDTH * NUMBER
 FORWARD, BACKWARD = 4 * HEADS * WIDTH, 10 * HEADS * WIDTH  # operations of a pair of rows
-DEALT, ZIG_ZAG = "dealt", "zig-zag"
+BALANCED, ZIG_ZAG = "balanced", "zig-zag"
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Documents of a sample, by their lengths, and how their rows are dealt."""
+    """The lengths of the documents of a sample, and how their rows are sharded."""
 
     lengths: tuple[int, ...]
-    dealing: str = DEALT
+    sharding: str = BALANCED
 
-    def deal(self, num_places: int) -> Deal:
-        """Which rows are where."""
+    def shard(self, cp_size: int) -> SequenceSharding:
+        """Return the rows that each rank has."""
         lengths = np.array(self.lengths)
-        return deal(lengths, num_places) if self.dealing == DEALT else zig_zag(lengths, num_places)
+        return shard_sequence(lengths, cp_size) if self.sharding == BALANCED else zig_zag(lengths, cp_size)
 
 
-def zig_zag(lengths: np.ndarray, num_places: int) -> Deal:
-    """Each document in twice as many chunks as there are places, the first and the last to the first place. Lengths are
-    multiples of the chunks."""
-    chunk = np.arange(2 * num_places)
+def zig_zag(lengths: np.ndarray, cp_size: int) -> SequenceSharding:
+    """Return the sharding of each document in twice as many chunks as there are ranks, the first and the last on the
+    first rank. Lengths are multiples of the chunks."""
+    chunk = np.arange(2 * cp_size)
     owner = np.repeat(
         np.tile(np.minimum(chunk, chunk[::-1]), len(lengths)), np.repeat(lengths, len(chunk)) // len(chunk)
     )
     first = np.concatenate([[0], np.flatnonzero(np.diff(owner)) + 1])
     order = np.lexsort((first, owner[first]))
-    return Deal(num_places, owner[first][order], first[order], np.diff(np.append(first, len(owner)))[order])
+    return SequenceSharding(cp_size, owner[first][order], first[order], np.diff(np.append(first, len(owner)))[order])
 
 
 def zipf(tokens: int, documents: int) -> tuple[int, ...]:
-    """Lengths that fall as one by their rank, in multiples of 16, in a shuffled order."""
+    """Return lengths that fall as one by their rank, in multiples of 16, in a shuffled order."""
     shares = 1 / np.arange(1, documents + 1)
     lengths = np.maximum(1, tokens // 16 * shares / shares.sum()).astype(np.int64) * 16
     lengths[0] += tokens - lengths.sum()
@@ -65,48 +65,50 @@ def zipf(tokens: int, documents: int) -> tuple[int, ...]:
 
 
 class Work(NamedTuple):
-    """What each place does: pairs `[places, 2 + rounds]`, first and last those of the two parts of its own slices, and
-    rows that it gets in each round from which, `[rounds, places, owners]`."""
+    """The work of each rank: pairs `[ranks, 2 + rounds]`, first and last those of the two halves of its own slices, and
+    the rows that it receives in each round from each owner, `[rounds, ranks, owners]`."""
 
     pairs: np.ndarray
-    rows: np.ndarray
+    received: np.ndarray
 
     def bytes_each_way(self) -> np.ndarray:
-        """What each place gets or sends in a forward and a backward pass, the more of both, `[places]`."""
-        coming, going = self.rows.sum((0, 2)) * ROW_BYTES, self.rows.sum((0, 1)) * ROW_BYTES
+        """Return the bytes that each rank receives or sends, whichever is more, in a forward and a backward pass,
+        `[ranks]`."""
+        coming, going = self.received.sum((0, 2)) * ROW_BYTES, self.received.sum((0, 1)) * ROW_BYTES
         return np.maximum(2 * coming + going, 2 * going + coming)
 
     def operations(self) -> np.ndarray:
-        """What each place computes in both passes, `[places]`."""
+        """Return the operations of each rank in both passes, `[ranks]`."""
         return self.pairs.sum(1) * (FORWARD + BACKWARD)
 
 
-def work_of(mix: Mix, num_places: int) -> Work:
-    """A mix's rounds."""
-    found = Dealt(Pieces(np.array(mix.lengths)), mix.deal(num_places))
-    by_place = [found.rounds(place) for place in range(num_places)]
-    rows = np.zeros((len(by_place[0][1]), num_places, num_places), np.int64)
-    for place, (_, rounds) in enumerate(by_place):
+def work_of(mix: Mix, cp_size: int) -> Work:
+    """Return the work of a mix's rounds."""
+    found = ExchangeSchedule(Segments(np.array(mix.lengths)), mix.shard(cp_size))
+    by_rank = [found.rounds(cp_rank) for cp_rank in range(cp_size)]
+    received = np.zeros((len(by_rank[0][1]), cp_size, cp_size), np.int64)
+    for cp_rank, (_, rounds) in enumerate(by_rank):
         for number, each in enumerate(rounds):
             for owner, count in each.receives.items():
-                rows[number, place, owner] = count
+                received[number, cp_rank, owner] = count
     pairs = []
-    for own, rounds in by_place:
+    for own, rounds in by_rank:
         first, *others = own.halves()
         last = sum(each.pairs for each in others)
         pairs.append([first.pairs, *(each.slices.pairs for each in rounds), last])
-    return Work(np.array(pairs), rows)
+    return Work(np.array(pairs), received)
 
 
 class Link:
-    """Each place's way out and way in: what is ready first goes first, both ways at once."""
+    """Each rank's outgoing and incoming link: messages are sent in the order in which they are ready, in both
+    directions at once."""
 
-    def __init__(self, num_places: int, bytes_per_second: float) -> None:
+    def __init__(self, cp_size: int, bytes_per_second: float) -> None:
         self._rate = bytes_per_second
-        self._out, self._in = np.zeros(num_places), np.zeros(num_places)
+        self._out, self._in = np.zeros(cp_size), np.zeros(cp_size)
 
     def send(self, source: int, target: int, num_bytes: float, ready: float) -> float:
-        """When so many bytes are there that can go from `ready` on."""
+        """Return the time at which a message arrives that can leave from `ready` on."""
         seconds = num_bytes / self._rate
         self._out[source] = max(self._out[source], ready) + seconds
         self._in[target] = max(self._in[target], ready) + seconds
@@ -114,26 +116,26 @@ class Link:
 
 
 def critical_path(work: Work, bytes_per_second: float, operations_per_second: float) -> float:
-    """Seconds of a forward and a backward pass where nothing waits but for rows: those of a round are on their way once
-    the links are free of the rounds before, and are computed with when they are there; gradients go home as soon as
-    their round is over and no rows are before them."""
+    """Return the seconds of a forward and a backward pass if nothing waits except for rows: a round's rows leave once
+    the links are free of earlier rounds, and are used when they arrive; gradients return as soon as their round is over
+    and no rows precede them."""
     start, both = np.zeros(len(work.pairs)), work.pairs.copy()
     both[:, 0], both[:, -1] = both[:, 0] + both[:, -1], 0
     link = Link(len(start), bytes_per_second)
-    ends = _pass(Work(both, work.rows), link, start, FORWARD / operations_per_second)
+    ends = _pass(Work(both, work.received), link, start, FORWARD / operations_per_second)
     link = Link(len(start), bytes_per_second)
     ends = _pass(work, link, ends[:, -1], BACKWARD / operations_per_second)
-    gradients = [(ends[place, number + 1], place, owner, size) for number, place, owner, size in _messages(work)]
-    home = [link.send(place, owner, size, ready) for ready, place, owner, size in sorted(gradients)]
+    gradients = [(ends[cp_rank, number + 1], cp_rank, owner, size) for number, cp_rank, owner, size in _messages(work)]
+    home = [link.send(cp_rank, owner, size, ready) for ready, cp_rank, owner, size in sorted(gradients)]
     return float(max([ends.max(), *home]))
 
 
 def _pass(work: Work, link: Link, start: np.ndarray, seconds_per_pair: float) -> np.ndarray:
-    """When each place is through with each part of its work, `[places, 2 + rounds]`."""
+    """Return the time at which each rank finishes each section of its work, `[ranks, 2 + rounds]`."""
     there = np.zeros(work.pairs.shape)
-    for number, place, owner, num_bytes in _messages(work):
-        arrival = link.send(owner, place, num_bytes, max(start[owner], start[place]))
-        there[place, number + 1] = max(there[place, number + 1], arrival)
+    for number, cp_rank, owner, num_bytes in _messages(work):
+        arrival = link.send(owner, cp_rank, num_bytes, max(start[owner], start[cp_rank]))
+        there[cp_rank, number + 1] = max(there[cp_rank, number + 1], arrival)
     ends, now = np.zeros(work.pairs.shape), start
     for number in range(work.pairs.shape[1]):
         now = np.maximum(now, there[:, number]) + work.pairs[:, number] * seconds_per_pair
@@ -142,16 +144,16 @@ def _pass(work: Work, link: Link, start: np.ndarray, seconds_per_pair: float) ->
 
 
 def _messages(work: Work) -> list[tuple[int, int, int, float]]:
-    """Round, place, owner and bytes of all messages with keys, in the order of the rounds."""
-    found = np.argwhere(work.rows > 0)
-    return [(*map(int, each), float(work.rows[tuple(each)]) * ROW_BYTES) for each in found]  # type: ignore[misc]
+    """Return round, rank, owner and bytes of all messages with keys, in the order of the rounds."""
+    found = np.argwhere(work.received > 0)
+    return [(*map(int, each), float(work.received[tuple(each)]) * ROW_BYTES) for each in found]  # type: ignore[misc]
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------------------
 
 
 class VirtualKernels:
-    """In place of flash attention's launches: the time of their pairs, and zeros."""
+    """Replacement of flash attention's launches: they take the time of their pairs and return zeros."""
 
     def __init__(self, operations_per_second: float) -> None:
         self._clock = Clock(operations_per_second)
@@ -196,25 +198,26 @@ _plans: dict[Mix, SlicePlan] = {}
 _inputs: list[torch.Tensor] = []
 
 
-def _plan(mix: Mix) -> DealtSlices:
-    """A rank's part of a mix, as a training makes it."""
+def _plan(mix: Mix) -> ShardedSlices:
+    """Return a rank's share of a mix, as a training makes it."""
     lengths = np.array(mix.lengths)
     first, sample = np.cumsum(lengths) - lengths, np.zeros_like(lengths)
     whole = Slices(np.full(len(lengths), CAUSAL), sample, first, lengths, first, lengths)
     group = dist.group.WORLD
     assert group is not None
-    with mock.patch("models.attention.rows.deal", lambda lengths, places, **_: mix.deal(places)):
+    with mock.patch("models.attention.sequence_rows.shard_sequence", lambda lengths, cp_size, **_: mix.shard(cp_size)):
         context = Axis(dist.get_rank(), dist.get_world_size(), group)
-        return DealtSlices(BatchSlices(whole, 1, int(lengths.sum())), context, heads=1)
+        return ShardedSlices(BatchSlices(whole, 1, int(lengths.sum())), context, heads=1)
 
 
 def run(mix: Mix, operations_per_second: float) -> dict[str, float]:
-    """Seconds of a forward and a backward pass of attention with keys and values [n / ranks, 1, HEADS, WIDTH]."""
+    """Return the seconds of a forward and a backward pass of attention with keys and values [n / ranks, 1, HEADS,
+    WIDTH]."""
     if mix not in _plans:
         _plans[mix] = _plan(mix).plan(None)
-    plan, rows = _plans[mix], sum(mix.lengths) // dist.get_world_size()
-    if not _inputs or len(_inputs[0]) != rows:
-        _inputs[:] = [torch.zeros(rows, 1, HEADS, WIDTH, requires_grad=True) for _ in range(3)]
+    plan, num_rows = _plans[mix], sum(mix.lengths) // dist.get_world_size()
+    if not _inputs or len(_inputs[0]) != num_rows:
+        _inputs[:] = [torch.zeros(num_rows, 1, HEADS, WIDTH, requires_grad=True) for _ in range(3)]
     virtual = VirtualKernels(operations_per_second)
     with (
         mock.patch.object(kernels, "takes_launches", lambda query, value: True),
@@ -228,24 +231,25 @@ def run(mix: Mix, operations_per_second: float) -> dict[str, float]:
 
 
 def outputs(mixes: Sequence[Mix]) -> list[tuple[float, float, float]]:
-    """The loss of a computed forward pass over ranks, and how far its outputs and gradients are from one process's."""
+    """Return the loss of a computed forward pass over ranks, and the largest differences of outputs and gradients from
+    one process's."""
     found = []
     for mix in mixes:
         tokens, generator = sum(mix.lengths), torch.Generator().manual_seed(0)
         whole = [torch.randn(tokens, 1, HEADS, 16, generator=generator).requires_grad_() for _ in range(3)]
         target = torch.randn(tokens, 1, HEADS, 16, generator=generator)
         positions = np.concatenate([np.arange(each) for each in mix.lengths])[None]
-        apart = BatchSlices(slices.of_documents(positions), 1, tokens)
-        alone = attend(whole[0], whole[1], whole[2], apart.plan(None), 0.25)
+        whole_slices = BatchSlices(mask_slices.of_documents(positions), 1, tokens)
+        alone = attend(whole[0], whole[1], whole[2], whole_slices.plan(None), 0.25)
         expected = torch.autograd.grad((alone * target).sum(), whole)
-        part = _plan(mix)
-        own = [each.detach()[part.rows].requires_grad_() for each in whole]
-        output = attend(own[0], own[1], own[2], part.plan(None), 0.25)
-        loss = (output * target[part.rows]).sum()
+        sharded = _plan(mix)
+        own = [each.detach()[sharded.sequence_rows].requires_grad_() for each in whole]
+        output = attend(own[0], own[1], own[2], sharded.plan(None), 0.25)
+        loss = (output * target[sharded.sequence_rows]).sum()
         grads = torch.autograd.grad(loss, own)
         total = loss.detach().clone()
         dist.all_reduce(total)
-        gradients_apart = [(grad - each[part.rows]).abs().max() for grad, each in zip(grads, expected)]
-        off = (output - alone[part.rows]).abs().max()
-        found.append((float(total), float(off), float(torch.stack(gradients_apart).max())))
+        gradient_differences = [(grad - each[sharded.sequence_rows]).abs().max() for grad, each in zip(grads, expected)]
+        off = (output - alone[sharded.sequence_rows]).abs().max()
+        found.append((float(total), float(off), float(torch.stack(gradient_differences).max())))
     return found

@@ -1,9 +1,9 @@
-"""Sequences over context ranks: the losses and the gradients of one process, beside everything else:
+"""Sequences over context ranks: the losses and the gradients of one process, with every other option:
 `python -m benchmarks.context_parity [--rows 1 7 ...] [--list] [--steps 20] [--markdown] [--json] [KEY=VALUE ...]`.
 
 A covering list of trainings of the tiny models: each pair of options below that can stand together meets in at least
 one row. Each row trains on its ranks and, with the same settings, in one process: texts of 1 to 300 words, many in a
-sample, so that documents that stay apart are cut by the ranks' parts as well. In fp32 every step's losses (also those
+sample, so that separate documents are cut at the ranks' bounds as well. In fp32 every step's losses (also those
 of routers and of BERT's sentence head) may differ by 1e-5 relative, and the first step's gradient norm by 1e-6. In
 bf16 every step's loss, and the first step's other losses and gradient norm, may differ by 1e-3: a router's losses
 drift apart in any layout. The exit status says whether all did. `--list` prints the rows, and the pairs that none has,
@@ -33,7 +33,7 @@ from tests.tolerances import CONTEXT_BF16, CONTEXT_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, train_on_ranks
 
 TIMEOUT = 600.0  # seconds for one training
-# One sample a micro-batch, which two places can only share by cutting it.
+# One sample a micro-batch, which two ranks can share only by cutting it.
 MODEL = ("model.num_attention_heads=8", "training.micro_batch_size=1", "training.global_batch_size=8")
 LATENT = (
     *("attention=latent", "head_dim=8", "rotary_head_dim=4", "value_head_dim=6", "kv_lora_rank=12", "q_lora_rank=16"),
@@ -90,7 +90,7 @@ OTHER_LOSSES = ("aux_loss", "z_loss", "sentence_loss")
 
 
 def conflict(row: Row) -> str | None:
-    """Why some options cannot stand together; None: they can."""
+    """Return why some options exclude each other; None: they do not."""
     options = row.get
     if int(options("heads", "1")) > int(options("context", "4")):
         return "parallel.context_heads divides parallel.context"
@@ -108,7 +108,7 @@ def conflict(row: Row) -> str | None:
 
 
 def ranks_of(row: Row) -> int:
-    """The fewest ranks that a row's layout takes."""
+    """Return the fewest ranks that a row's layout takes."""
     stages = 2 if row["beside"].startswith("PP2") else 1
     dense = int(row["context"]) * (2 if row["beside"] == "TP2+SP" else 1) * stages
     experts = {"EP2": 2, "EP4": 4, "EP2xETP2": 4}.get(row["experts"], 1) * stages
@@ -116,27 +116,27 @@ def ranks_of(row: Row) -> int:
 
 
 @functools.cache
-def rows() -> list[Row]:
-    """The covering list."""
+def covering_list() -> list[Row]:
+    """Return the covering list."""
     return covering_rows(FACTORS, conflict, cost=lambda row: ranks_of(row) ** 0.5)
 
 
 def settings_of(row: Row) -> list[str]:
-    """The overrides of a row's training in one process."""
+    """Return the overrides of a row's training in one process."""
     model = f"{row['family']}_{'tiny' if row['experts'] == 'dense' else 'moe_tiny'}"
-    parts = [MODEL, *(options[row[name]] for name, options in SETTINGS.items())]
-    return [f"experiment={model}", "checkpoint=off", *(each for part in parts for each in part)]
+    groups = [MODEL, *(options[row[name]] for name, options in SETTINGS.items())]
+    return [f"experiment={model}", "checkpoint=off", *(each for group in groups for each in group)]
 
 
 def layout_of(row: Row) -> list[str]:
-    """What its training on several ranks has besides."""
+    """Return the additional overrides of a row's training on several ranks."""
     return [each for name, options in LAYOUT.items() for each in options[row[name]]]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A row beside one process: largest relative differences of a step's losses, and that of the first gradient norm.
-    `failed`: what a rank raised."""
+    """A row against one process: largest relative differences of a step's losses, and of the first gradient norm.
+    `failed`: the error of a rank."""
 
     number: int
     row: Row
@@ -157,7 +157,7 @@ class Compared:
 
 def compare(number: int, folder: Path, overrides: Sequence[str]) -> Compared:
     """Train a row, numbered from 1, and the same in one process. `folder`: for the runs and their state."""
-    row, begin = rows()[number - 1], time.perf_counter()
+    row, begin = covering_list()[number - 1], time.perf_counter()
     ranks = ranks_of(row)
     settings = [*settings_of(row), *overrides]
     if row["state"] == "disk":
@@ -169,8 +169,12 @@ def compare(number: int, folder: Path, overrides: Sequence[str]) -> Compared:
         print(f"row {number}: {error}", file=sys.stderr, flush=True)
         text = str(error).strip().splitlines()[-1]
         return Compared(number, row, ranks, seconds=time.perf_counter() - begin, failed=text)
-    judged = 1 if row["precision"] == "bf16" else len(single)
-    others = [largest_difference(lines[:judged], single[:judged], name) for name in OTHER_LOSSES if name in single[0]]
+    num_checked = 1 if row["precision"] == "bf16" else len(single)
+    others = [
+        largest_difference(lines[:num_checked], single[:num_checked], name)
+        for name in OTHER_LOSSES
+        if name in single[0]
+    ]
     return Compared(
         *(number, row, ranks, largest_difference(lines, single, "loss")),
         other_losses=max(others, default=0.0),
@@ -187,7 +191,7 @@ def _train(overrides: Sequence[str], ranks: int) -> Lines:
 
 @contextlib.contextmanager
 def short_texts() -> Iterator[tuple[Path, list[str]]]:
-    """A folder for runs, and overrides that train on texts of 1 to 300 words in sentences, many in a sample."""
+    """Yield a folder for runs, and overrides that train on texts of 1 to 300 words in sentences, many in a sample."""
     draw = random.Random(0)
     words = Path(random.__file__).read_text(encoding="utf-8").split()
     with tempfile.TemporaryDirectory() as name:
@@ -204,12 +208,12 @@ def short_texts() -> Iterator[tuple[Path, list[str]]]:
 def compare_all(
     numbers: Sequence[int], overrides: Sequence[str], on_row: Callable[[Compared], None] = lambda row: None
 ) -> list[Compared]:
-    """Compare these rows. `on_row` hears of each as soon as it is known."""
+    """Compare these rows. `on_row` is called with each as soon as it is known."""
     found = []
     with short_texts() as (folder, data):
         for number in numbers:
-            with tempfile.TemporaryDirectory(dir=folder) as place:
-                found.append(compare(number, Path(place), [*data, *overrides]))
+            with tempfile.TemporaryDirectory(dir=folder) as run_folder:
+                found.append(compare(number, Path(run_folder), [*data, *overrides]))
             on_row(found[-1])
     return found
 
@@ -228,7 +232,7 @@ def _cells(found: Compared) -> list[str]:
 
 
 def excluded() -> list[str]:
-    """A line for each reason, with the pairs that no row has for it."""
+    """Return a line for each reason, with the pairs that it excludes."""
     by_reason: dict[str, list[Pair]] = {}
     for pair, reason in excluded_pairs(FACTORS, conflict).items():
         by_reason.setdefault(reason, []).append(pair)
@@ -240,7 +244,7 @@ def excluded() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = range(1, len(rows()) + 1)
+    every = range(1, len(covering_list()) + 1)
     parser.add_argument("--rows", nargs="+", type=int, choices=every, default=list(every), metavar="NUMBER")
     parser.add_argument("--list", action="store_true", help="print the rows and the pairs that none has; train nothing")
     parser.add_argument("--steps", type=int, default=20)
@@ -249,7 +253,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs; after -- if a list is before")
     arguments = parser.parse_args()
     if arguments.list:
-        cells = [[str(i), *row.values(), str(ranks_of(row))] for i, row in enumerate(rows(), 1)]
+        cells = [[str(i), *row.values(), str(ranks_of(row))] for i, row in enumerate(covering_list(), 1)]
         print(table(["row", *FACTORS, "ranks"], cells, arguments.markdown))
         print("\n".join(["", *excluded()]))
         return 0

@@ -1,8 +1,8 @@
 """Lists of rows in which every pair of options meets at least once: pairwise covering arrays.
 
-Rows are made one after the other, each from the pair of options that has waited longest: of some drafts, whose
-remaining options are chosen one by one for the pairs that they add, the best one stays (Cohen et al. 1997, "The AETG
-system"). The same factors give the same rows.
+Rows are made one by one, each from the pair of options that has waited longest: of several drafts, whose remaining
+options are chosen one by one for the pairs that they add, the best is kept (Cohen et al. 1997, "The AETG system"). The
+same factors give the same rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Pair = tuple[tuple[str, str], tuple[str, str]]  # two factors' options, factors 
 
 
 def excluded_pairs(factors: Mapping[str, Sequence[str]], conflict: Callable[[Row], str | None]) -> dict[Pair, str]:
-    """The pairs that no row may hold, with what `conflict` says of each."""
+    """Return the pairs that no row may hold, with the reason that `conflict` gives."""
     reasons = {pair: conflict(dict(pair)) for pair in _pairs(factors)}
     return {pair: reason for pair, reason in reasons.items() if reason is not None}
 
@@ -27,26 +27,27 @@ def covering_rows(
     cost: Callable[[Row], float] = lambda row: 1.0,
     num_drafts: int = 100,
 ) -> list[Row]:
-    """Rows that hold every pair which `conflict` (why some options of a row, not all of its factors, cannot stand
-    together; None: they can) lets stand. Of drafts the one with most new pairs for its cost stays.
+    """Return rows that hold every pair that `conflict` allows. Of the drafts, the one with most new pairs for its cost
+    is kept.
 
-    Raises ValueError where a row cannot be filled: conflicts must leave each factor an option beside any others.
+    conflict: the reason why some options of a row (not of all factors) exclude each other; None: they do not. Raises
+    ValueError if a row cannot be filled: conflicts must leave each factor an option next to any others.
     """
     draw = random.Random(0)
     waiting = dict.fromkeys(pair for pair in _pairs(factors) if conflict(dict(pair)) is None)
-    rows = []
+    covering = []
     while waiting:
         first = dict(next(iter(waiting)))
         drafts = [_filled(first, factors, conflict, waiting, draw) for _ in range(num_drafts)]
         best = max(drafts, key=lambda row: sum(pair in waiting for pair in pairs_of(row, factors)) / cost(row))
         for pair in pairs_of(best, factors):
             waiting.pop(pair, None)
-        rows.append(best)
-    return rows
+        covering.append(best)
+    return covering
 
 
 def pairs_of(row: Row, factors: Mapping[str, Sequence[str]]) -> list[Pair]:
-    """The pairs of options that a row holds."""
+    """Return the pairs of options that a row holds."""
     return list(itertools.combinations(((name, row[name]) for name in factors if name in row), 2))
 
 

@@ -1,15 +1,15 @@
-"""Attention over packed documents that stay apart, against joined ones: `python -m benchmarks.documents
+"""Attention over separate packed documents, against joined ones: `python -m benchmarks.documents
 [--lengths 8192 32768] [--rounds 6] [--growth 2048 4096 8192] [--markdown] [--json]`
 
 Speed: forward and backward pass of one layer's attention over samples of the default corpus, one thread. joined:
-torch's own function over the whole sample, as trainings of joined documents call it. apart: the sample's documents as
+torch's own function over the whole sample, as trainings of joined documents call it. apart: separate documents, as
 slices. In turns on the same samples; all samples' time together, since each has other documents. `allowed` is what the
 pairs that are left allow, `share` what of it was reached, with two standard errors over samples. Below: what joined
 trainings compute by slices too, a sliding window and latent attention (values narrower than keys), against the mask and
 the scores that torch makes for them.
 
 Growth: one micro-batch of a small model, forward and backward pass through the layers, the head and the loss, with
-documents apart: the most bytes of tensors at once beside weights and their gradients, at each length. The exponent is
+separate documents: the peak bytes of tensors without weights and their gradients, at each length. The exponent is
 that of the last doubling. `largest` is the tensor with most numbers, by tokens: no tensor grows with tokens x tokens or
 tokens x vocabulary. Real, on this processor.
 """
@@ -35,8 +35,8 @@ from benchmarks.plan_accuracy import LiveBytes
 from benchmarks.rounds import standard_error
 from benchmarks.tables import table
 from models.attention.layers import window_mask
-from models.attention.rows import BatchSlices, of_documents, of_joined
-from models.attention.sliced import attend
+from models.attention.sequence_rows import BatchSlices, document_slices, joined_slices
+from models.attention.slice_attention import attend
 from tests import distributed
 
 HEADS, WIDTH, VALUES, WINDOW = 4, 64, 32, 1024
@@ -54,19 +54,19 @@ def draw(length: int, dtype: torch.dtype, values: int = WIDTH) -> Triple:
 
 
 def plain(inputs: Triple, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """torch's own function over whole samples."""
+    """Call torch's own function over whole samples."""
     heads_first = (each.permute(1, 2, 0, 3) for each in inputs)
     found = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, is_causal=mask is None, scale=SCALE)
     return found.permute(2, 0, 1, 3).reshape(len(inputs[0]), 1, -1)
 
 
 def by_slices(inputs: Triple, found: BatchSlices, window: int | None = None) -> torch.Tensor:
-    """The layer's own, over slices."""
+    """Call the layer's own attention over slices."""
     return attend(*inputs, found.plan(window), SCALE).flatten(2)
 
 
 def seconds(attention: Callable[[], torch.Tensor]) -> float:
-    """Of a forward and a backward pass."""
+    """Return the seconds of a forward and a backward pass."""
     begin = time.perf_counter()
     output = attention()
     output.backward(torch.ones_like(output))
@@ -76,13 +76,13 @@ def seconds(attention: Callable[[], torch.Tensor]) -> float:
 def samples(length: int, number: int) -> list[BatchSlices]:
     """The slices of the first samples of the default corpus."""
     from configs.compose import compose
-    from data.build import _samples
+    from data.loader import make_samples
     from data.prepare.run import prepare
 
     config = compose(["experiment=quickstart", "data.documents=separate", f"model.sequence_length={length}"])
     prepared = prepare(config.data, "gpt", show_progress=False)
-    found = _samples(config, prepared, prepared.train, shuffle=True)
-    return [of_documents(torch.from_numpy(found.batch([i])["positions"])) for i in range(number)]
+    found = make_samples(config, prepared, prepared.train, shuffle=True)
+    return [document_slices(torch.from_numpy(found.batch([i])["positions"])) for i in range(number)]
 
 
 def in_turns(pairs: Sequence[tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor]]]) -> list[list[float]]:
@@ -96,18 +96,18 @@ def in_turns(pairs: Sequence[tuple[Callable[[], torch.Tensor], Callable[[], torc
 
 
 def speed(length: int, precision: str, rounds: int) -> dict[str, Any]:
-    """Joined and apart on the same samples."""
+    """Compare joined and separate documents on the same samples."""
     inputs, documents = draw(length, DTYPES[precision]), samples(length, rounds)
-    joined, apart = in_turns([(partial(plain, inputs), partial(by_slices, inputs, each)) for each in documents])
+    joined, separate = in_turns([(partial(plain, inputs), partial(by_slices, inputs, each)) for each in documents])
     left = [each.found.pairs / (length * (length + 1) / 2) for each in documents]
-    allowed, reached = len(left) / sum(left), sum(joined) / sum(apart)
-    shares = [own / part * kept for own, part, kept in zip(joined, apart, left)]
+    allowed, reached = len(left) / sum(left), sum(joined) / sum(separate)
+    shares = [own / sliced * kept for own, sliced, kept in zip(joined, separate, left)]
     return {
         "length": length,
         "precision": precision,
         "documents": sum(len(each.found) for each in documents) / len(documents),
         "joined_seconds": statistics.median(joined),
-        "apart_seconds": statistics.median(apart),
+        "apart_seconds": statistics.median(separate),
         "allowed": allowed,
         "reached": reached,
         "share": reached / allowed,
@@ -116,11 +116,11 @@ def speed(length: int, precision: str, rounds: int) -> dict[str, Any]:
 
 
 def others(length: int, rounds: int) -> list[dict[str, Any]]:
-    """What joined documents leave to slices: a window, and values narrower than keys."""
+    """Compare the cases of joined documents that slices compute: a window, and values narrower than keys."""
     found = []
     for precision, dtype in DTYPES.items():
         inputs, mask = draw(length, dtype), window_mask(length, WINDOW, torch.device("cpu"))
-        narrow, whole = draw(length, dtype, VALUES), of_joined(1, length)
+        narrow, whole = draw(length, dtype, VALUES), joined_slices(1, length)
         cases = {
             f"window of {WINDOW}": (partial(plain, inputs, mask), partial(by_slices, inputs, whole, WINDOW)),
             f"values of {VALUES} channels": (partial(plain, narrow), partial(by_slices, narrow, whole)),
@@ -167,7 +167,7 @@ def growth(lengths: Sequence[int], vocab_size: int) -> list[dict[str, Any]]:
     from training.step import train_step
 
     found: list[dict[str, Any]] = []
-    place = None
+    run_topology = None
     for length in lengths:
         config = compose(
             [
@@ -175,8 +175,8 @@ def growth(lengths: Sequence[int], vocab_size: int) -> list[dict[str, Any]]:
                 *(f"model.sequence_length={length}", "training.micro_batch_size=1", "training.global_batch_size=1"),
             ]
         )
-        place = place or topology.initialize(config)
-        model = Engine(config, place, vocab_size)
+        run_topology = run_topology or topology.initialize(config)
+        model = Engine(config, run_topology, vocab_size)
         (batch,) = made_up_batches(config, 1, vocab_size)
         batch["positions"] = torch.arange(length)[None] % (length // 3)
         train_step(model, [batch], 1)
@@ -189,7 +189,7 @@ def growth(lengths: Sequence[int], vocab_size: int) -> list[dict[str, Any]]:
     return found
 
 
-def report(rows: dict[str, list[dict[str, Any]]], markdown: bool) -> str:
+def report(tables_rows: dict[str, list[dict[str, Any]]], markdown: bool) -> str:
     """The three tables."""
     fast = [
         [
@@ -198,15 +198,15 @@ def report(rows: dict[str, list[dict[str, Any]]], markdown: bool) -> str:
             *(f"{row[key]:.2f}" for key in ("allowed", "reached")),
             f"{row['share']:.2f} ± {row['two_standard_errors']:.2f}",
         ]
-        for row in rows["speed"]
+        for row in tables_rows["speed"]
     ]
     also = [
         [row["case"], str(row["length"]), row["precision"], f"{row['speedup']:.2f} ± {row['two_standard_errors']:.2f}"]
-        for row in rows["others"]
+        for row in tables_rows["others"]
     ]
     sizes = [
         [str(row["tokens"]), f"{row['peak_bytes'] / 2**20:.1f}", f"{row['largest_numel'] / row['tokens']:.0f}"]
-        for row in rows["growth"]
+        for row in tables_rows["growth"]
     ]
     headings = ("tokens", "numbers", "documents", "joined s", "apart s", "allowed", "reached", "share")
     tables = [
@@ -214,12 +214,12 @@ def report(rows: dict[str, list[dict[str, Any]]], markdown: bool) -> str:
         table(("joined, by slices", "tokens", "numbers", "faster"), also, markdown),
         table(("tokens", "peak MiB", "largest / tokens"), sizes, markdown),
     ]
-    return "\n\n".join([*tables, f"exponent of the peak: {exponent(rows['growth']):.3f}"])
+    return "\n\n".join([*tables, f"exponent of the peak: {exponent(tables_rows['growth']):.3f}"])
 
 
-def exponent(rows: Sequence[dict[str, Any]]) -> float:
-    """Of the peak's growth with the tokens, from the last length but one to the last."""
-    before, last = rows[-2:]
+def exponent(growth_rows: Sequence[dict[str, Any]]) -> float:
+    """Return the exponent of the peak's growth with the tokens, between the last two lengths."""
+    before, last = growth_rows[-2:]
     return math.log(last["peak_bytes"] / before["peak_bytes"]) / math.log(last["tokens"] / before["tokens"])
 
 
@@ -238,14 +238,14 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks import documents  # as ranks import it
 
     torch.set_num_threads(1)
-    rows = {
+    results = {
         "speed": [speed(each, name, options.rounds) for each in options.lengths for name in DTYPES],
         "others": others(options.lengths[0], options.rounds),
         "growth": distributed.run(documents.growth, 1, options.growth, options.vocab_size, timeout=1800.0)[0],
     }
-    print(report(rows, options.markdown))
+    print(report(results, options.markdown))
     if options.json:
-        print(json.dumps({**rows, "exponent": exponent(rows["growth"])}))
+        print(json.dumps({**results, "exponent": exponent(results["growth"])}))
     return 0
 
 

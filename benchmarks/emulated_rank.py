@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks import full_duplex, virtual_device
 from benchmarks.emulated_settings import Machine, Setting
-from optim.tiers.tiers import tiers_of
+from optim.offload.optimizer import offload_of
 from parallel import topology
 from simulator import run_plan
 from training.engine import Engine
@@ -37,16 +37,16 @@ class _Training:
         config = setting.config(dist.get_world_size())
         virtual_device.install(machine.flops_per_second)
         self._groups = set(dist.distributed_c10d._world.pg_map)
-        place = topology.initialize(config)
+        axes = topology.initialize(config)
         full_duplex.install()
-        plan = run_plan.make_plan(config, place.world_size, setting.vocab_size, place.device.type)
-        room = run_plan.room_beside(plan.memory[place.rank], plan.rooms)
-        self.engine = Engine(config, place, setting.vocab_size, room)
+        plan = run_plan.make_plan(config, axes.world_size, setting.vocab_size, axes.device.type)
+        headroom = run_plan.state_headroom(plan.memory[axes.rank], plan.capacity)
+        self.engine = Engine(config, axes, setting.vocab_size, headroom)
         virtual_device.use_for_experts(self.engine.bare_chunks)
         for stream in self.engine.host_link.all:
             stream.rate = machine.of_stream(stream.name)
-        count = config.training.global_batch_size // config.training.micro_batch_size // place.data.size
-        self.batches: list[Batch] = made_up_batches(config, count, setting.vocab_size, seed=place.data.rank)
+        count = config.training.global_batch_size // config.training.micro_batch_size // axes.data.size
+        self.batches: list[Batch] = made_up_batches(config, count, setting.vocab_size, seed=axes.data.rank)
         self.number = 0
 
     def steps(self, count: int) -> float:
@@ -57,13 +57,13 @@ class _Training:
             self.number += 1
             train_step(self.engine, list(self.batches), self.number)
         seconds = (time.perf_counter() - before) / count
-        if (tiers := tiers_of(self.engine.optimizer)) is not None and (problem := tiers.problem()) is not None:
+        if (tiers := offload_of(self.engine.optimizer)) is not None and (problem := tiers.problem()) is not None:
             raise RuntimeError(problem)
         return seconds
 
     def close(self) -> None:
         """Leave nothing of it."""
-        self.engine.settle()
+        self.engine.synchronize()
         dist.barrier()
         self.engine.close()
         del self.engine

@@ -73,11 +73,11 @@ def one_round(
     cluster: Cluster, setting: Setting, machine: Machine, measured: Measured, bytes_per_second: float
 ) -> None:
     """Build a setting's training on a cluster's ranks, and add the seconds of its steps."""
-    parts: list[dict[str, Any]] = cluster.call(emulated_rank.run, setting, machine, STEPS, timeout=TIMEOUT)
-    measured.seconds.append(max(part["step"] for part in parts))
+    outcomes: list[dict[str, Any]] = cluster.call(emulated_rank.run, setting, machine, STEPS, timeout=TIMEOUT)
+    measured.seconds.append(max(outcome["step"] for outcome in outcomes))
     measured.rates.append(bytes_per_second)
-    measured.device = max(part["device"] for part in parts)
-    measured.cpu = max(part["cpu"] for part in parts)
+    measured.device = max(outcome["device"] for outcome in outcomes)
+    measured.cpu = max(outcome["cpu"] for outcome in outcomes)
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Training of whole MoE models over links: the layer of this project beside Megatron-core's own, everything else the
+"""Training of whole MoE models over links: the MoE layer of this project and Megatron-core's own, everything else the
 same.
 
 `python -m benchmarks.end_to_end [--presets gpt_moe_small bert_moe_small] [--rates 500mbit 200mbit] [--precisions fp32]
@@ -57,15 +57,15 @@ SIZES = ("parallel.expert=2", "training.micro_batch_size=4", "training.global_ba
 
 
 class _Variant:
-    """One model that trains; the losses and gradient norms of its steps."""
+    """A model in training, with the losses and gradient norms of its steps."""
 
     def __init__(
         self, name: str, config: Config, topology: Topology, vocab_size: int, batches: Sequence[Any], folder: Path
     ) -> None:
         from checkpoint.saver import Saver
         from training import engine
+        from training.callbacks.moe.expert_migration import ExpertMigration
         from training.callbacks.moe.expert_planning import ExpertPlanning
-        from training.callbacks.moe.home_moves import HomeMoves
         from training.resilience.health import Health
         from training.run import Run
 
@@ -92,14 +92,14 @@ class _Variant:
             Saver(config, model.host_link),
             Health(config),
         )
-        self.planning: Any = ExpertPlanning() if name == AUTO else HomeMoves() if name == PLACED else None
+        self.planning: Any = ExpertPlanning() if name == AUTO else ExpertMigration() if name == PLACED else None
         if self.planning is not None:
             self.planning.on_start(self.run)
         self.batches = batches
         self.losses, self.gradient_norms = list[float](), list[float]()
 
     def step(self) -> float:
-        """Take the next optimizer step; its seconds."""
+        """Take the next optimizer step; return its seconds."""
         from training.step import train_step
 
         run, batches = self.run, self.batches[self.run.progress.step % len(self.batches)]
@@ -122,9 +122,9 @@ _variants: dict[str, _Variant] = {}
 def build(
     config: Config, prepared: PreparedData, num_steps: int, folder: str, names: Sequence[str] = VARIANTS
 ) -> list[int]:
-    """Make these variants of this rank, and the batches of `num_steps` steps; the numbers of parameters of each. Once
+    """Build these variants on this rank, and the batches of `num_steps` steps; return their parameter counts. Once
     per process."""
-    from data.build import build_data
+    from data.loader import build_data
     from parallel.topology import initialize
 
     topology = initialize(config)
@@ -141,19 +141,19 @@ def build(
 
 
 def step(name: str) -> dict[str, float]:
-    """Seconds of a variant's next optimizer step."""
+    """Take a variant's next optimizer step; return its seconds."""
     return {"step": _variants[name].step()}
 
 
-def is_settled() -> bool:
+def is_final() -> bool:
     """Whether the planned model has tried its plans."""
     planning = _variants[AUTO].planning
     assert planning is not None
-    return planning.is_settled
+    return planning.is_final
 
 
 def course() -> dict[str, dict[str, list[float]]]:
-    """The loss of each step so far and the norm of its gradient, each by variant."""
+    """Return the loss and the gradient norm of each step so far, by variant."""
     return {
         "loss": {name: variant.losses for name, variant in _variants.items()},
         "gradient_norm": {name: variant.gradient_norms for name, variant in _variants.items()},
@@ -161,7 +161,7 @@ def course() -> dict[str, dict[str, list[float]]]:
 
 
 def plans() -> list[dict[str, Any]]:
-    """The plans in force in the layers of the planned model."""
+    """Return the current plans of the layers of the planned model."""
     from moe.layer import layers_of
 
     return [dataclasses.asdict(layer.plan) for layer in layers_of(_variants[AUTO].run.engine.bare_chunks).values()]
@@ -178,7 +178,7 @@ def _seed(seed: int) -> None:
 def _build_megatron(
     config: Config, topology: Topology, vocab_size: int, *, streams: bool = False
 ) -> list[torch.nn.Module]:
-    """The model as this project builds it, and then Megatron-core's layers with the same weights in place of ours."""
+    """Build the model as this project does, then replace our layers by Megatron-core's with the same weights."""
     from megatron.core.tensor_parallel.layers import set_defaults_if_not_set_tensor_model_parallel_attributes
 
     from models.build import build_model
@@ -229,17 +229,17 @@ def make_config(preset: str, precision: str, overrides: Sequence[str]) -> Config
 
 
 def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference of two runs' losses (or gradient norms), relative to `theirs`; ValueError for other
+    """Return the largest difference of two runs' losses (or gradient norms), relative to `theirs`; ValueError for other
     lengths."""
     return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def measure(cluster: Cluster, config: Config, prepared: PreparedData, num_rounds: int) -> dict[str, Any]:
-    """Train all variants of one model in turns: a row of the table."""
+    """Train all variants of one model in turns; return a row of the table."""
     num_batches = WARM_UP + num_rounds + rounds.MAX_DROPPED * (num_rounds + 1) + 1
     with tempfile.TemporaryDirectory() as folder:
         parameters = cluster.call(build, config, prepared, num_batches, folder)
-        while not all(cluster.call(is_settled)):
+        while not all(cluster.call(is_final)):
             cluster.call(step, AUTO)
         result = rounds.measure(cluster, step, {name: (name,) for name in VARIANTS}, num_rounds, warm_up=WARM_UP)
     of_steps = cluster.call(course)[0]

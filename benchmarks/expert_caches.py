@@ -1,21 +1,20 @@
-"""Judges caches of experts on recorded routing, without a model.
+"""Compare caches of experts on recorded routing, without a model.
 
 `python -m benchmarks.expert_caches FILE... [--slots N ... | --shares 0.1 0.25 0.5] [--markdown] [--json]`
 
-FILE is what `python -m inference.generate --record-routing FILE` wrote, also compressed with gzip. A cache has slots
-for some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose. What
-is cached is a hit and is used first. What is missing is loaded and used, one after the other, and where the cache is
-full another expert goes, perhaps one that has just been used. Nothing is loaded ahead. The table has the share of hits
-of:
+FILE is a recording of `python -m inference.generate --record-routing FILE`, also compressed with gzip. A cache has
+slots for some of the experts of all MoE layers. In each pass each layer needs the experts that any of its tokens chose.
+Cached experts are hits and used first. Missing ones are loaded and used one by one; if the cache is full, each evicts
+another expert, perhaps one that has just been used. Nothing is prefetched. The table has the share of hits of:
 
 * ours: inference/weights/expert_cache.py
-* LRU: what was used least recently goes
-* LFU: what was used in the fewest passes since the start goes, the least recent of several
-* FIFO: what was loaded first goes
-* Belady: what is used next the latest goes, even if it has just been loaded. It knows the future, and no cache of that
-  size has more hits.
+* LRU: evicts the least recently used expert
+* LFU: evicts the expert used in the fewest passes since the start, among equals the least recent
+* FIFO: evicts the expert that was loaded first
+* Belady: evicts the expert whose next use is latest, even if it has just been loaded. It knows the future, and no cache
+  of that size has more hits.
 
-A line whose share of ours is below the better one of LRU and LFU is marked.
+Lines in which ours is below the better one of LRU and LFU are marked.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ Key = tuple[int, int]  # layer, expert
 
 
 class CachePolicy(Protocol):
-    """Knows what is cached from what it is told, and names what goes."""
+    """Tracks the cached experts, and chooses the one to evict."""
 
-    keeps_new: bool  # what is loaded stays for the time being
+    keeps_new: bool  # a loaded expert is not evicted at once
 
     def routed(self, index: int, visit: RoutedLayer) -> None:
-        """A layer needs its experts; then each of them is touched, hits before misses."""
+        """A layer's router has chosen; its experts are touched next, hits before misses."""
 
     def touch(self, key: Key) -> None:
-        """An expert is used; where it was not cached it is now."""
+        """An expert is used, and cached from now on."""
 
     def victim(self) -> Key:
-        """The expert that goes, and is no longer cached."""
+        """Evict an expert and return it."""
 
 
 class LeastRecent:
@@ -76,11 +75,11 @@ class LeastRecent:
 
 
 class LowestFirst:
-    """What has the lowest value goes. Values change when an expert is used, and only then."""
+    """Evicts the expert with the lowest value. Values change only when an expert is used."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Key]] = []
-        self._value: dict[Key, tuple[int, int]] = {}  # of what is cached
+        self._value: dict[Key, tuple[int, int]] = {}  # of cached experts
 
     def put(self, key: Key, value: tuple[int, int]) -> None:
         if self._value.get(key) != value:
@@ -90,13 +89,13 @@ class LowestFirst:
     def victim(self) -> Key:
         while True:
             value, key = heapq.heappop(self._heap)
-            if self._value.get(key) == value:  # else it has changed since, or it has gone
+            if self._value.get(key) == value:  # else the entry is outdated
                 del self._value[key]
                 return key
 
 
 class LeastUsed(LowestFirst):
-    """LFU over all time: an expert that comes back has its counts of before."""
+    """LFU over all time: a reloaded expert keeps its earlier counts."""
 
     keeps_new = True
 
@@ -115,7 +114,7 @@ class LeastUsed(LowestFirst):
 
 
 class LatestNextUse(LowestFirst):
-    """Belady's optimum, where what has been loaded and used need not stay."""
+    """Belady's optimum; a loaded and used expert may be evicted at once."""
 
     keeps_new = False
 
@@ -138,7 +137,7 @@ class LatestNextUse(LowestFirst):
 
 
 class ExpectedUse:
-    """Ours."""
+    """The policy of inference/weights/expert_cache.py."""
 
     keeps_new = True
 
@@ -168,8 +167,8 @@ POLICIES: dict[str, Callable[[Recording], CachePolicy]] = {
 BAR = ("LRU", "LFU")  # ours must not be below either
 
 
-def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> int:
-    """How many of the experts that layers need are cached when they need them, in a cache that begins empty."""
+def num_hits(visits: Sequence[RoutedLayer], num_slots: int, policy: CachePolicy) -> int:
+    """Return the number of needed experts that are cached when they are needed, in a cache that starts empty."""
     cached: set[Key] = set()
     hits = 0
     for i, visit in enumerate(visits):
@@ -181,25 +180,25 @@ def num_hits(visits: Sequence[RoutedLayer], slots: int, policy: CachePolicy) -> 
         for key in found:
             policy.touch(key)
         for key in missing:
-            if len(cached) == slots and policy.keeps_new:
+            if len(cached) == num_slots and policy.keeps_new:
                 cached.remove(policy.victim())
             cached.add(key)
             policy.touch(key)
-            if len(cached) > slots:
+            if len(cached) > num_slots:
                 cached.remove(policy.victim())
     return hits
 
 
-def judged(name: str, recording: Recording, slots: int) -> dict[str, Any]:
-    """Share of hits of each policy with so many slots, which of those that do not know the future is best, and whether
-    ours is below LRU or LFU."""
+def compared(name: str, recording: Recording, num_slots: int) -> dict[str, Any]:
+    """Return the share of hits of each policy with `num_slots` slots, the best policy except Belady, and whether ours
+    is below LRU or LFU."""
     requests = sum(len(visit.counts) for visit in recording.visits)
-    hits = {policy: num_hits(recording.visits, slots, make(recording)) for policy, make in POLICIES.items()}
+    hits = {policy: num_hits(recording.visits, num_slots, make(recording)) for policy, make in POLICIES.items()}
     present = {policy: count for policy, count in hits.items() if policy != "Belady"}
     return {
         "recording": name,
-        "slots": slots,
-        "share": slots / (len(recording.header.layers) * recording.header.num_experts),
+        "slots": num_slots,
+        "share": num_slots / (len(recording.header.layers) * recording.header.num_experts),
         "requests": requests,
         "hits": hits,
         "hit_shares": {policy: count / requests for policy, count in hits.items()},
@@ -226,9 +225,9 @@ def main() -> int:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prints a line for each recording and size."""
+    """Print a line for each recording and size."""
     shares = arguments.shares or SHARES
-    if wrong := [slots for slots in arguments.slots or [] if slots < 1]:
+    if wrong := [number for number in arguments.slots or [] if number < 1]:
         raise ConfigError(f"--slots ({wrong[0]}) must be at least 1")
     if wrong := [share for share in shares if not 0 < share <= 1]:
         raise ConfigError(f"--shares ({wrong[0]}) must be above 0 and at most 1")
@@ -238,9 +237,9 @@ def run(arguments: argparse.Namespace) -> None:
         if not recording.visits:
             raise ConfigError(f"{path} has no whole pass")
         total = len(recording.header.layers) * recording.header.num_experts
-        for slots in arguments.slots or [max(1, int(total * share)) for share in shares]:
-            results.append(judged(path.name, recording, slots))
-    rows = [
+        for num_slots in arguments.slots or [max(1, int(total * share)) for share in shares]:
+            results.append(compared(path.name, recording, num_slots))
+    lines = [
         [
             result["recording"],
             str(result["slots"]),
@@ -252,7 +251,7 @@ def run(arguments: argparse.Namespace) -> None:
         ]
         for result in results
     ]
-    print(table(["recording", "slots", "of all", "needed", *POLICIES, "best", "ours"], rows, arguments.markdown))
+    print(table(["recording", "slots", "of all", "needed", *POLICIES, "best", "ours"], lines, arguments.markdown))
     below = sum(result["below"] for result in results)
     print(f"\nours below the better one of LRU and LFU: {below} of {len(results)} lines")
     if arguments.json:

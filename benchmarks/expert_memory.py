@@ -21,17 +21,16 @@ from benchmarks.tables import table
 from configs import derived
 from configs.compose import compose
 from configs.schema import Config
-from optim.arrangement.arrange import GRAD_BYTES
-from optim.arrangement.off_device import ExpertRecords, expert_records
-from optim.arrangement.traffic import state_bytes
+from optim.arrangement.buckets import GRAD_BYTES
+from optim.arrangement.experts import ExpertRecords, expert_records, state_bytes_per_weight
 
 MIB = 2**20
-ROOM, SHARE, STEPS, SAVED = 1.05, 4, 4, 2
+MARGIN, SHARE, STEPS, SAVED = 1.05, 4, 4, 2
 SAME = ("step", "loss", "grad_norm", "learning_rate")
 
 
 def words_of(args: argparse.Namespace, run_dir: Path, steps: int) -> list[str]:
-    """What all runs share."""
+    """Return the overrides that all runs share."""
     return [
         "model=gpt_moe_tiny",
         f"model.num_layers={args.layers}",
@@ -56,20 +55,20 @@ def words_of(args: argparse.Namespace, run_dir: Path, steps: int) -> list[str]:
 
 
 def records_of(config: Config) -> ExpertRecords:
-    """What a run of one process keeps of experts."""
+    """Return the plan of the experts' bytes in a run of one process."""
     found = expert_records(config, 1, sum(derived.moe_layer_pattern(config)))
     assert found is not None
     return found
 
 
 def counted(config: Config) -> int:
-    """Bytes of experts in a run that has them on the device: weights, gradients and state."""
+    """Return the bytes of experts in a run that has them on the device: weights, gradients and state."""
     of = records_of(config)
-    return of.num_layers * sum(of.numels) * (of.weight_bytes + GRAD_BYTES + state_bytes(config))
+    return of.num_layers * sum(of.numels) * (of.weight_bytes + GRAD_BYTES + state_bytes_per_weight(config))
 
 
 def train(words: list[str], limit: int | None, timeout: float) -> CgroupOutcome:
-    """One run. Raises RuntimeError where it failed."""
+    """Execute one run. Raises RuntimeError if it fails."""
     with MemoryCgroup(limit) as memory:
         outcome = run_in([sys.executable, "train.py", *words], memory, timeout=timeout)
     if outcome.verdict() != "ran":
@@ -78,13 +77,13 @@ def train(words: list[str], limit: int | None, timeout: float) -> CgroupOutcome:
 
 
 def metrics(run_dir: Path) -> list[tuple[Any, ...]]:
-    """The numbers that must be the same, step by step."""
+    """Return the numbers that must be equal in all runs, step by step."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [tuple(each.get(key) for key in SAME) for each in map(json.loads, lines)]
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All runs."""
+    """Execute all runs."""
     resident, streamed = folder / "resident", folder / "streamed"
     off = ["moe.weights_device=disk", "optimizer.state_device=disk", f"memory.disk_dir={folder}"]
     config = compose([*words_of(args, streamed, STEPS), *off])
@@ -93,8 +92,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     off.append(f"memory.host_budget={budget // MIB}")
     whole = train(words_of(args, resident, STEPS), None, args.timeout)
     assert whole.peak_held_bytes is not None
-    slots = of.weights_on_device + of.grads_on_device
-    limit = int((whole.peak_held_bytes - kept + slots + budget) * ROOM)
+    slot_bytes = of.weights_on_device + of.grads_on_device
+    limit = int((whole.peak_held_bytes - kept + slot_bytes + budget) * MARGIN)
     first = train([*words_of(args, streamed, SAVED), *off], limit, args.timeout)
     second = train([*words_of(args, streamed, STEPS), *off], limit, args.timeout)
     runs = [each for each in (first, second) if each.peak_held_bytes is not None]
@@ -102,7 +101,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "parameters_of_experts": of.num_layers * sum(of.numels),
         "records": kept,
         "host_budget": budget,
-        "slots": slots,
+        "slots": slot_bytes,
         "resident_peak": whole.peak_held_bytes,
         "limit": limit,
         "peak": max(each.peak_held_bytes or 0 for each in runs),
@@ -129,8 +128,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(args, Path(folder))
     sizes = ("records", "host_budget", "slots", "resident_peak", "limit", "peak")
-    rows = [[name.replace("_", " "), f"{found[name] / MIB:.1f}"] for name in sizes]
-    print(table(["MiB", args.precision], rows, markdown=False))
+    table_rows = [[name.replace("_", " "), f"{found[name] / MIB:.1f}"] for name in sizes]
+    print(table(["MiB", args.precision], table_rows, markdown=False))
     print(f"losses and norms {'the same' if found['same'] else 'DIFFERENT'}; {found['seconds']} s in the group")
     if args.json:
         print(json.dumps(found))

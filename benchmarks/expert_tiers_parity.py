@@ -172,7 +172,7 @@ def conflict(row: Row) -> str | None:
 
 
 @functools.cache
-def rows() -> list[Row]:
+def all_rows() -> list[Row]:
     """The covering list, and its rows of DP2 with more holders."""
     covering = covering_rows(FACTORS, conflict, cost=lambda row: ranks_of(row["layout"]) ** 0.5, num_drafts=20)
     of_two = [row for row in covering if row["layout"] == "DP2" and row["start"] != "other layout"]
@@ -183,7 +183,7 @@ def settings_of(row: Row, layout: str) -> list[str]:
     """The overrides of a row's resident training in a layout."""
     laid, elsewhere = LAYOUTS[layout].overrides if layout != SINGLE else (), layout != row["layout"]
     left_out = ("layout", "placement") if elsewhere else ("layout",)
-    parts = [options[row[name]] for name, options in SETTINGS.items() if name not in left_out]
+    settings = [options[row[name]] for name, options in SETTINGS.items() if name not in left_out]
     experts = {"powers of two": 8, "odd": 12 if "EP4" in row["layout"] else 6 if "EP2" in row["layout"] else 3}
     sizes = [f"moe.num_experts={experts[row['sizes']]}"]
     if row["sizes"] == "odd":
@@ -195,7 +195,7 @@ def settings_of(row: Row, layout: str) -> list[str]:
     micro = config.training.global_batch_size // data if row["micro-batches"] == "one" else 1
     order = row["order"] if row["family"] != "gpt" and not elsewhere else "by_micro_batch"
     both = [f"training.micro_batch_size={micro}", f"training.pass_order={order}"]
-    return [*parts[0], *COMMON, *(each for part in parts[1:] for each in part), *sizes, *laid, *both]
+    return [*settings[0], *COMMON, *(each for setting in settings[1:] for each in setting), *sizes, *laid, *both]
 
 
 def streamed_of(row: Row, folder: Path) -> list[str]:
@@ -248,7 +248,7 @@ def train_on_rank(config: Config, scattered: bool) -> None:
 
 def compare(number: int, folder: Path, overrides: Sequence[str], steps: int) -> Compared:
     """Train a row, numbered from 1, in both places. `folder`: for the runs and their records."""
-    row, begin = rows()[number - 1], time.perf_counter()
+    row, begin = all_rows()[number - 1], time.perf_counter()
     layout = row["layout"]
 
     def trained(name: str, streams: bool, layout: str = layout, start: str = "", last: int = steps) -> Lines:
@@ -331,11 +331,11 @@ def compare_all(
     found = []
     with short_texts() as (_, data):
         for number in numbers:
-            place = Path(tempfile.mkdtemp(dir=disk))
+            folder = Path(tempfile.mkdtemp(dir=disk))
             try:
-                found.append(compare(number, place, [*data, *overrides], steps))
+                found.append(compare(number, folder, [*data, *overrides], steps))
             finally:
-                shutil.rmtree(place)
+                shutil.rmtree(folder)
             on_row(found[-1])
     return found
 
@@ -373,7 +373,7 @@ def summary(found: Sequence[Compared], markdown: bool) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = range(1, len(rows()) + 1)
+    every = range(1, len(all_rows()) + 1)
     parser.add_argument("--rows", nargs="+", type=int, choices=every, default=list(every), metavar="NUMBER")
     parser.add_argument("--every", type=int, default=1, help="take one row of so many")
     parser.add_argument("--seed", type=int, default=0, help="says with which row that begins")
@@ -385,7 +385,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs; after -- if a list is before")
     arguments = parser.parse_args()
     if arguments.list:
-        cells = [[str(i), *row.values()] for i, row in enumerate(rows(), 1)]
+        cells = [[str(i), *row.values()] for i, row in enumerate(all_rows(), 1)]
         print(table(["row", *FACTORS], cells, arguments.markdown))
         for (a, x), (b, y) in (reasons := excluded_pairs(FACTORS, conflict)):
             print(f"{a} {x} with {b} {y}: {reasons[(a, x), (b, y)]}")

@@ -32,14 +32,13 @@ from configs.compose import compose
 from configs.keys import get
 from configs.schema import Config
 from configs.validate import validate
-from optim.arrangement.arrange import Capacity
-from optim.arrangement.traffic import expert_traffic
-from simulator.clock.files import load
-from simulator.clock.hardware import Hardware
+from optim.arrangement.buckets import Capacity
+from optim.arrangement.experts import expert_traffic
+from simulator.clock.hardware import Hardware, load_hardware
 from simulator.clock.predict import predict_step
 from simulator.memory import over_budget, rank_memory
-from simulator.off_device.choice import decide
-from simulator.off_device.options import ORDER, WEIGHTS, ways
+from simulator.offload.expert_choice import decide
+from simulator.offload.expert_options import ORDER, WEIGHTS, expert_candidates
 
 BAR, NEEDED = 1.05, 14  # times the best rival's step; cases
 RESIDENT = ("device", "by_micro_batch")
@@ -131,7 +130,7 @@ class Planned:
 
     rates: Rates
     hardware: Hardware
-    rooms: Capacity
+    capacity: Capacity
     pick: Way
     predicted: Mapping[Way, float]  # seconds of a step of each candidate that fits
     line: str  # what the planner says
@@ -142,7 +141,9 @@ def planned(group: Group, case: Case, scale: float) -> Planned:
     world, open_config = group.ranks, group.open()
     rates = rates_of(group, case, scale)
     hardware = machine(rates)
-    every = {(get(each, WEIGHTS), get(each, ORDER)): each for each in ways(open_config, world, moves_state=True)}
+    every = {
+        (get(each, WEIGHTS), get(each, ORDER)): each for each in expert_candidates(open_config, world, moves_state=True)
+    }
     every_memory = {way: rank_memory(each, VOCABULARY, world, "cpu") for way, each in every.items()}
     device, host = (
         {way: max(getattr(rank, tier) for rank in ranks) for way, ranks in every_memory.items()}
@@ -150,23 +151,23 @@ def planned(group: Group, case: Case, scale: float) -> Planned:
     )
     of_tier = {tier: [way for way in every if way[0] == tier] for tier in ("host", "disk")}
     small = [max(host[way] for way in of_tier["disk"]), min(host[way] for way in of_tier["host"])]
-    rooms = Capacity(
+    capacity = Capacity(
         ROOMY * device[RESIDENT]
         if case.fits == "device"
         else SPARE * max(device[way] for way in every if way != RESIDENT),
         sum(small) / 2 if case.fits == "disk" else math.inf,
     )
-    memory = {way: rank_memory(each, VOCABULARY, world, "cpu", rooms=rooms) for way, each in every.items()}
+    memory = {way: rank_memory(each, VOCABULARY, world, "cpu", capacity=capacity) for way, each in every.items()}
     fitting = [
         way
         for way, ranks in memory.items()
-        if max(rank.total for rank in ranks) <= rooms.device and not over_budget(ranks, rooms)
+        if max(rank.total for rank in ranks) <= capacity.device and not over_budget(ranks, capacity)
     ]
-    choice = decide(open_config, world, VOCABULARY, hardware, rooms, frozenset())
+    choice = decide(open_config, world, VOCABULARY, hardware, capacity, frozenset())
     return Planned(
         rates,
         hardware,
-        rooms,
+        capacity,
         (choice.values[WEIGHTS], choice.values[ORDER]),
         {way: predict_step(every[way], world, VOCABULARY, hardware).seconds for way in fitting},
         choice.line,
@@ -189,7 +190,7 @@ def machine(rates: Rates) -> Hardware:
         ("disk.read", "disk.write"), rates.disk
     )
     values |= {"between.rate": LOOPBACK}
-    return replace(load("cpu_emulated").with_values(values, "benchmarks/expert_tiers_pick.py"), name="rig")
+    return replace(load_hardware("cpu_emulated").with_values(values, "benchmarks/expert_tiers_pick.py"), name="rig")
 
 
 LOOPBACK = 1e9  # bytes per second that gloo sends to itself, about
@@ -274,12 +275,12 @@ def _row(
     )
 
 
-def report(rows: Sequence[Row], markdown: bool) -> str:
+def report(results: Sequence[Row], markdown: bool) -> str:
     """A table of cases."""
     headings = ["training", "computing, link, disk", "fits", "pick", "best rival", "predicted s", "measured s"]
     headings += ["pick by rival", "right"]
     cells = []
-    for row in rows:
+    for row in results:
         pair = [words(row.pick), words(row.rival)]
         said = " : ".join(f"{row.predicted[way]:.2f}" for way in pair if way in row.predicted)
         cells.append(
@@ -314,7 +315,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    rows, start = list[Row](), time.monotonic()
+    results, start = list[Row](), time.monotonic()
     for number in args.groups:
         group = GROUPS[number]
         numbers = [each for each in range(len(group.cases)) if args.cases is None or each in args.cases]
@@ -325,7 +326,7 @@ def main() -> None:
                 print(f"{group.name} {group.cases[each]}: {words(plan.pick)}; {said}\n  {plan.line}")
             continue
         for row in measure(group, numbers, args.rounds, args.seconds):
-            rows.append(row)
+            results.append(row)
             print(line(row), file=sys.stderr, flush=True)
     if args.dry:
         return
@@ -333,11 +334,13 @@ def main() -> None:
     disk = "each rank's disk throttled by a blkio control group" if why is None else f"emulated disk ({why})"
     took = time.monotonic() - start
     print(f"\nvirtual accelerator, emulated link, {disk}; {args.rounds} rounds of a case, {took:.0f} s in all\n")
-    print(report(rows, args.markdown))
-    right = sum(row.holds for row in rows)
-    print(f"\n{right} of {len(rows)} picks within 5% of the best rival, or two standard errors ({NEEDED} of 16 needed)")
+    print(report(results, args.markdown))
+    right = sum(row.holds for row in results)
+    print(
+        f"\n{right} of {len(results)} picks within 5% of the best rival, or two standard errors ({NEEDED} of 16 needed)"
+    )
     if args.json:
-        print(json.dumps({"right": right, "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"right": right, "rows": [asdict(row) for row in results]}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.cgroups import DiskCgroup, can_limit_disk
 from memory.copy_stream import SAVES
-from optim.arrangement.traffic import ExpertTraffic
+from optim.arrangement.experts import ExpertTraffic
 
 TIMEOUT = 300.0  # seconds for one call
 VOCABULARY = 256
@@ -85,11 +85,11 @@ class Training:
         validate(config, world)
         self._device, self._emulates_disk = virtual_device.DEVICE, emulates_disk
         virtual_device.install(1e12)
-        place = topology.initialize(config)
-        self.engine = Engine(config, place, VOCABULARY)
+        ranks = topology.initialize(config)
+        self.engine = Engine(config, ranks, VOCABULARY)
         virtual_device.use_for_experts(self.engine.bare_chunks)
-        count = config.training.global_batch_size // config.training.micro_batch_size // place.data.size
-        self._batches = made_up_batches(config, count, VOCABULARY, seed=place.data.rank)
+        count = config.training.global_batch_size // config.training.micro_batch_size // ranks.data.size
+        self._batches = made_up_batches(config, count, VOCABULARY, seed=ranks.data.rank)
         self._number, self._waited = 0, {"weights": 0.0, "grads": 0.0}
         self._barrier = dist.barrier
         # Bytes that calls of the experts' tier have had moved, each way; whether such a call is under way.
@@ -115,9 +115,9 @@ class Training:
         StreamedExperts.store = timed("grads", StreamedExperts.store)  # type: ignore[method-assign]
 
     def _watch_bytes(self) -> None:
-        from optim.tiers.tiers import tiers_of
+        from optim.offload.optimizer import offload_of
 
-        tiers, link = tiers_of(self.engine.optimizer), self.engine.host_link
+        tiers, link = offload_of(self.engine.optimizer), self.engine.host_link
         assert tiers is not None and tiers.experts is not None
 
         def counted(name: str, submit: Any) -> Any:
@@ -145,7 +145,7 @@ class Training:
         for name, stream in zip(self._moved, (link.up, link.down, link.read, link.write), strict=True):
             stream.submit = counted(name, stream.submit)  # type: ignore[method-assign]
         calls: list[tuple[Any, str]] = [(tiers.experts, name) for name in ("bring", "add", "sum_to", "finish")]
-        for owner, name in [*calls, (tiers.jobs, "_on_records")]:
+        for owner, name in [*calls, (tiers.jobs, "on_records")]:
             setattr(owner, name, marked(getattr(owner, name)))
 
     def hold(self, rates: Rates) -> None:
@@ -167,7 +167,7 @@ class Training:
             self._step(updates)
         after = self._now()
         gc.enable()
-        self.engine.settle()
+        self.engine.synchronize()
         return StepMoves(*((b - a) / count for a, b in zip(before, after, strict=True)))
 
     def bytes_of(self, count: int) -> tuple[StepMoves, dict[str, int]]:
@@ -183,10 +183,10 @@ class Training:
 
     def expected(self) -> ExpertTraffic | None:
         """What the plan says of a step's experts; None where they lie on the device."""
-        from optim.arrangement.traffic import expert_traffic
+        from optim.arrangement.experts import expert_traffic
 
-        place = self.engine.topology
-        return expert_traffic(self.engine.config, place.world_size, place.pipeline.rank)
+        ranks = self.engine.topology
+        return expert_traffic(self.engine.config, ranks.world_size, ranks.pipeline.rank)
 
     def close(self) -> None:
         """Leave nothing on the disk."""
@@ -200,7 +200,7 @@ class Training:
         (train_step if updates else gradients)(self.engine, list(self._batches), self._number)
 
     def _rest(self) -> None:
-        self.engine.settle()
+        self.engine.synchronize()
         for _ in range(2):
             for stream in self.engine.host_link.all:
                 stream.submit(lambda: None, priority=SAVES).wait()
@@ -286,7 +286,7 @@ class Ranks:
     def steps(self, count: int, updates: bool = True) -> StepMoves:
         """The most of all ranks, each number by itself."""
         found = self.call("steps", count, updates)
-        return StepMoves(*(max(getattr(each, part.name) for each in found) for part in fields(StepMoves)))
+        return StepMoves(*(max(getattr(each, each_field.name) for each in found) for each_field in fields(StepMoves)))
 
     def _answers(self) -> list[Any]:
         answers = []

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.expert_tiers_rig import Ranks, Rates, StepMoves
 from benchmarks.expert_tiers_tables import BAR, SHARDS, RatioRow, report
 from benchmarks.rounds import standard_error
-from optim.arrangement.traffic import ExpertTraffic
+from optim.arrangement.experts import ExpertTraffic
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 FULL_OVERLAP = 4.0  # break-evens at which computing is predicted to hide all
@@ -52,7 +52,7 @@ class Shape:
     micro_batches: int = 2
     precision: str = "bf16"
     bucket: int = 2**17  # parameters: eight buckets of a layer
-    slots: int = 2  # of the device, each for a layer's weights
+    weight_slots: int = 2  # of the device, each for a layer's weights
     early: bool = False  # updates come early, to shadows; nothing is clipped
 
     @property
@@ -81,7 +81,7 @@ class Shape:
             f"moe.top_k={self.top_k}",
             f"moe.ffn_hidden_size={self.width}",
             f"moe.weights_device={weights}",
-            f"moe.weight_slots={self.slots}",
+            f"moe.weight_slots={self.weight_slots}",
             f"optimizer.state_device={weights}",
             f"training.pass_order={order}",
             f"training.recompute={recompute}",
@@ -133,7 +133,7 @@ def exact_bytes(ranks: Ranks) -> tuple[StepMoves, ExpertTraffic]:
 
 def ratio_rows(tier: str, order: str, shape: Shape, ratios: Sequence[float], rounds: int, of: float) -> list[RatioRow]:
     """Cases of one tier and order. `of`: seconds that what binds a step takes, about."""
-    rows = []
+    results = []
     with (
         Ranks(shape.overrides("device", order)) as resident,
         Ranks(shape.overrides(tier, order), disk=tier == "disk") as streamed,
@@ -149,7 +149,7 @@ def ratio_rows(tier: str, order: str, shape: Shape, ratios: Sequence[float], rou
             alone, steps = in_turns([lambda: resident.steps(1, False), lambda: streamed.steps(2)], rounds)
             passes = statistics.median(seconds(alone))
             host = statistics.median(each.host for each in steps)
-            rows.append(
+            results.append(
                 RatioRow(
                     tier,
                     order,
@@ -166,18 +166,18 @@ def ratio_rows(tier: str, order: str, shape: Shape, ratios: Sequence[float], rou
                     statistics.median(each.grads_waited for each in steps),
                 )
             )
-            print(words(rows[-1]), flush=True)
-    return rows
+            print(words(results[-1]), flush=True)
+    return results
 
 
 def filling(traffic: ExpertTraffic, rates: Rates, host: float) -> float:
     """Seconds in which nothing can hide a layer: its weights come first, its gradient leaves last, it is updated.
     `host`: of all host updates."""
-    moves = traffic.moves
-    fetch, gone, update = moves.fetch(), moves.gradient(traffic.gradients == 1, True), moves.update()
+    layer = traffic.layer
+    fetch, gone, update = layer.fetch(), layer.gradient(layer.num_gradients == 1, True), layer.update()
     link = (fetch.up + gone.up + gone.down) / rates.link
     disk = (fetch.read + gone.read + gone.written + update.read + update.written) / rates.disk
-    return link + disk + host / moves.records.num_layers
+    return link + disk + host / layer.records.num_layers
 
 
 def phases(traffic: ExpertTraffic, rates: Rates, alone: float, shape: Shape, order: str) -> float:
@@ -186,7 +186,7 @@ def phases(traffic: ExpertTraffic, rates: Rates, alone: float, shape: Shape, ord
     count = 1 if order == "by_layer" else shape.micro_batches
     turn = max(shape.layers - 1, 1)
     ahead = sum(fill.visit == 0 or (fill.visit - 1) // turn % 2 == 0 for fill in traffic.fills)
-    fetch, left, update = traffic.moves.fetch(), traffic.left, traffic.updated
+    fetch, left, update = traffic.layer.fetch(), traffic.layer.gradients_out, traffic.layer.updates
     forward, back = fetch.times(ahead), fetch.times(len(traffic.fills) - ahead) + left
     link, disk = rates.link * count, rates.disk * count
     others = max(FORWARD * alone / count, forward.up / link, forward.read / disk)
@@ -210,7 +210,7 @@ def words(row: RatioRow) -> str:
 
 def overlap_rows(shape: Shape, ratio: float, rounds: int, of: float) -> list[dict[str, Any]]:
     """Streamed from the host against resident, in both orders, at so many break-evens."""
-    rows = []
+    results = []
     for order in ORDERS:
         with (
             Ranks(shape.overrides("device", order)) as resident,
@@ -230,9 +230,9 @@ def overlap_rows(shape: Shape, ratio: float, rounds: int, of: float) -> list[dic
         row: dict[str, Any] = {"order": order, "ratio": ratio, "step": statistics.median(steps)}
         for name, values in shares.items():
             row |= {name: statistics.median(values), f"{name}_error": standard_error(values)}
-        rows.append(row)
+        results.append(row)
         print(f"overlap, {order}: {row['passes']:.3f} of the resident passes' speed", flush=True)
-    return rows
+    return results
 
 
 def layer_row(shape: Shape, rounds: int, of: float) -> dict[str, Any]:
@@ -271,16 +271,16 @@ def shard_row(count: int, shape: Shape, rounds: int, of: float) -> dict[str, Any
         Ranks([*shape.overrides("disk", "by_layer", count), f"moe.shard_weights={value}"], count, disk=True)
         for value in ("false", "true")
     )
-    with of_all as whole, of_part as part:
-        (counted, alike), (_, apart) = exact_bytes(whole), exact_bytes(part)
+    with of_all as whole, of_part as shards:
+        (counted, alike), (_, sharded) = exact_bytes(whole), exact_bytes(shards)
         disk = max(counted.read, counted.written) / of
-        for each in (whole, part):
+        for each in (whole, shards):
             each.hold(Rates(1e12, 1e10, disk))
-        slow, fast = map(seconds, in_turns([lambda: whole.steps(2), lambda: part.steps(2)], rounds))
+        slow, fast = map(seconds, in_turns([lambda: whole.steps(2), lambda: shards.steps(2)], rounds))
     ratios = [a / b for a, b in zip(slow, fast, strict=True)]
     row = {
         "ranks": count,
-        "read": [alike.total.read, apart.total.read],
+        "read": [alike.total.read, sharded.total.read],
         "steps": [statistics.median(slow), statistics.median(fast)],
         "speedup": statistics.median(ratios),
         "error": standard_error(ratios),
@@ -292,14 +292,14 @@ def shard_row(count: int, shape: Shape, rounds: int, of: float) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["ratios", "overlap", "layers", "shards"]
-    parser.add_argument("parts", nargs="*", default=parts, help=f"of {', '.join(parts)}; default: all")
+    sections = ["ratios", "overlap", "layers", "shards"]
+    parser.add_argument("parts", nargs="*", default=sections, help=f"of {', '.join(sections)}; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ratios", type=float, nargs="+", default=list(RATIOS))
     parser.add_argument("--tiers", nargs="+", default=["host", "disk"])
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS, help="of passes, for ratios")
     parser.add_argument("--micro-batches", type=int, default=Shape.micro_batches, help="of a step, for ratios")
-    parser.add_argument("--slots", type=int, default=Shape.slots, help="moe.weight_slots, for ratios")
+    parser.add_argument("--slots", type=int, default=Shape.weight_slots, help="moe.weight_slots, for ratios")
     parser.add_argument("--early", action="store_true", help="early updates, nothing clipped; for ratios")
     parser.add_argument("--seconds", type=float, default=2.5, help="that what binds a step takes, about")
     parser.add_argument("--markdown", action="store_true")
@@ -308,9 +308,9 @@ def main() -> None:
     shape, found = Shape(), dict[str, Any]()
     if "ratios" in args.parts:
         cases = [(tier, order) for tier in args.tiers for order in args.orders]
-        of = replace(shape, micro_batches=args.micro_batches, slots=args.slots, early=args.early)
+        of = replace(shape, micro_batches=args.micro_batches, weight_slots=args.slots, early=args.early)
         made = [ratio_rows(*case, of, args.ratios, args.rounds, args.seconds) for case in cases]
-        found["ratios"] = [row for rows in made for row in rows]
+        found["ratios"] = [row for results in made for row in results]
     if "overlap" in args.parts:
         found["overlap"] = overlap_rows(shape, FULL_OVERLAP, args.rounds, args.seconds)
     if "layers" in args.parts:
@@ -323,13 +323,13 @@ def main() -> None:
     why = Ranks([], disk=True).emulated
     disk = "each rank's disk throttled by a blkio control group" if why is None else f"emulated disk ({why})"
     print(f"\nvirtual accelerator, emulated link, {disk}; {args.rounds} rounds\n")
-    if rows := found.get("ratios"):
-        right, near = sum(row.holds for row in rows), sum(row.within(row.phases) for row in rows)
-        print(f"{right} of {len(rows)} within {BAR - 1:.0%} of the bound, {near} of {len(rows)} by phases\n")
+    if results := found.get("ratios"):
+        right, near = sum(row.holds for row in results), sum(row.within(row.phases) for row in results)
+        print(f"{right} of {len(results)} within {BAR - 1:.0%} of the bound, {near} of {len(results)} by phases\n")
     print("\n\n".join(report(found, args.markdown)))
     if args.json:
-        rows = [asdict(row) for row in found.pop("ratios", [])]
-        print(json.dumps({"ratios": rows, **found}))
+        results = [asdict(row) for row in found.pop("ratios", [])]
+        print(json.dumps({"ratios": results, **found}))
 
 
 if __name__ == "__main__":

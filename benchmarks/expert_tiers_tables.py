@@ -35,8 +35,8 @@ class RatioRow:
     @property
     def binds(self) -> str:
         """What has most to do."""
-        parts = {"computing": self.alone, "link": self.link, "disk": self.disk}
-        return max(parts, key=parts.__getitem__)
+        sections = {"computing": self.alone, "link": self.link, "disk": self.disk}
+        return max(sections, key=sections.__getitem__)
 
     @property
     def holds(self) -> bool:
@@ -50,8 +50,8 @@ class RatioRow:
 
 def report(found: dict[str, Any], markdown: bool) -> list[str]:
     """Tables of what was measured."""
-    parts = []
-    if rows := found.get("ratios"):
+    sections = []
+    if results := found.get("ratios"):
         headings = ["experts on", "order", "break-evens", "link MB/s", "passes s", "link s", "disk s", "filling s"]
         headings += ["step s", "error s", "step by bound", "by phases", "waits s", "binds", "holds"]
         cells = [
@@ -67,10 +67,10 @@ def report(found: dict[str, Any], markdown: bool) -> list[str]:
                 row.binds,
                 "yes" if row.holds else "no",
             ]
-            for row in rows
+            for row in results
         ]
-        parts.append(table(headings, cells, markdown))
-    if rows := found.get("overlap"):
+        sections.append(table(headings, cells, markdown))
+    if results := found.get("overlap"):
         headings = ["order", "break-evens", "step s", "by resident passes", "by resident steps", "by recompute=none"]
         names = ("passes", "resident", "none")
         cells = [
@@ -81,10 +81,10 @@ def report(found: dict[str, Any], markdown: bool) -> list[str]:
                 *(f"{row[name]:.3f} +- {row[name + '_error']:.3f}" for name in names),
                 "yes" if row["passes"] >= OVERLAP - 2 * row["passes_error"] else "no",
             ]
-            for row in rows
+            for row in results
         ]
-        parts.append(table([*headings, "holds"], cells, markdown))
-    if rows := found.get("layers"):
+        sections.append(table([*headings, "holds"], cells, markdown))
+    if results := found.get("layers"):
         headings = [
             "precision",
             "micro-batches",
@@ -105,10 +105,10 @@ def report(found: dict[str, Any], markdown: bool) -> list[str]:
                 f"{row['speedup']:.2f} +- {row['error']:.2f}",
                 "yes" if row["speedup"] + 2 * row["error"] >= BY_LAYER else "no",
             ]
-            for row in rows
+            for row in results
         ]
-        parts.append(table(headings, cells, markdown))
-    if rows := found.get("shards"):
+        sections.append(table(headings, cells, markdown))
+    if results := found.get("shards"):
         headings = ["ranks", "bytes read a rank", "step s", "speedup", "holds"]
         cells = [
             [
@@ -118,7 +118,7 @@ def report(found: dict[str, Any], markdown: bool) -> list[str]:
                 f"{row['speedup']:.2f} +- {row['error']:.2f}",
                 "yes" if row["speedup"] + 2 * row["error"] >= SHARDS[row["ranks"]] else "no",
             ]
-            for row in rows
+            for row in results
         ]
-        parts.append(table(headings, cells, markdown))
-    return parts
+        sections.append(table(headings, cells, markdown))
+    return sections

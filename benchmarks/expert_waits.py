@@ -1,10 +1,9 @@
-"""Seconds that a generation waits for experts, with those that the next layer's router foretells read ahead, and
-without: `python -m benchmarks.expert_waits [--cases NAME ...] [--rounds 5] [--tokens 48] [--markdown] [--json]`.
+"""Measure the seconds that a generation waits for experts, with and without prefetch of the next layer's predicted
+ones: `python -m benchmarks.expert_waits [--cases NAME ...] [--rounds 5] [--tokens 48] [--markdown] [--json]`.
 
-Models are made (benchmarks/made_models.py), of random weights whose routing differs from token to token; a part of
-their experts has slots. Each round opens the model once for each way, in turns, generates once so that the slots are
-full, and measures the generation after that. Waited is what the passes waited for experts, of all the time of the
-generation.
+Models are made (benchmarks/made_models.py) of random weights whose routing differs from token to token; there are slots
+for a fraction of the experts. Each round opens the model with and without prefetch, in alternating order, generates
+once to fill the slots, and measures the next generation. "Waited" are the seconds that passes waited for experts.
 """
 
 from __future__ import annotations
@@ -22,25 +21,26 @@ from benchmarks.ring_rig import make_models, models_folder
 from benchmarks.tables import headline, line
 from inference.generation import Sampling, generate
 from inference.open_model import open_model
-from inference.weights.files import FileWeights
-from inference.weights.plan import MIB
+from inference.weights.budget import MIB
+from inference.weights.file_weights import FileWeights
 
 
 @dataclass(frozen=True)
 class WaitCase:
-    """A generation: a made model, the share of its experts that has slots, and how many prompts go on how."""
+    """A generation: a made model, the share of its experts that fit the slots, the number of prompts, the
+    temperature."""
 
     family: str
     gigabytes: float
     share: float
-    rows: int = 1
+    num_prompts: int = 1
     temperature: float = 1.0
 
 
 CASES = {
     "qwen3_moe, sampled": WaitCase("qwen3_moe", 2.0, 0.5),
     "qwen3_moe, greedy": WaitCase("qwen3_moe", 2.0, 0.5, temperature=0.0),
-    "qwen3_moe, four prompts": WaitCase("qwen3_moe", 2.0, 0.6, rows=4),
+    "qwen3_moe, four prompts": WaitCase("qwen3_moe", 2.0, 0.6, num_prompts=4),
     "deepseek_v3, sampled": WaitCase("deepseek_v3", 2.0, 0.5),
     "mixtral, sampled": WaitCase("mixtral", 2.0, 0.75),
 }
@@ -48,8 +48,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class WaitRow:
-    """Medians of a case: seconds waited and of the whole generation, with experts read ahead and without; the ratio of
-    the waits with its standard error over the rounds; and how many wanted experts were there or on their way."""
+    """Medians of a case: seconds waited and of the generation, with and without prefetch; the ratio of the waits with
+    its standard error over the rounds; and the share of wanted experts that were loaded or in flight."""
 
     case: str
     with_waited: float
@@ -63,9 +63,10 @@ class WaitRow:
 
 
 def measure(folder: Path, case: WaitCase, ahead: bool, tokens: int) -> tuple[float, float, float]:
-    """Seconds waited, seconds of the generation, and the share of wanted experts that nobody had to begin to read."""
+    """Return seconds waited, seconds of the generation, and the share of wanted experts that were loaded or in
+    flight."""
     model = make_models(folder, case.family, case.gigabytes, logical=True)
-    prompts = [[11, 23, 5, 7, 101, 42, 9, 2 + row] for row in range(case.rows)]
+    prompts = [[11, 23, 5, 7, 101, 42, 9, 2 + number] for number in range(case.num_prompts)]
     with mock.patch.object(FileWeights, "expect", FileWeights.expect if ahead else lambda *_: None):
         with open_model(model.full, device="cpu", budget=_budget(model.full, case)) as opened:
             decoder, counts = opened.decoder(), opened.weights.counts
@@ -81,15 +82,15 @@ def measure(folder: Path, case: WaitCase, ahead: bool, tokens: int) -> tuple[flo
 
 
 def _budget(folder: Path, case: WaitCase) -> float:
-    """MiB with which so many experts have slots."""
+    """Return the MiB that give the case's share of experts slots."""
     with open_model(folder, device="cpu") as opened:
         sizes = opened.weights.sizes
-    slots = int(case.share * sizes.num_experts)
-    return (sizes.total - (sizes.num_experts - slots) * sizes.expert + 64 * MIB) / MIB
+    num_slots = int(case.share * sizes.num_experts)
+    return (sizes.total - (sizes.num_experts - num_slots) * sizes.expert + 64 * MIB) / MIB
 
 
 def run_case(folder: Path, name: str, rounds: int, tokens: int) -> WaitRow:
-    """Both ways in turns."""
+    """Measure a case with and without prefetch, in alternating order."""
     found: dict[bool, list[tuple[float, float, float]]] = {True: [], False: []}
     for number in range(rounds):
         for ahead in (True, False) if number % 2 == 0 else (False, True):
@@ -97,7 +98,8 @@ def run_case(folder: Path, name: str, rounds: int, tokens: int) -> WaitRow:
     ratios = [one[0] / other[0] for one, other in zip(found[True], found[False], strict=True)]
     error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else float("nan")
     medians = {
-        ahead: [statistics.median(values) for values in zip(*rows, strict=True)] for ahead, rows in found.items()
+        ahead: [statistics.median(values) for values in zip(*measured, strict=True)]
+        for ahead, measured in found.items()
     }
     return WaitRow(
         name,
@@ -117,7 +119,7 @@ def _cells(row: WaitRow) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 1 where a wait is more than half."""
+    """The command line; returns 1 if prefetch leaves more than half of a wait."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
@@ -128,14 +130,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     headings = ["generation", "waited s", "without", "of s", "without", "there or coming", "without", "waits", "bar"]
     print(headline(headings, options.markdown), flush=True)
-    rows = []
+    results = []
     with models_folder(options.folder) as folder:
         for name in options.cases:
-            rows.append(run_case(folder, name, options.rounds, options.tokens))
-            print(line(_cells(rows[-1]), headings, options.markdown), flush=True)
+            results.append(run_case(folder, name, options.rounds, options.tokens))
+            print(line(_cells(results[-1]), headings, options.markdown), flush=True)
     if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    return int(any(row.ratio > 0.5 for row in rows))
+        print(json.dumps([asdict(row) for row in results]))
+    return int(any(row.ratio > 0.5 for row in results))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from models import convert, folder
 from models.weight_files.expected import logical_shapes
 
 MIB = 2**20
-ROOM = 64 * MIB  # beside the process and two tensors
+HEADROOM = 64 * MIB  # beside the process and two tensors
 LEAST = 4  # times that, in weights
 VOCAB_SIZE = 16384
 TIMEOUT = 900
@@ -82,10 +82,10 @@ def write_checkpoint(config: Config, run_dir: Path) -> None:
     sums = {}
     for rank in range(2):
         path = target / f"rank_{rank:05d}{safetensors_header.SUFFIX}"
-        parts = list(_parts(shapes, rank))
+        shards = list(_shards(shapes, rank))
         with path.open("wb") as stream:
-            stream.write(safetensors_header.encode(entry for entry, _ in parts))
-            for entry, names in parts:
+            stream.write(safetensors_header.encode(entry for entry, _ in shards))
+            for entry, names in shards:
                 for name in names:
                     box = tuple(slice(o, o + n) for o, n in zip(entry.offset, entry.shape))[-len(shapes[name]) :]
                     stream.write(memoryview(made(name, shapes[name])[box].contiguous().view(-1).numpy()).cast("B"))
@@ -97,7 +97,7 @@ def write_checkpoint(config: Config, run_dir: Path) -> None:
     manifest.write(target, 1, sums)
 
 
-def _parts(shapes: dict[str, tuple[int, ...]], rank: int) -> list[tuple[Entry, list[str]]]:
+def _shards(shapes: dict[str, tuple[int, ...]], rank: int) -> list[tuple[Entry, list[str]]]:
     """What a rank writes: boxes, and the logical weights in each."""
     found: list[tuple[Entry, list[str]]] = []
     at = 0
@@ -209,11 +209,11 @@ def main(arguments: list[str] | None = None) -> None:
     if reason is not None:
         print(f"nothing is measured: {reason}")
         return
-    rows, found = [], []
+    table_rows, found = [], []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         path = Path(name)
         tiny, large = make(path / "tiny", 1, 64), make(path / "large", options.layers, options.hidden)
-        allowed = 2 * large.largest + ROOM
+        allowed = 2 * large.largest + HEADROOM
         assert large.total >= LEAST * allowed, f"{large.total / MIB:.0f} MiB of weights, {allowed / MIB:.0f} allowed"
         drop_page_cache(path)
         for (what, small), big in zip(commands(tiny, path / "warm").items(), commands(large, path / "out").values()):
@@ -237,11 +237,13 @@ def main(arguments: list[str] | None = None) -> None:
                 }
             )
             shown = [base_bytes, base_bytes + allowed, outcome.peak_bytes, outcome.peak_held_bytes or 0]
-            rows.append([what, *(f"{size / MIB:.0f}" for size in shown), f"{outcome.seconds:.1f}", outcome.verdict()])
+            table_rows.append(
+                [what, *(f"{size / MIB:.0f}" for size in shown), f"{outcome.seconds:.1f}", outcome.verdict()]
+            )
         wrong = wrong_tensors(path / "out" / "exported", config_of(MOE, options.layers, options.hidden))
         wrong += wrong_tensors(path / "out" / "imported", config_of(GPT2, 4 * options.layers, options.hidden))
     head = ["command", "process MiB", "limit MiB", "peak MiB", "held MiB", "seconds", "ended"]
-    print(table(head, rows, options.markdown))
+    print(table(head, table_rows, options.markdown))
     print(
         f"largest tensor {large.largest / MIB:.0f} MiB, weights of the smaller model {large.total / MIB:.0f} MiB, "
         f"{large.total / allowed:.1f} times what is allowed beside the process; {wrong} tensors are wrong"

@@ -10,9 +10,8 @@ from typing import Any
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
-from simulator.clock import files
-from simulator.clock.hardware import Hardware
-from simulator.clock.work import MIXTRAIN, Recipe
+from simulator.clock.hardware import Hardware, load_hardware
+from simulator.clock.passes import MIXTRAIN, Recipe
 
 FLAT = "FLAT, arXiv 2609.14306"
 MOP = "MoP, arXiv 2607.01844, table 2"
@@ -23,7 +22,7 @@ APERTUS = "Megatron-LM pull requests 6491 and 6494, FFGGSSJJ/moe_model_architect
 
 # Megatron-LM before FlashAttention: scores of a whole head, gradients in half precision reduced behind the passes.
 MEGATRON_2021 = Recipe(
-    fused_attention=False, gradient_bytes=2, reduces_beside=False, hides_tensor=False, early_loss_grads=False
+    fused_attention=False, gradient_bytes=2, overlaps_reductions=False, hides_tensor=False, early_loss_grads=False
 )
 
 
@@ -54,7 +53,7 @@ class PublishedFact:
 
     def machine(self) -> Hardware:
         """The machine's figures. Raises ConfigError."""
-        found = files.load(self.hardware)
+        found = load_hardware(self.hardware)
         return found.with_values(self.figures, self.source) if self.figures else found
 
 

@@ -98,20 +98,20 @@ class _Channel:
         works += [dist.isend(source, group=self.group, group_dst=other, tag=tag) for other in self.others]
         _wait(works)
 
-    def gather(self, pieces: list[torch.Tensor], tag: int) -> None:
+    def gather(self, chunks: list[torch.Tensor], tag: int) -> None:
         """Each rank's piece to all, around the ring; its own is there."""
-        self._around(pieces, pieces, 0, tag, lambda number: None)
+        self._around(chunks, chunks, 0, tag, lambda number: None)
 
-    def scatter(self, pieces: list[torch.Tensor], operation: Any, tag: int) -> torch.Tensor:
+    def scatter(self, chunks: list[torch.Tensor], operation: Any, tag: int) -> torch.Tensor:
         """The reduction of all ranks' pieces of this rank's number."""
-        sums = [torch.empty_like(piece) for piece in pieces]
+        sums = [torch.empty_like(chunk) for chunk in chunks]
 
         def add(number: int) -> None:
-            _reduce(sums[number], pieces[number], operation)
+            _reduce(sums[number], chunks[number], operation)
 
         # The first piece that leaves is this rank's own, later ones are sums of what came.
         first = (self.rank - 1) % self.size
-        sums[first] = pieces[first]
+        sums[first] = chunks[first]
         self._around(sums, sums, -1, tag, add)
         if _is(operation, ReduceOp.AVG):
             sums[self.rank] /= self.size
@@ -173,13 +173,13 @@ def _is(operation: Any, wanted: Any) -> bool:
     return bool(operation == wanted)
 
 
-def _reduce(total: torch.Tensor, part: torch.Tensor, operation: Any) -> None:
+def _reduce(total: torch.Tensor, chunk: torch.Tensor, operation: Any) -> None:
     if _is(operation, ReduceOp.MAX):
-        torch.maximum(total, part, out=total)
+        torch.maximum(total, chunk, out=total)
     elif _is(operation, ReduceOp.MIN):
-        torch.minimum(total, part, out=total)
+        torch.minimum(total, chunk, out=total)
     else:
-        total += part
+        total += chunk
 
 
 def _wait(works: list[Any]) -> None:
@@ -201,16 +201,16 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None, 
         if channel.size == 1:
             return
         if tensor.nbytes <= WHOLE:
-            parts = [torch.empty_like(flat) for _ in range(channel.size)]
-            parts[channel.rank] = flat.clone()
-            channel.exchange(parts, parts[channel.rank], tags[0])
-            for part in parts[1:]:  # in the order of ranks, so that all get the same
-                _reduce(parts[0], part, op)
-            flat.copy_(parts[0] / channel.size if _is(op, ReduceOp.AVG) else parts[0])
+            chunks = [torch.empty_like(flat) for _ in range(channel.size)]
+            chunks[channel.rank] = flat.clone()
+            channel.exchange(chunks, chunks[channel.rank], tags[0])
+            for chunk in chunks[1:]:  # in the order of ranks, so that all get the same
+                _reduce(chunks[0], chunk, op)
+            flat.copy_(chunks[0] / channel.size if _is(op, ReduceOp.AVG) else chunks[0])
             return
-        pieces = list(flat.tensor_split(channel.size))
-        pieces[channel.rank].copy_(channel.scatter(pieces, op, tags[0]))
-        channel.gather(pieces, tags[1])
+        chunks = list(flat.tensor_split(channel.size))
+        chunks[channel.rank].copy_(channel.scatter(chunks, op, tags[0]))
+        channel.gather(chunks, tags[1])
 
     return _given(channel, work, async_op)
 
@@ -223,11 +223,11 @@ def all_gather_into_tensor(
     tag = channel.tag()
 
     def work() -> None:
-        pieces = list(output_tensor.view(-1).chunk(channel.size))
+        chunks = list(output_tensor.view(-1).chunk(channel.size))
         own = input_tensor.contiguous().view(-1)
-        if pieces[channel.rank].data_ptr() != own.data_ptr():
-            pieces[channel.rank].copy_(own)
-        channel.gather(pieces, tag)
+        if chunks[channel.rank].data_ptr() != own.data_ptr():
+            chunks[channel.rank].copy_(own)
+        channel.gather(chunks, tag)
 
     return _given(channel, work, async_op)
 
@@ -240,8 +240,8 @@ def reduce_scatter_tensor(
     tag = channel.tag()
 
     def work() -> None:
-        pieces = list(input.contiguous().view(-1).chunk(channel.size))
-        output.view(-1).copy_(channel.scatter(pieces, op, tag))
+        chunks = list(input.contiguous().view(-1).chunk(channel.size))
+        output.view(-1).copy_(channel.scatter(chunks, op, tag))
 
     return _given(channel, work, async_op)
 

@@ -92,9 +92,9 @@ def check(draw: Draw, folder: Path, data: dict[str, list[str]], overrides: Seque
     begin, refused = time.perf_counter(), Counter[str]()
     for _ in range(MAX_REFUSALS):
         case = draw.next_case()
-        with tempfile.TemporaryDirectory(dir=folder) as place:
+        with tempfile.TemporaryDirectory(dir=folder) as case_folder:
             try:
-                found = _compared(case, Path(place), [*data[case.text], *COMMON, *overrides])
+                found = _compared(case, Path(case_folder), [*data[case.text], *COMMON, *overrides])
             except distributed.RankError as error:
                 if isinstance(error.__cause__, ConfigError):
                     refused[str(error.__cause__).split()[0]] += 1
@@ -115,19 +115,19 @@ def _last_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[-1]
 
 
-def _compared(case: Case, place: Path, common: Sequence[str]) -> Found:
-    shared = [*case.shared, *common, f"memory.disk_dir={place}"]
+def _compared(case: Case, case_folder: Path, common: Sequence[str]) -> Found:
+    shared = [*case.shared, *common, f"memory.disk_dir={case_folder}"]
     single_leg = Leg(1, case.steps, case.single)
-    _, single = _train(case, single_leg, shared, place / "single")
+    _, single = _train(case, single_leg, shared, case_folder / "single")
     found = Found(case)
     lines: Lines = []
     before: Path | None = None
     for number, leg in enumerate(case.legs):
-        run_dir = place / f"leg{number}"
+        run_dir = case_folder / f"leg{number}"
         config, taken = _train(case, leg, shared, run_dir, before)
         plain = _resident(config, leg)
         if plain is not None:
-            _, other = _train(case, plain, shared, place / f"resident{number}", before)
+            _, other = _train(case, plain, shared, case_folder / f"resident{number}", before)
             found.faults += different_bits(taken, other)
         lines += taken
         before = manifest.folder_of(run_dir, leg.last)
@@ -214,16 +214,16 @@ def compare(found: Found, lines: Lines, single: Lines) -> None:
                 continue  # a loss of each micro-batch
             if key == "validation_loss" and one["step"] in ends and key not in other:
                 continue  # a run evaluates at its end too
-            apart = _apart(one.get(key), other.get(key))
+            distance = _relative_difference(one.get(key), other.get(key))
             if key in LOSSES:
-                found.loss = max(found.loss, apart)
+                found.loss = max(found.loss, distance)
             if key == "grad_norm":
-                found.grad_norm = max(found.grad_norm, apart)
-            if not apart <= limit:
+                found.grad_norm = max(found.grad_norm, distance)
+            if not distance <= limit:
                 routed = one.get("tokens_per_expert") == other.get("tokens_per_expert")
                 also = "" if routed else "; other tokens per expert"
                 values = f"{key} {one.get(key)}, one process {other.get(key)}"
-                found.faults.append(f"step {one['step']}: {values}: {apart:.1e} apart, allowed {limit:.0e}{also}")
+                found.faults.append(f"step {one['step']}: {values}: {distance:.1e} apart, allowed {limit:.0e}{also}")
 
 
 def _same_micro_batches(case: Case) -> bool:
@@ -231,7 +231,7 @@ def _same_micro_batches(case: Case) -> bool:
     return all(each in leg.overrides for leg in case.legs for each in case.single)
 
 
-def _apart(one: Any, other: Any) -> float:
+def _relative_difference(one: Any, other: Any) -> float:
     if one is None or other is None:
         return 0.0 if one is other else math.inf
     if not (math.isfinite(one) and math.isfinite(other)):
@@ -262,7 +262,7 @@ def check_all(
 
 def summary(found: Sequence[Found], markdown: bool) -> str:
     """A line for each precision and threshold."""
-    rows = []
+    table_rows = []
     groups = dict.fromkeys((each.case.threshold or "any", each.precision) for each in found)
     for group in sorted(groups):
         here = [each for each in found if (each.case.threshold or "any", each.precision) == group]
@@ -270,17 +270,17 @@ def summary(found: Sequence[Found], markdown: bool) -> str:
         legs = sum(len(each.case.legs) for each in here)
         ranks = "/".join(str(n) for n in sorted({leg.ranks for each in here for leg in each.case.legs}))
         differ = sum(bool(each.faults) for each in here)
-        rows.append([*group, str(len(here)), str(legs), ranks, *(f"{n:.1e}" for n in worst), str(differ)])
+        table_rows.append([*group, str(len(here)), str(legs), ranks, *(f"{n:.1e}" for n in worst), str(differ)])
     heads = ["cases", "precision", "number", "layouts", "ranks", "loss", "grad norm", "differ"]
-    return table(heads, rows, markdown)
+    return table(heads, table_rows, markdown)
 
 
 def _show(found: Found, seed: int) -> None:
     case = found.case
     what = f" ({case.threshold})" if case.threshold else ""
     ranks = " then ".join(str(leg.ranks) for leg in case.legs)
-    apart = f"loss {found.loss:.1e}, grad norm {found.grad_norm:.1e}"
-    print(f"case {case.number}{what}: {found.precision}, {ranks} ranks, {apart}, {found.seconds:.0f} s", flush=True)
+    distance = f"loss {found.loss:.1e}, grad norm {found.grad_norm:.1e}"
+    print(f"case {case.number}{what}: {found.precision}, {ranks} ranks, {distance}, {found.seconds:.0f} s", flush=True)
     if found.faults:
         again = f"--seed {seed}{' --thresholds' if case.threshold else ''} --only {case.number}"
         print(f"  DIFFERS: {found.faults[0]} [{again}] {case.line()}", flush=True)
@@ -320,8 +320,8 @@ def main() -> int:
     where = " around thresholds" if arguments.thresholds else ""
     print(f"{good} of {len(found)} random trainings{where} are those of one process, in {minutes:.0f} minutes")
     if arguments.json:
-        rows = [[each.case.number, each.loss, each.grad_norm, each.seconds, each.faults] for each in found]
-        print(json.dumps({"seed": arguments.seed, "thresholds": arguments.thresholds, "cases": rows}))
+        table_rows = [[each.case.number, each.loss, each.grad_norm, each.seconds, each.faults] for each in found]
+        print(json.dumps({"seed": arguments.seed, "thresholds": arguments.thresholds, "cases": table_rows}))
     return 0 if good == len(found) else 1
 
 

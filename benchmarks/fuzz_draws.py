@@ -71,7 +71,7 @@ TRAINED: dict[str, tuple[float, Sequence[str]]] = {
     "optimizer.warmup_steps": (0.3, ("1", "2")),
     "training.deterministic": (0.15, ("true",)),
 }
-PLACES: dict[str, tuple[float, Sequence[str]]] = {
+LAYOUT_OPTIONS: dict[str, tuple[float, Sequence[str]]] = {
     "parallel.overlap_grad_reduce": (0.15, ("false",)),
     "parallel.overlap_param_gather": (0.25, ("false",)),
     "training.token_tile": (0.4, ("1", "7", "32", "100")),
@@ -82,7 +82,7 @@ PLACES: dict[str, tuple[float, Sequence[str]]] = {
     "data.prefetch": (0.2, ("1",)),
     "checkpoint.async_save": (0.3, ("false",)),
 }
-EXPERT_PLACES: dict[str, tuple[float, Sequence[str]]] = {
+EXPERT_LAYOUT_OPTIONS: dict[str, tuple[float, Sequence[str]]] = {
     "moe.weight_slots": (0.5, ("1", "2", "3")),
     "moe.shard_weights": (0.5, ("true", "false")),
     "moe.pipeline_degree": (0.5, ("2", "3", "4", "auto")),
@@ -103,7 +103,7 @@ PLACEMENT: dict[str, tuple[float, Sequence[str]]] = {
     "moe.placement.block_rows": (0.3, ("8",)),
 }
 STATES = (("device", "device"), ("device", "host"), ("device", "disk"), ("host", "host"), ("host", "disk"))
-TIERS = (*STATES, ("disk", "disk"))  # of experts' weights, and of optimizer state
+TARGETS = (*STATES, ("disk", "disk"))  # of experts' weights, and of optimizer state
 
 # Where two ways of computing the same meet: what the case is, and what each of its layouts is, besides what is drawn.
 THRESHOLDS: dict[str, tuple[Values, Values]] = {
@@ -209,8 +209,8 @@ class Draw:
             ranks = int(forced_leg.get("ranks") or self.random.choice(RANKS))
             for _ in range(MAX_TRIES):
                 size = micro if tied or not legs else self.random.choice([n for n in (1, 2, 3, 4) if batch % n == 0])
-                places = self._places(config, ranks, forced_leg)
-                overrides = _overrides({"training.micro_batch_size": str(size), **places})
+                layout = self._draw_layout(config, ranks, forced_leg)
+                overrides = _overrides({"training.micro_batch_size": str(size), **layout})
                 changed = self._legal([*shared, *overrides, f"training.steps={steps}"], ranks)
                 if changed is not None and _draws_other_masks(changed):
                     self.refused["(another layout is another draw of dropout)"] += 1
@@ -273,10 +273,10 @@ class Draw:
                 values |= {"moe.num_groups": "2", "moe.group_top_k": "1", "moe.group_score_top_k": "1"}
         return f"{family}_{'moe_tiny' if experts else 'tiny'}", {**values, **forced}
 
-    def _places(self, config: Config, ranks: int, forced: Values) -> Values:
+    def _draw_layout(self, config: Config, ranks: int, forced: Values) -> Values:
         """Draw the layout on some ranks, and the offload targets."""
         pick, chance = self.random.choice, self.random.random
-        tier, forced = forced.get("tier", ""), {key: value for key, value in forced.items() if "." in key}
+        target, forced = forced.get("tier", ""), {key: value for key, value in forced.items() if "." in key}
         values: Values = {}
         left = ranks
         for name in self.random.sample(("tensor", "pipeline", "context"), 3):
@@ -289,7 +289,7 @@ class Draw:
             values["parallel.virtual_pipeline"] = "2"
         if values["parallel.context"] != "1" and chance() < 0.5:
             values["parallel.context_heads"] = pick(("1", "2", "4"))
-        values |= self._some(PLACES)
+        values |= self._some(LAYOUT_OPTIONS)
         values["training.recompute"] = pick(("none", "selective", "full"))
         if forced.get("training.recompute", values["training.recompute"]) == "full":
             if chance() < 0.4:
@@ -298,8 +298,8 @@ class Draw:
                 values["training.pass_order"] = "by_layer"
         weights, state = "device", pick(STATES)[1]
         if derived.is_moe(config):
-            weights, state = pick([each for each in TIERS if not tier or each[0] == tier])
-            values |= {**self._some(EXPERT_PLACES), "moe.weights_device": weights}
+            weights, state = pick([each for each in TARGETS if not target or each[0] == target])
+            values |= {**self._some(EXPERT_LAYOUT_OPTIONS), "moe.weights_device": weights}
             among = ranks // int(values["parallel.pipeline"])
             values["parallel.expert"] = str(pick([n for n in range(1, among + 1) if among % n == 0]))
             if values["parallel.tensor"] != "1" and chance() < 0.5:
@@ -313,7 +313,7 @@ class Draw:
 
 
 def _draws_other_masks(config: Config) -> bool:
-    """Whether ranks drop by their own share of rows or heads (docs/decisions/dropout-by-place.md)."""
+    """Whether ranks drop by their own share of rows or heads (docs/decisions/dropout-seeds.md)."""
     parallel, model = config.parallel, config.model
     by_rows = model.hidden_dropout > 0 and (parallel.sequence or parallel.context > 1)
     return by_rows or (model.attention_dropout > 0 and parallel.tensor > 1)

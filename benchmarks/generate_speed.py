@@ -84,12 +84,12 @@ class Row:
 
     @property
     def speedup(self) -> float:
-        """Of the whole generation."""
+        """The ratio of the seconds of a whole generation: theirs to ours."""
         return self.their_seconds / self.our_seconds
 
 
 def measure(name: str, batches: list[int], prompt_length: int, num_tokens: int, repeats: int) -> Iterator[Row]:
-    """Both on one model, at each batch size."""
+    """Measure both programs on one model, at each batch size."""
     import transformers
 
     class_name, values = MODELS[name]
@@ -157,10 +157,10 @@ def main() -> int:
     print(f"prompts of {options.prompt_length} tokens, {options.tokens} new ones, {threads}")
     headings = ["model", "batch", "Mparam", "same tokens", "prefill ms", "theirs", "decode tok/s", "theirs", "faster"]
     print(headline(headings, markdown=False))
-    rows = []
+    table_rows = []
     for name in options.models:
         for row in measure(name, options.batches, options.prompt_length, options.tokens, options.repeats):
-            rows.append(row)
+            table_rows.append(row)
             cells = [
                 *(row.model, str(row.batch), f"{row.parameters / 1e6:.1f}", "yes" if row.same_tokens else "NO"),
                 *(f"{1e3 * row.our_prefill_seconds:.1f}", f"{1e3 * row.their_prefill_seconds:.1f}"),
@@ -172,7 +172,7 @@ def main() -> int:
             ]
             print(line(cells, headings, markdown=False), flush=True)
     if options.json:
-        print(json.dumps([{**asdict(row), "speedup": row.speedup} for row in rows]))
+        print(json.dumps([{**asdict(row), "speedup": row.speedup} for row in table_rows]))
     return 0
 
 

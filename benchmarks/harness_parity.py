@@ -49,13 +49,15 @@ def write_tasks(folder: Path, seed: int, documents: int) -> None:
     draw = random.Random(seed)
     folder.mkdir()
     for name, (kind, metrics, (least, most), shots) in TASKS.items():
-        rows = []
+        questions = []
         for _ in range(documents):
             choices = draw.sample(WORDS, 3)
             question = " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
-            rows.append({"question": question, "choices": choices, "answer": draw.randrange(3), "word": choices[0]})
+            questions.append(
+                {"question": question, "choices": choices, "answer": draw.randrange(3), "word": choices[0]}
+            )
         data = folder / f"{name}.jsonl"
-        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        data.write_text("".join(json.dumps(row) + "\n" for row in questions))
         spec: dict[str, Any] = {
             "task": name,
             "dataset_path": "json",
@@ -255,7 +257,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=20, help="lines of each task (20)")
     parser.add_argument("--markdown", action="store_true", help="print a table in markdown")
     options = parser.parse_args(arguments)
-    rows, worst = [], 0.0
+    questions, worst = [], 0.0
     for kind in (kind for kind in TOKENIZERS if options.only in kind):
         with tempfile.TemporaryDirectory(prefix="mixtrain-") as name:
             folder = Path(name)
@@ -271,8 +273,8 @@ def main(arguments: list[str] | None = None) -> int:
         for task in TASKS:
             found = [difference(mine[task], other[task]) for mine, other in pairs.values()]
             worst = max(worst, *found)
-            rows.append([kind, task, *(f"{value:.1e}" for value in found)])
-    print(as_table(["tokenizer", "task", "folder", "export", "run"], rows, options.markdown))
+            questions.append([kind, task, *(f"{value:.1e}" for value in found)])
+    print(as_table(["tokenizer", "task", "folder", "export", "run"], questions, options.markdown))
     print(f"\nlargest difference {worst:.1e}, bound {BOUND:.0e}: {'ok' if worst <= BOUND else 'WRONG'}")
     return 0 if worst <= BOUND else 1
 

@@ -2,7 +2,7 @@
 [--parameters 8388608] [--threads 1 2] [--rounds 15] [--deepspeed FOLDER] [--markdown] [--json]`
 
 A bucket's gradient, master weights and moments in fp32, and its weights in bf16. ours: what a run's host stream does
-(optim/tiers/kernel.py), PyTorch's fused AdamW, then the weights' copy: 20 bytes read and 14 written for a parameter.
+(optim/offload/kernel.py), PyTorch's fused AdamW, then the weights' copy: 20 bytes read and 14 written for a parameter.
 loop: the same tensors read and written as often by C++ with an addition each, vectorised, with as many threads. one
 pass: that loop where it need not read the masters again. DeepSpeed's CPUAdam, where a folder with its sources is given:
 compiled for this processor, the weights' copy as ours. All in turns, the order turning too; ratios are medians over
@@ -25,8 +25,8 @@ import torch
 
 from benchmarks.rounds import standard_error
 from benchmarks.tables import table
-from moe.kernels.build import FLAGS, cache_folder, compile_library
-from optim.tiers.kernel import State, UpdateScalars, adamw
+from moe.kernels.compiler import FLAGS, cache_folder, compile_library
+from optim.offload.kernel import State, UpdateScalars, adamw
 
 RATES = UpdateScalars(1e-4, 0.1, 0.9, 0.95, 1e-8)
 Update = Callable[[], object]
@@ -43,7 +43,7 @@ class Bucket:
         self.weight = torch.zeros(numel, dtype=torch.bfloat16)
 
     def ours(self) -> Update:
-        """As optim/tiers/bucket_jobs.py updates it."""
+        """As optim/offload/bucket_jobs.py updates it."""
         state, scratch = State([self.master], [self.exp_avg], [self.exp_avg_sq]), torch.empty(0)
 
         def work() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    bucket, rows = Bucket(args.parameters), []
+    bucket, results = Bucket(args.parameters), []
     with tempfile.TemporaryDirectory() as scratch:
         updates = {"ours": bucket.ours(), "loop": bucket.loop("two_passes"), "one pass": bucket.loop("one_pass")}
         if args.deepspeed is not None:
@@ -114,16 +114,16 @@ def main() -> None:
             seconds = compare(updates, args.rounds)
             for name, own in seconds.items():
                 ratios = [loop / each for loop, each in zip(seconds["loop"], own, strict=True)]
-                rows.append(_row(name, threads, own, ratios))
+                results.append(_row(name, threads, own, ratios))
     headings = ["update", "threads", "ms", "of the loop's speed", "error"]
     lines = [
         [row["update"], str(row["threads"]), f"{1e3 * row['seconds']:.1f}"]
         + [f"{row['share']:.0%}", f"{row['error']:.1%}"]
-        for row in rows
+        for row in results
     ]
     print(table(headings, lines, args.markdown))
     if args.json:
-        print(json.dumps({"rows": rows}))
+        print(json.dumps({"rows": results}))
 
 
 def _row(name: str, threads: int, seconds: list[float], ratios: list[float]) -> dict[str, Any]:

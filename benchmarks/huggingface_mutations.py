@@ -35,7 +35,7 @@ from tests.models.mutations import (
     Verdict,
     config_cases,
     damage_cases,
-    judged,
+    graded,
     make_bases,
     same_meaning_cases,
     start_cases,
@@ -79,7 +79,7 @@ def main() -> int:
             config_cases(folder, arguments.configs, arguments.seed),
             damage_cases(folder, arguments.damages, arguments.seed),
         )
-        for case, verdict in judged(folder, (case for case in cases if case.family in families)):
+        for case, verdict in graded(folder, (case for case in cases if case.family in families)):
             count(case, verdict)
         starts = {name: scaled(config) for name, config in PUBLISHED.items()}
         if arguments.published is not None:
@@ -87,21 +87,21 @@ def main() -> int:
         starts = {name: config for name, config in starts.items() if config["model_type"] in families}
         not_made = make_starts(folder, starts)
         opened = []
-        for case, verdict in judged(folder, start_cases([name for name in starts if name not in not_made])):
+        for case, verdict in graded(folder, start_cases([name for name in starts if name not in not_made])):
             count(case, verdict)
             opened += [case.base] if verdict.word == "agrees" else []
         number = arguments.each * len(opened)
-        for case, verdict in judged(folder, config_cases(folder, number, arguments.seed, opened)):
+        for case, verdict in graded(folder, config_cases(folder, number, arguments.seed, opened)):
             count(dataclasses.replace(case, kind="published, changed"), verdict)
     kinds = list(dict.fromkeys(kind for _, kind, _ in counts))
-    rows = [
+    table_rows = [
         [family, *(" / ".join(str(counts[family, kind, word]) for word in WORDS) for kind in kinds)]
         for family in families
         if any(key[0] == family for key in counts)
     ]
     total = Counter(word for (_, _, word), number in counts.items() for _ in range(number))
     print(f"seed {arguments.seed}, {time.perf_counter() - start:.0f} s; each cell: {' / '.join(WORDS)}")
-    print(table(["family", *kinds], rows, arguments.markdown))
+    print(table(["family", *kinds], table_rows, arguments.markdown))
     print(", ".join(f"{total[word]} {word}" for word in WORDS))
     print(f"{len(starts)} published configs; {len(opened)} of them open")
     for name, why in not_made.items():

@@ -81,9 +81,9 @@ from memory import copy_stream
 from memory.copy_stream import CopyStream
 from moe.placement import trace
 from moe.placement.plans import Plans, read_plans
-from optim.tiers.expert_tier import ExpertTier
+from optim.offload.experts import OffloadedExperts
 from training.callbacks import evaluation
-from training.callbacks.moe import home_moves
+from training.callbacks.moe import expert_migration
 from training.report import sources
 from training.report.page.render import render
 from training.trainer import Trainer
@@ -117,7 +117,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
         ["parallel.pipeline=2", "parallel.expert=2", "optimizer.state_device=disk", *RECORDED, *MOVING],
     ),
 }
-TIERS = {
+TARGETS = {
     "device": [],
     "host": ["optimizer.state_device=host", "optimizer.engine=host"],
     "device_stream": ["optimizer.state_device=host", "optimizer.engine=device_stream"],
@@ -127,12 +127,15 @@ TIERS = {
     "experts_host_disk": ["moe.weights_device=host", "optimizer.state_device=disk", "moe.weight_slots=3"],
     "experts_disk": ["moe.weights_device=disk", "optimizer.state_device=disk", "optimizer.early_update=always"],
 }
-TIERED = ["optimizer.distributed=true", "optimizer.bucket_parameters=65536"]  # of all runs, so that all can take all
+WITH_OFFLOAD = [
+    "optimizer.distributed=true",
+    "optimizer.bucket_parameters=65536",
+]  # of all runs, so that all can take all
 CHANGING = ("from device", "host update", "disk write")  # copy streams that change a tier's state
 KINDS = {"any": 0.25, "save": 0.35, "load": 0.2, "evaluate": 0.2}  # shares of the kills
 MOVES = {"move": 0.6}  # beside them, where homes of experts move
 RECORDS = {"record": 0.4}  # beside them, where calls are on record
-TIER_KINDS = ("tier", "save", "resume")
+OFFLOAD_KINDS = ("tier", "save", "resume")
 EXPERT_KINDS = ("fetch", "store")  # beside them, where experts' weights lie off the device
 # What a rank says that it does; of several at once what a kill was meant for, else the first here. A resume is the part
 # of a load that comes once the checkpoint was chosen.
@@ -170,7 +173,7 @@ LIMIT = 240.0  # seconds that one start may take
 FAULTS = ("full", "full for a while", "read-only", "moved")
 DISK_BYTES = 192 * 2**20
 AFTER_FAULT = 20.0  # seconds that the other ranks have once one has ended with its line, as under a launcher
-SAID = 3  # exit status of a rank that ended with a line of its own
+REPORTED = 3  # exit status of a rank that ended with a line of its own
 COMPARED = ("step", "loss", "validation_loss", "grad_norm", "learning_rate", "tokens")
 
 
@@ -211,7 +214,7 @@ def main() -> int:
         help="of the kills that are faults of the disk instead; takes root",
     )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
-    parser.add_argument("--tiers", help=f"of {', '.join(TIERS)}, in turns; default: as the overrides say")
+    parser.add_argument("--tiers", help=f"of {', '.join(TARGETS)}, in turns; default: as the overrides say")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
@@ -224,12 +227,12 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     layouts = arguments.layouts.split(",")
-    tiers = [] if arguments.tiers is None else arguments.tiers.split(",")
-    for what, names, known in (("layout", layouts, LAYOUTS), ("tier", tiers, TIERS)):
+    targets = [] if arguments.tiers is None else arguments.tiers.split(",")
+    for what, names, known in (("layout", layouts, LAYOUTS), ("tier", targets, TARGETS)):
         if unknown := set(names) - set(known):
             parser.error(f"no such {what}: {min(unknown)}; there are {', '.join(known)}")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
-    over = ", ".join(layouts) + (f"; tiers: {', '.join(tiers)}" if tiers else "")
+    over = ", ".join(layouts) + (f"; tiers: {', '.join(targets)}" if targets else "")
     damages = "all" if arguments.damages == math.inf else arguments.damages
     also = f", then {damages} damaged files of each" if damages else ""
     print(f"seed {seed}: {arguments.kills} kills over {over}{also}", flush=True)
@@ -243,11 +246,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for i, name in enumerate(layouts):
             share = arguments.kills // len(layouts) + (i < arguments.kills % len(layouts))
-            place = Path(folder) / name
-            place.mkdir()
-            with Disk(place) if arguments.disk > 0 else contextlib.nullcontext() as disk:
-                plan = Plan(share, arguments.disk, tiers, rng, "moves" in name, "recorded" in name, arguments.damages)
-                result = kill_runs(name, plan, arguments.steps, place, arguments.overrides, disk)
+            run_folder = Path(folder) / name
+            run_folder.mkdir()
+            with Disk(run_folder) if arguments.disk > 0 else contextlib.nullcontext() as disk:
+                plan = Plan(share, arguments.disk, targets, rng, "moves" in name, "recorded" in name, arguments.damages)
+                result = kill_runs(name, plan, arguments.steps, run_folder, arguments.overrides, disk)
             landed += result.landed
             victims += result.victims
             found += result.found
@@ -257,7 +260,7 @@ def main() -> int:
     for text in found:
         print(text)
     kills = sum(landed.values())
-    where = ", ".join(f"{count} {_in_words(kind)}" for kind, count in landed.most_common())
+    where = ", ".join(f"{count} {_describe(kind)}" for kind, count in landed.most_common())
     whom = f"{victims['all']} of all ranks, {victims['one']} of one, {victims['disk']} faults of the disk"
     print(
         f"seed {seed}: {kills} kills ({where}; {whom}) in {runs} runs, {unfinished} left a "
@@ -273,7 +276,7 @@ def main() -> int:
     return 1 if found or kills < arguments.kills else 0
 
 
-def _in_words(kind: str) -> str:
+def _describe(kind: str) -> str:
     if kind.startswith("disk "):
         return kind
     return f"while in {kind}" if kind != "any" else "elsewhere"
@@ -298,7 +301,7 @@ class Plan:
 
     kills: int
     disk_share: float
-    tiers: Sequence[str]
+    targets: Sequence[str]
     rng: random.Random
     moves: bool = False  # homes of experts do
     records: bool = False  # calls are on record
@@ -308,18 +311,18 @@ class Plan:
     def is_done(self, landed: Counter[str]) -> bool:
         """Whether the kills so far are enough, by what they landed in."""
         enough = sum(landed.values()) >= self.kills
-        return enough and (not self.tiers or not self._lacking(landed))
+        return enough and (not self.targets or not self._lacking(landed))
 
     def _lacking(self, landed: Counter[str]) -> list[str]:
-        kinds = list(TIER_KINDS)
-        if any(_has_experts(tier) for tier in self.tiers):
+        kinds = list(OFFLOAD_KINDS)
+        if any(_has_experts(target) for target in self.targets):
             kinds += [*EXPERT_KINDS, *(["move"] if self.moves else [])]
         return [kind for kind in kinds if landed[kind] < -(-self.kills // len(kinds))]
 
     def next(self, ranks: int, landed: Counter[str], has_checkpoint: bool) -> tuple[Kill, str]:
         """A kill, and the tier of the start that it ends."""
         rng = self.rng
-        if self.tiers:
+        if self.targets:
             lacking = [kind for kind in self._lacking(landed) if has_checkpoint or kind != "resume"]
             kind = rng.choice(lacking or ["save"])
         else:
@@ -331,21 +334,25 @@ class Plan:
         if fault is not None and kind not in ("save", "evaluate") and (kind == "load" or fault == "moved"):
             kind = "save"  # a folder that is moved before the run works in it is another folder
         kill = Kill(kind, count, rng.uniform(0, LONGEST_DELAY[kind]), rank, rng.uniform(0, SURVIVORS), fault)
-        return kill, self.next_tier(kind)
+        return kill, self.next_target(kind)
 
-    def next_tier(self, kind: str = "resume") -> str:
+    def next_target(self, kind: str = "resume") -> str:
         """Another one than before, where there is one; none that keeps on the device what a kill of this kind needs
         elsewhere."""
-        tiers = [tier for tier in self.tiers if tier != "device"] if kind not in ("resume", "move") else self.tiers
+        targets = (
+            [target for target in self.targets if target != "device"]
+            if kind not in ("resume", "move")
+            else self.targets
+        )
         if kind in EXPERT_KINDS:
-            tiers = [tier for tier in tiers if _has_experts(tier)]
-        if tiers:
-            self._last = self.rng.choice([tier for tier in tiers if tier != self._last] or list(tiers))
+            targets = [target for target in targets if _has_experts(target)]
+        if targets:
+            self._last = self.rng.choice([target for target in targets if target != self._last] or list(targets))
         return self._last
 
 
-def _has_experts(tier: str) -> bool:
-    return tier.startswith("experts_")
+def _has_experts(target: str) -> bool:
+    return target.startswith("experts_")
 
 
 def kill_runs(
@@ -376,7 +383,7 @@ def kill_runs(
             "logging=quiet",
             "sample.prompts=[]",
             *layout,
-            *(TIERED if plan.tiers else []),
+            *(WITH_OFFLOAD if plan.targets else []),
             f"memory.disk_dir={folder}",
             *overrides,
         ),
@@ -387,8 +394,8 @@ def kill_runs(
         run.run_dir.mkdir(parents=True)
         return run
 
-    def config_of(run: Run, tier: str) -> Config:
-        config = compose([*common, f"run_dir={run.run_dir}", *TIERS.get(tier, [])])
+    def config_of(run: Run, target: str) -> Config:
+        config = compose([*common, f"run_dir={run.run_dir}", *TARGETS.get(target, [])])
         validate(config, ranks)
         return config
 
@@ -397,11 +404,11 @@ def kill_runs(
         raise AssertionError("nobody asked for a kill")
     keep = config_of(whole, "").checkpoint.keep
     columns = f"{'kill':>5} {'in':>9} {'after s':>8}  {'victims':<8} {'steps':>6}  good checkpoints"
-    print(f"{name}: {'tier':>13} {columns}" if plan.tiers else f"{name}: {columns}", flush=True)
+    print(f"{name}: {'tier':>13} {columns}" if plan.targets else f"{name}: {columns}", flush=True)
     good: list[int] = []
     while not plan.is_done(result.landed):
-        kill, tier = plan.next(ranks, result.landed, bool(good))
-        during = start(config_of(run, tier), ranks, run, kill)
+        kill, target = plan.next(ranks, result.landed, bool(good))
+        during = start(config_of(run, target), ranks, run, kill)
         problems = [*lost(run, keep), *run.found]
         run.found = []
         if during is None:
@@ -422,7 +429,7 @@ def kill_runs(
         good = [int(path.name[5:]) for path in manifest.list_checkpoints(run.run_dir) if manifest.verify(path) is None]
         whom = victim if victim != "one" else f"rank {kill.rank}"
         print(
-            f"{name}: {f'{tier:>13} ' if tier else ''}{sum(result.landed.values()):>5} {during:>9} "
+            f"{name}: {f'{target:>13} ' if target else ''}{sum(result.landed.values()):>5} {during:>9} "
             f"{kill.delay:>8.3f}  {whom:<8} {len(read_steps(run.run_dir)):>6}  {sorted(good)}",
             flush=True,
         )
@@ -430,7 +437,7 @@ def kill_runs(
         _damage_one_by_one(name, plan, new_run("damaged"), whole, config_of, result)
     if plan.kills == 0:
         return result
-    if start(config_of(run, plan.next_tier()), ranks, run) is not None:
+    if start(config_of(run, plan.next_target()), ranks, run) is not None:
         raise AssertionError("nobody asked for a kill")
     result.runs += 1
     texts = [*lost(run, keep), *differences(run.run_dir, whole.run_dir), *leftovers(run.run_dir)]
@@ -474,7 +481,7 @@ def _recorded(path: Path, damages: list[str]) -> dict[int, Any]:
 def _planned(plans: Plans, step: int) -> Any:
     header = plans.header(step)
     calls = {layer: of_layer.get(step) for layer, of_layer in plans.calls.items()}
-    return None if header is None else header.homes, calls
+    return None if header is None else header.primaries, calls
 
 
 def lost(run: Run, keep: int) -> list[str]:
@@ -510,7 +517,7 @@ def leftovers(run_dir: Path) -> list[str]:
 # Files that are damaged
 # ---------------------------------------------------------------------------------------------------------------------
 
-WAYS = ("flipped", "cut", "deleted", "swapped")
+DAMAGES = ("flipped", "cut", "deleted", "swapped")
 MAY_LACK = ("metrics.jsonl", ".plans", ".trace")  # how records end that may lack steps, where that is said
 
 
@@ -518,7 +525,7 @@ def _damage_one_by_one(
     name: str, plan: Plan, run: Run, whole: Run, config_of: Callable[[Run, str], Config], result: Result
 ) -> None:
     """Kill a run half-way; then damage a file of its folder or cache, start it again, and begin anew with the next."""
-    ranks, config = LAYOUTS[name][0], config_of(run, plan.next_tier())
+    ranks, config = LAYOUTS[name][0], config_of(run, plan.next_target())
     half_way = (2 * ranks + 1) * (config.training.steps // (2 * config.checkpoint.interval))
     kill = Kill("save", min(half_way, MOST), plan.rng.uniform(0, LONGEST_DELAY["save"]), None, 0.0)
     if start(config, ranks, run, kill) is None:
@@ -532,31 +539,31 @@ def _damage_one_by_one(
     config = replace(config, run_dir=str(there / "run"), data=replace(config.data, cache_dir=str(there / "cache")))
     moved = Run(there / "run", run.log, run.disk)
     files = sorted(path.relative_to(kept) for path in kept.rglob("*") if path.is_file() and path.stat().st_size)
-    chosen = [(file, way) for file in files for way in WAYS]
+    chosen = [(file, way) for file in files for way in DAMAGES]
     if plan.damages < len(chosen):
         chosen = sorted(plan.rng.sample(chosen, int(plan.damages)))
     for file, way in chosen:
         shutil.copytree(kept, there)
         names, what = _damage(there, file, way, files, plan.rng)
-        said_before = run.log.stat().st_size
+        log_before = run.log.stat().st_size
         problems = _report_of(moved.run_dir, names) if file.parts[0] == "run" else []
         ended = start(config, ranks, moved, may_end=True)
-        said = run.log.read_text(errors="replace")[said_before:]
+        output = run.log.read_text(errors="replace")[log_before:]
         if ended is not None:
             result.refused += 1
-            if not any("ends: " in line and any(one in line for one in names) for line in said.splitlines()):
-                problems.append(f"no line that names it, but: {said[-2000:]}")
+            if not any("ends: " in line and any(one in line for one in names) for line in output.splitlines()):
+                problems.append(f"no line that names it, but: {output[-2000:]}")
         else:
             found = differences(moved.run_dir, whole.run_dir)
-            is_said = any(one in line for line in said.splitlines() for one in names)
-            if found and is_said and any(one.endswith(MAY_LACK) for one in names):
+            is_named = any(one in line for line in output.splitlines() for one in names)
+            if found and is_named and any(one.endswith(MAY_LACK) for one in names):
                 found = _other_steps(moved.run_dir, whole.run_dir)
                 own = [each for each in found if each.startswith(f"{file.name} differs")]
                 if way == "flipped" and own:  # a bit is of one step of its file
                     found.remove(own[0])
             problems += [*found, *leftovers(moved.run_dir)]
-        if "Traceback" in said:
-            problems.append(f"a traceback: {said[-2000:]}")
+        if "Traceback" in output:
+            problems.append(f"a traceback: {output[-2000:]}")
         result.damaged += 1
         wrong = [f"{name}, {what}: {text}" for text in [*problems, *moved.found]]
         result.found += wrong
@@ -629,8 +636,8 @@ def _forget(run: Run) -> None:
 class Disk:
     """A small file system that can be filled and made read-only while files in it are open."""
 
-    def __init__(self, place: Path):
-        self.folder, self._image, self._ballast = place / "disk", place / "image", place / "disk" / "ballast"
+    def __init__(self, folder: Path):
+        self.folder, self._image, self._ballast = folder / "disk", folder / "image", folder / "disk" / "ballast"
         self._away: tuple[Path, Path] | None = None
 
     def __enter__(self) -> Disk:
@@ -704,19 +711,19 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None, may_en
     # For each rank and phase a byte that counts how often it is in it now, and one how often it began it.
     board = mmap.mmap(-1, ranks * 2 * len(PHASES))
     living = {_fork(partial(_rank_main, config, rank, ranks, port, board), run.log): rank for rank in range(ranks)}
-    begin, moment, said = time.monotonic(), None, run.log.stat().st_size if run.log.exists() else 0
+    begin, moment, log_before = time.monotonic(), None, run.log.stat().st_size if run.log.exists() else 0
     broken: str | None = None  # the fault of the disk
     run.met = None
-    room_at, kill_at = math.inf, math.inf
+    mend_at, kill_at = math.inf, math.inf
     ended: list[int] = []  # exit statuses after a fault
     try:
         while living:
             now = time.monotonic()
             ended += _reap(living, run.log, any_status=broken is not None or may_end)
             if broken is not None or (may_end and any(ended)):
-                if now >= room_at and run.disk is not None and broken is not None:
+                if now >= mend_at and run.disk is not None and broken is not None:
                     run.found += run.disk.mend(broken)
-                    room_at = math.inf
+                    mend_at = math.inf
                 if any(ended) and kill_at == math.inf:
                     kill_at = now + AFTER_FAULT
                 if now >= kill_at:
@@ -726,7 +733,7 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None, may_en
             if kill is None or broken is not None:
                 time.sleep(POLL)
                 continue
-            if moment is None and (kill.kind == "any" or _begun(board, ranks, kill.kind) >= kill.count):
+            if moment is None and (kill.kind == "any" or _count_started(board, ranks, kill.kind) >= kill.count):
                 moment = now + kill.delay
             if moment is None or now < moment:
                 time.sleep(POLL)
@@ -736,7 +743,7 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None, may_en
                 broken, run.met = kill.fault, f"disk {kill.fault}"
                 run.disk.break_down(kill.fault, run.run_dir)
                 if kill.fault == "full for a while":
-                    room_at = time.monotonic() + kill.gap
+                    mend_at = time.monotonic() + kill.gap
                 continue
             victim = next((pid for pid, rank in living.items() if rank == kill.rank), None)
             if kill.rank is not None and victim is not None:
@@ -759,29 +766,29 @@ def start(config: Config, ranks: int, run: Run, kill: Kill | None = None, may_en
     assert run.disk is not None
     if broken.startswith("full") and any(ended) and (left := [*(run.run_dir / "checkpoints").glob("*.tmp")]):
         run.found.append(f"half a checkpoint kept its room on a full disk: {left}")
-    if broken != "full for a while" or room_at < math.inf:
+    if broken != "full for a while" or mend_at < math.inf:
         run.found += run.disk.mend(broken)
-    if any(ended) and SAID not in ended:
+    if any(ended) and REPORTED not in ended:
         run.found.append(
             f"{broken}: no rank ended with a line of its own, but with {ended}: "
-            f"{run.log.read_text(errors='replace')[said:][-2000:]}"
+            f"{run.log.read_text(errors='replace')[log_before:][-2000:]}"
         )
     return run.met if any(ended) else None
 
 
-def _place(rank: int, phase: str) -> int:
+def _board_index(rank: int, phase: str) -> int:
     return 2 * (rank * len(PHASES) + PHASES.index(phase))
 
 
-def _begun(board: mmap.mmap, ranks: int, phase: str) -> int:
-    return sum(board[_place(rank, phase) + 1] for rank in range(ranks))
+def _count_started(board: mmap.mmap, ranks: int, phase: str) -> int:
+    return sum(board[_board_index(rank, phase) + 1] for rank in range(ranks))
 
 
 def _doing(board: mmap.mmap, ranks: Sequence[int], meant: str) -> str:
     """What a kill of these ranks lands in."""
-    if meant in PHASES and any(board[_place(rank, meant)] for rank in ranks):
+    if meant in PHASES and any(board[_board_index(rank, meant)] for rank in ranks):
         return meant
-    return next((phase for phase in PHASES if board[_place(ranks[0], phase)]), "any")
+    return next((phase for phase in PHASES if board[_board_index(ranks[0], phase)]), "any")
 
 
 def _reap(living: dict[int, int], log: Path, any_status: bool) -> list[int]:
@@ -816,13 +823,13 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
 
     lock = threading.Lock()  # several threads do something
 
-    def told(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        place = _place(rank, phase)
+    def counted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        index = _board_index(rank, phase)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with lock:
-                board[place] += 1
-                board[place + 1] = min(board[place + 1] + 1, MOST)
+                board[index] += 1
+                board[index + 1] = min(board[index + 1] + 1, MOST)
             try:
                 time.sleep(LINGER.get(phase, 0.0))
                 answer = function(*args, **kwargs)
@@ -830,15 +837,15 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
                 return answer
             finally:
                 with lock:
-                    board[place] -= 1
+                    board[index] -= 1
 
         return call
 
     submit, way = CopyStream.submit, [""]  # of experts' weights or gradients, while the thread that computes submits it
 
-    def submit_told(stream: CopyStream, work: Callable[[], None], *rest: Any, **named: Any) -> Any:
+    def submit_counted(stream: CopyStream, work: Callable[[], None], *rest: Any, **named: Any) -> Any:
         phase = way[0] or ("tier" if stream.name in CHANGING else "")
-        return submit(stream, told(phase, work) if phase else work, *rest, **named)
+        return submit(stream, counted(phase, work) if phase else work, *rest, **named)
 
     def submits(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -850,21 +857,21 @@ def _rank_main(config: Config, rank: int, ranks: int, port: int, board: mmap.mma
 
         return call
 
-    vars(resume)["find"] = told("load", resume.find)
-    vars(checkpoint_state)["load"] = told("load", told("resume", checkpoint_state.load))
-    vars(home_moves)["trade"] = told("move", home_moves.trade)
-    vars(evaluation)["evaluate"] = told("evaluate", evaluation.evaluate)
-    vars(saver)["Saver"].start = told("save", saver.Saver.start)
-    vars(saver)["_Part"]._run = told("save", saver._Part._run)
-    vars(copy_stream)["CopyStream"].submit = submit_told
+    vars(resume)["find"] = counted("load", resume.find)
+    vars(checkpoint_state)["load"] = counted("load", counted("resume", checkpoint_state.load))
+    vars(expert_migration)["exchange_tensors"] = counted("move", expert_migration.exchange_tensors)
+    vars(evaluation)["evaluate"] = counted("evaluate", evaluation.evaluate)
+    vars(saver)["Saver"].start = counted("save", saver.Saver.start)
+    vars(saver)["_WriterThread"]._run = counted("save", saver._WriterThread._run)
+    vars(copy_stream)["CopyStream"].submit = submit_counted
     for name, phase in (("bring", "fetch"), ("add", "store"), ("sum_to", "store"), ("finish", "store")):
-        setattr(ExpertTier, name, submits(phase, getattr(ExpertTier, name)))
-    vars(files)["Log"].append = told("record", files.Log.append)
+        setattr(OffloadedExperts, name, submits(phase, getattr(OffloadedExperts, name)))
+    vars(files)["Log"].append = counted("record", files.Log.append)
     try:
         Trainer(config).fit()
     except (WriteError, SaveError, ConfigError) as error:
         print(f"rank {rank} ends: {error}", flush=True)
-        os._exit(SAID)
+        os._exit(REPORTED)
 
 
 def _fork(work: Callable[[], None], log: Path) -> int:

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.expert_memory import metrics, records_of
 from configs.compose import compose
-from optim.arrangement.arrange import GRAD_BYTES
-from optim.arrangement.traffic import state_bytes
+from optim.arrangement.buckets import GRAD_BYTES
+from optim.arrangement.experts import state_bytes_per_weight
 
 GIB = 2**30
 STEPS, SAVED = 3, 2
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     lines = [json.loads(line) for line in (stopped / "metrics.jsonl").read_text().splitlines()]
     return {
         "parameters_of_experts": numel,
-        "records": numel * (of.weight_bytes + GRAD_BYTES + state_bytes(config)),
+        "records": numel * (of.weight_bytes + GRAD_BYTES + state_bytes_per_weight(config)),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "peak": max(undisturbed.peak, killed.peak, again.peak),
         "seconds": [seconds, again_seconds],

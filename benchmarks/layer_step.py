@@ -22,15 +22,15 @@ from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.planning.costs import LayerCosts
+from moe.planning.layer_measurement import BUDGET, measure_costs
 from moe.planning.load import Shape
-from moe.planning.measure import BUDGET, measure_costs
 
 MEGATRON, EXCHANGES, IN_TURN = "megatron", "exchanges", "in turn"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer. `tokens` are of each rank; `flops_per_second` is a virtual accelerator's, None computes in earnest."""
+    """One layer. `tokens`: per rank; `flops_per_second`: rate of a virtual accelerator, None for real computation."""
 
     tokens: int
     hidden: int
@@ -41,7 +41,7 @@ class Case:
 
 
 class _Blocking(FlatAllToAll):
-    """The same exchanges, each over before anything else happens: what a layer without any overlap does."""
+    """The same exchanges, each finished before anything else happens: what a layer without any overlap does."""
 
     def expect(self, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
         return _BlockingHandle(super().expect(buffer, split_sizes))
@@ -51,8 +51,8 @@ class _BlockingHandle:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
 
-    def send(self, rows: torch.Tensor, own: bool = True) -> None:
-        self._handle.send(rows, own)
+    def send(self, token_rows: torch.Tensor, own: bool = True) -> None:
+        self._handle.send(token_rows, own)
         self._received = self._handle.wait()
         self._handle.finish()
 
@@ -125,7 +125,7 @@ def routing_map(case: Case, num_ranks: int) -> torch.Tensor:
 
 
 def build(case: Case) -> int:
-    """Make this rank's layer, in place of an earlier one; returns the pairs that it computes."""
+    """Build this rank's layer, replacing an earlier one; return the pairs that it computes."""
     global _layer
     dist.barrier()  # nobody is still at work with the earlier one
     _layer = _Layer(case)
@@ -136,7 +136,7 @@ def build(case: Case) -> int:
 
 
 def shape(case: Case, num_ranks: int) -> Shape:
-    """The sizes of a case's layer, as planners take them."""
+    """Return the sizes of a case's layer in the form of planners."""
     return Shape(
         tokens=case.tokens,
         num_experts=case.experts_per_rank * num_ranks,
@@ -150,13 +150,15 @@ def shape(case: Case, num_ranks: int) -> Shape:
 
 
 def load(case: Case, num_ranks: int) -> LayerLoad:
-    """What a rank has to do: each token goes to `top_k` different ranks, so that no two of its rows are one."""
-    rows = case.tokens * case.top_k
-    return replace(shape(case, num_ranks).even(), rows=rows, away_rows=rows * (num_ranks - 1) // num_ranks)
+    """Return the load of a rank: each token goes to `top_k` different ranks, so that no two of its rows are one."""
+    num_rows = case.tokens * case.top_k
+    return replace(
+        shape(case, num_ranks).even(), token_rows=num_rows, away_rows=num_rows * (num_ranks - 1) // num_ranks
+    )
 
 
 def costs(budget: float = BUDGET) -> LayerCosts:
-    """The planner's costs of this rank's layer, measured now in about `budget` seconds. Collective."""
+    """Return the planner's costs of this rank's layer, measured now in about `budget` seconds. Collective."""
     layer = _layer
     assert layer is not None, "build comes first"
     sizes = shape(layer.case, layer.size)
@@ -179,9 +181,9 @@ def steps(what: Plan | str, repeats: int = 1) -> list[dict[str, float]]:
 
 
 def step(what: Plan | str, repeats: int = 1) -> dict[str, float]:
-    """The same of one step: the mean of so many."""
+    """Return the mean seconds of several steps."""
     each = steps(what, repeats)
-    return {part: statistics.fmean(seconds[part] for seconds in each) for part in each[0]}
+    return {phase: statistics.fmean(seconds[phase] for seconds in each) for phase in each[0]}
 
 
 def _once(layer: _Layer, what: Plan | str) -> dict[str, float]:
@@ -258,8 +260,8 @@ def _megatron_layer(ours: _Layer) -> Any:
 
 
 def difference() -> float:
-    """Largest difference of Megatron-core's output and gradients from ours (degree 1), by the largest value of each.
-    Collective."""
+    """Return the largest difference of Megatron-core's output and gradients from ours (degree 1), by the largest
+    value of each. Collective."""
     from benchmarks.megatron_layer import expert_gradients
 
     layer = _layer

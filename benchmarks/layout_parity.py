@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.exit_status import WRONG_CONFIG
+from configs.exit_handler import WRONG_CONFIG
 from configs.schema import ConfigError
 from tests import distributed
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
@@ -41,8 +41,8 @@ TIMEOUT = 600.0  # seconds for one training
 
 @dataclass(frozen=True)
 class Layout:
-    """A number of ranks and the overrides that lay the model out on them; `models`: all, or only those with or without
-    experts."""
+    """A number of ranks, and the overrides that distribute the model over them; `models`: all, or only those with or
+    without experts."""
 
     ranks: int
     overrides: tuple[str, ...]
@@ -94,7 +94,7 @@ BATCHES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One layout of one model beside its one-process run: largest relative differences over the steps."""
+    """One layout of one model against its one-process run: largest relative differences over the steps."""
 
     model: str
     layout: str
@@ -112,17 +112,17 @@ def compare(
     overrides: Sequence[str],
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Train each model on one process and in each layout that suits it. `on_row` hears of each row as soon as it is
+    """Train each model on one process and in each layout that suits it. `on_row` gets each row as soon as it is
     known."""
-    rows = []
+    table_rows = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             common = [f"experiment={model}", "checkpoint=off", f"run_dir={folder}", *overrides]
             precision = make_config(common).training.precision
             begin = time.perf_counter()
             single = _train(common, 1)
-            rows.append(Row(model, SINGLE, 1, 0.0, 0.0, single[-1]["loss"], time.perf_counter() - begin, True))
-            on_row(rows[-1])
+            table_rows.append(Row(model, SINGLE, 1, 0.0, 0.0, single[-1]["loss"], time.perf_counter() - begin, True))
+            on_row(table_rows[-1])
             for name in layouts:
                 layout = LAYOUTS[name]
                 if not layout.fits(model):
@@ -131,22 +131,22 @@ def compare(
                 lines = _train([*common, *layout.overrides], layout.ranks)
                 loss, norm = (largest_difference(lines, single, key) for key in ("loss", "grad_norm"))
                 passed = loss <= FP32_LOSS and norm <= FP32_GRAD_NORM if precision == "fp32" else loss <= BF16_LOSS
-                rows.append(
+                table_rows.append(
                     Row(model, name, layout.ranks, loss, norm, lines[-1]["loss"], time.perf_counter() - begin, passed)
                 )
-                on_row(rows[-1])
-    return rows
+                on_row(table_rows[-1])
+    return table_rows
 
 
 def _train(overrides: Sequence[str], ranks: int) -> Lines:
-    with contextlib.redirect_stdout(io.StringIO()):  # what the ranks print of themselves would break the table
+    with contextlib.redirect_stdout(io.StringIO()):  # the ranks' own output would break the table
         return train_on_ranks(overrides, ranks, TIMEOUT)
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A table with a line for each layout and a column for each model: difference of loss / of gradient norm."""
-    models = list(dict.fromkeys(row.model for row in rows))
-    cells = {(row.layout, row.model): row for row in rows if row.layout != SINGLE}
+def markdown(table_rows: Sequence[Row]) -> str:
+    """Return a table with a line per layout and a column per model: difference of loss / of gradient norm."""
+    models = list(dict.fromkeys(row.model for row in table_rows))
+    cells = {(row.layout, row.model): row for row in table_rows if row.layout != SINGLE}
     layouts = [name for name in LAYOUTS if any((name, model) in cells for model in models)]
     lines = [f"| layout | ranks | {' | '.join(models)} |", f"|---|---|{'---|' * len(models)}"]
     for name in layouts:
@@ -207,9 +207,9 @@ def main() -> int:
         return WRONG_CONFIG
     finally:
         distributed.shutdown()
-    rows = [row for each in tables.values() for row in each]
-    broken = [row for row in rows if not row.passed]
-    compared = sum(row.layout != SINGLE for row in rows)
+    table_rows = [row for each in tables.values() for row in each]
+    broken = [row for row in table_rows if not row.passed]
+    compared = sum(row.layout != SINGLE for row in table_rows)
     print(f"{compared - len(broken)} of {compared} within the bounds, in {time.perf_counter() - begin:.0f} s")
     if arguments.markdown:
         for batch, each in tables.items():

@@ -65,11 +65,11 @@ def seconds_of_exchanges(row_counts: Sequence[int], hidden: int, repeats: int) -
     """On a rank: seconds for `repeats` exchanges of `row_counts[i]` fp32 rows [hidden] with rank i, one after the
     other."""
     group = dist.group.WORLD
-    rows, received = (torch.zeros(sum(row_counts), hidden) for _ in range(2))
+    sent, received = (torch.zeros(sum(row_counts), hidden) for _ in range(2))
     dist.barrier()
     before = time.perf_counter()
     for _ in range(repeats):
-        exchange(received, rows, row_counts, row_counts, group)
+        exchange(received, sent, row_counts, row_counts, group)
     return time.perf_counter() - before
 
 

@@ -1,4 +1,4 @@
-"""What a rank needs for a million tokens at published widths: python -m benchmarks.long_context [--fake] [--json]
+"""The memory of a rank for a million tokens at published widths: python -m benchmarks.long_context [--fake] [--json]
 [--markdown].
 
 The models are those of arXiv:2609.14306: hidden size 7168, 384 experts of 2048, 8 of them for each token, a vocabulary
@@ -33,13 +33,13 @@ from configs import derived
 from configs.compose import compose
 from configs.schema import Config
 from configs.validate import validate
-from models.blueprint import Part
+from models.blueprint import ModelChunk
 from moe.chunk_plan import STRATEGIES
 from moe.planning import footprint
 from moe.planning.inputs import even_load, initial_plan
 from simulator.activations import Activations
-from simulator.context.rows import shared_rows
-from simulator.context.sizes import attention_flops, layer_exchange
+from simulator.context.context_sizes import attention_flops, layer_exchange
+from simulator.context.shared_rows import shared_rows
 from simulator.layer_inputs import layer_inputs
 from simulator.memory import KINDS
 from simulator.run_plan import make_plan
@@ -118,7 +118,7 @@ def overrides(layers: int, ranks: int) -> list[str]:
 
 
 def figures(layers: int, ranks: int) -> LayoutFigures:
-    """What the plan says of a layout. Raises ConfigError where the layout breaks a rule."""
+    """Return the numbers of the plan of a layout. Raises ConfigError if the layout breaks a rule."""
     config = compose(overrides(layers, ranks))
     validate(config, ranks)
     plan = make_plan(config, ranks, VOCAB_SIZE, "cuda")
@@ -148,7 +148,7 @@ def figures(layers: int, ranks: int) -> LayoutFigures:
 
 
 def experts_exchange(config: Config) -> int:
-    """What a layer's routed experts take at most on a rank, where every expert is equally busy."""
+    """Return the peak bytes of a layer's routed experts on a rank if every expert is equally busy."""
     load, plan = even_load(config, "cuda"), initial_plan(config)
     strategy = STRATEGIES[plan.memory_strategy]
     forward = footprint.forward_bytes(load, strategy, plan.degree)
@@ -157,19 +157,19 @@ def experts_exchange(config: Config) -> int:
 
 
 def loss_peak(config: Config) -> int:
-    """What final norm, output layer and loss take at most, with the hidden states that come in."""
-    profile = Activations(config, VOCAB_SIZE, "cuda").profile(Part((), False, True))
+    """Return the peak bytes of final norm, output layer and loss, including their input hidden states."""
+    profile = Activations(config, VOCAB_SIZE, "cuda").profile(ModelChunk((), False, True))
     return max(profile.forward, profile.backward)
 
 
 def one_layer() -> int:
-    """A layer's experts with what goes in, what comes out and their weights, at the article's sizes of one node."""
+    """Return the bytes of a layer's experts with inputs, outputs and weights, at the article's sizes for one node."""
     layout = ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline=1", "parallel.expert=8")
     sizes = ("model.num_layers=1", "model.sequence_length=65536", "moe.num_experts=128", "moe.pipeline_degree=10")
     config = compose([*WIDTHS, *SAVING, *layout, *sizes, "moe.token_budget=null", "training.global_batch_size=8"])
     validate(config, 8)
     state = 2 * Sizes(config).own_tokens * config.model.hidden_size * derived.element_size(config)
-    weights = 128 // 8 * derived.expert_numbers(config) * derived.element_size(config)
+    weights = 128 // 8 * derived.expert_numel(config) * derived.element_size(config)
     return state + weights + experts_exchange(config)
 
 
@@ -189,8 +189,8 @@ def one_loss(tokens: int) -> int:
 
 
 def fake() -> list[dict[str, Any]]:
-    """Each layout's peak on a device without numbers beside the plan's, in a process of its own: the device's guard
-    must be loaded before torch. Raises RuntimeError for one that fails."""
+    """Return each layout's peak on a device without numbers, with the plan's, from a process of its own: the device's
+    guard must be loaded before torch. Raises RuntimeError for one that fails."""
     from tests.cuda.pretended import build
 
     found = []
@@ -206,7 +206,7 @@ def fake() -> list[dict[str, Any]]:
 
 
 def take_steps(layers: int, ranks: int) -> None:
-    """In that process: two steps of a layer; the last line printed is the result."""
+    """Take two steps of a layer in that process; the last printed line is the result."""
     from tests.cuda.fake import replaced
 
     replaced.install()
@@ -245,19 +245,19 @@ def _parts_row(of: LayoutFigures) -> list[str]:
 def _theirs(longest: LayoutFigures) -> list[list[str]]:
     before, after = EXCHANGE_THEIRS
     ours = one_layer()
-    rows = [
+    table_rows = [
         ["a layer's experts, 65,536 tokens a rank", f"{before:.2f}", f"{after:.2f}", gib(ours), _beside(ours, after)]
     ]
     for tokens, (full, strips) in LOSS_THEIRS.items():
         ours = one_loss(tokens)
         name = f"output layer and loss, fp32, {tokens:,} tokens a rank"
-        rows.append([name, f"{full:.2f}", f"{strips:.2f}", gib(ours), _beside(ours, strips)])
+        table_rows.append([name, f"{full:.2f}", f"{strips:.2f}", gib(ours), _beside(ours, strips)])
     # Algorithm 3: of all inputs on the host, at most two are on the device.
     theirs = 2 * longest.inputs_host / longest.layers / GIB
     name = f"layer inputs of {longest.layers} layers, {longest.tokens:,} tokens a rank"
     ours = longest.inputs_device
-    rows.append([name, gib(longest.inputs_host), f"{theirs:.2f}", gib(ours), _beside(ours, theirs)])
-    return rows
+    table_rows.append([name, gib(longest.inputs_host), f"{theirs:.2f}", gib(ours), _beside(ours, theirs)])
+    return table_rows
 
 
 def _beside(ours: float, theirs: float) -> str:
@@ -284,7 +284,7 @@ def main() -> int:
     without_numbers = fake() if arguments.fake else []
     if without_numbers:
         print("\nTwo steps of one layer with FakeTensor, optimizer state on the device, GiB:\n")
-        rows = [
+        table_rows = [
             [
                 f"{each['layers']}",
                 f"{each['ranks']}",
@@ -294,7 +294,7 @@ def main() -> int:
             ]
             for each in without_numbers
         ]
-        print(table(["layers", "ranks", "peak", "planned", "peak / planned"], rows, arguments.markdown))
+        print(table(["layers", "ranks", "peak", "planned", "peak / planned"], table_rows, arguments.markdown))
     fit = sum(each.fits for each in found)
     print(f"\n{fit} of {len(found)} layouts fit H200s with a tenth of each left, and a node's 2 TB of host memory")
     if arguments.json:

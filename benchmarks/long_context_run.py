@@ -40,7 +40,7 @@ MIB = 2**20
 
 
 def config_of(tokens: int, ranks: int, documents: str) -> Config:
-    """A training of one sample of so many tokens over so many context ranks."""
+    """Return the config of a training of one sample of this many tokens over this many context ranks."""
     sizes = f"model.sequence_length={tokens}", f"parallel.context={ranks}", f"data.documents={documents}"
     return make_config([*OVERRIDES, *sizes], ranks)
 
@@ -69,8 +69,8 @@ def batch_of(config: Config, tokens: int, documents: Sequence[int] | None) -> di
 
 
 def step(config: Config, documents: Sequence[int] | None) -> dict[str, Any]:
-    """On a rank: one step over the whole sample, after one over its beginning. The loss, seconds, and bytes of tensors
-    that were there at once, beside the plan's."""
+    """Take, on a rank, one step over the whole sample, after one over its start. Return the loss, seconds, and peak
+    bytes of tensors, measured and planned."""
     from memory.pool import WORKSPACE
     from parallel import topology as topology_module
     from simulator.run_plan import make_plan
@@ -105,7 +105,7 @@ def step(config: Config, documents: Sequence[int] | None) -> dict[str, Any]:
 
 @functools.cache
 def run(tokens: int, ranks: int, longest: int | None) -> dict[str, Any]:
-    """One training; `longest`: of the documents that stay apart, None: the sample is one document."""
+    """Run one training; `longest`: tokens of the longest separate document, None: the sample is one document."""
     from benchmarks import long_context_run  # as ranks import it
 
     documents = None if longest is None else lengths_of(tokens, min(tokens, longest))
@@ -127,17 +127,17 @@ def run(tokens: int, ranks: int, longest: int | None) -> dict[str, Any]:
     return result
 
 
-def exponent(rows: Sequence[dict[str, Any]]) -> float:
-    """Of a rank's peak in the tokens, fitted."""
-    return float(np.polyfit(np.log([row["n"] for row in rows]), np.log([row["peak"] for row in rows]), 1)[0])
+def exponent(runs: Sequence[dict[str, Any]]) -> float:
+    """Return the fitted exponent of a rank's peak in the tokens."""
+    return float(np.polyfit(np.log([row["n"] for row in runs]), np.log([row["peak"] for row in runs]), 1)[0])
 
 
 def difference(one: dict[str, Any], two: dict[str, Any], key: str) -> float:
-    """How far a number over two ranks is from that of one process, by it."""
+    """Return the relative difference of a number over two ranks from that of one process."""
     return float(abs(two[key] - one[key]) / one[key])
 
 
-def report(rows: Sequence[dict[str, Any]], markdown: bool) -> str:
+def report(runs: Sequence[dict[str, Any]], markdown: bool) -> str:
     """The table of all trainings."""
     headings = ("documents", "tokens", "ranks", "predicted", "loss", "grad norm", "s", "peak MiB", "planned / peak")
     cells = [
@@ -146,7 +146,7 @@ def report(rows: Sequence[dict[str, Any]], markdown: bool) -> str:
             *(f"{row['grad_norm']:.7f}", f"{row['seconds']:.0f}", f"{row['peak'] / MIB:.1f}"),
             f"{row['planned'] / row['peak']:.3f}",
         ]
-        for row in rows
+        for row in runs
     ]
     return table(headings, cells, markdown)
 
@@ -162,18 +162,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     n = options.tokens
     try:
-        apart = [run(n, ranks, options.document) for ranks in (1, 2)]
+        separate = [run(n, ranks, options.document) for ranks in (1, 2)]
         joined = [run(options.joined, ranks, None) for ranks in (1, 2)]
         wide = [run(n // 4 * ranks, ranks, None) for ranks in (1, 2, 4)]
         two = [run(n // 4, 2, None), wide[1], run(n, 2, None)]
     finally:
         distributed.shutdown()
-    rows = list({id(each): each for each in (*apart, *joined, *wide, *two)}.values())
-    print(report(rows, options.markdown))
+    runs = list({id(each): each for each in (*separate, *joined, *wide, *two)}.values())
+    print(report(runs, options.markdown))
     figures = {
-        "apart_loss": difference(apart[0], apart[1], "loss"),
+        "apart_loss": difference(separate[0], separate[1], "loss"),
         "joined_loss": difference(joined[0], joined[1], "loss"),
-        "apart_norm": difference(apart[0], apart[1], "grad_norm"),
+        "apart_norm": difference(separate[0], separate[1], "grad_norm"),
         "joined_norm": difference(joined[0], joined[1], "grad_norm"),
         "exponent_with_ranks": exponent(wide),
         "exponent_on_two": exponent(two),
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"exponent of a rank's peak in tokens, as many for each rank: {figures['exponent_with_ranks']:.3f}")
     print(f"exponent of a rank's peak in tokens, on two ranks: {figures['exponent_on_two']:.3f}")
     if options.json:
-        print(json.dumps({"rows": rows, **figures}))
+        print(json.dumps({"rows": runs, **figures}))
     return 0
 
 

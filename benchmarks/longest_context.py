@@ -1,8 +1,8 @@
-"""The longest sequence that one GPU trains on, part by part: `python -m benchmarks.longest_context [--system mixtrain]
-[--model gpt_1b] [--cap-gib 16] [--seconds 150] [--small] [--json]`
+"""The longest sequence that one GPU trains on, feature by feature: `python -m benchmarks.longest_context
+[--system mixtrain] [--model gpt_1b] [--cap-gib 16] [--seconds 150] [--small] [--json]`
 
-One sample of random tokens a step, joined, in bf16. Each row adds one part to the row above. A row's peaks of device
-memory at two short lengths give a line; what it says of the device under the cap, and of the whole one, is called
+One sample of random tokens a step, joined, in bf16. Each row adds one feature to the row above. A row's peaks of device
+memory at two short lengths give a line; its lengths for the device under the cap, and for the whole device, are called
 predicted. The last row's context is then confirmed: steps at 0.97 of the prediction under the cap, shorter where they
 run out of memory, and one at 1.05 of what the confirmed peak predicts, which should run out. Rows above follow as long
 as the seconds last. The cap is torch's own, so that attention, whose time is quadratic, ends; CUDA's context is beside
@@ -83,41 +83,43 @@ class PeakLine:
 
     @classmethod
     def through(cls, shorter: tuple[int, float], longer: tuple[int, float]) -> PeakLine:
-        """Of two (tokens, bytes). Raises ValueError for one length."""
+        """Return the line through two (tokens, bytes). Raises ValueError if the lengths are equal."""
         if shorter[0] == longer[0]:
             raise ValueError(f"two lengths are needed, not {shorter[0]} twice")
         slope = (longer[1] - shorter[1]) / (longer[0] - shorter[0])
         return cls(shorter[1] - slope * shorter[0], slope)
 
-    def longest(self, room: float) -> int | None:
-        """Tokens that fit in so many bytes, a multiple of STEP, 0 where none do; None where the line does not rise."""
+    def longest(self, capacity: float) -> int | None:
+        """Return the tokens that fit in this many bytes, a multiple of STEP, 0 if none do; None if the line does not
+        rise."""
         if self.per_token <= 0:
             return None
-        return max(0, int((room - self.fixed) / self.per_token) // STEP * STEP)
+        return max(0, int((capacity - self.fixed) / self.per_token) // STEP * STEP)
 
 
-def of_host(room: float, at_none: float, per_token: float) -> int | None:
-    """Tokens that the host has memory for: of `room` bytes, `at_none` are taken without any. None: all."""
-    return None if per_token <= 0 else max(0, int((room - at_none) / per_token))
+def of_host(capacity: float, at_none: float, per_token: float) -> int | None:
+    """Return the tokens that the host has memory for: of `capacity` bytes, `at_none` are used without any tokens. None:
+    any number."""
+    return None if per_token <= 0 else max(0, int((capacity - at_none) / per_token))
 
 
 class TrainedSide(Protocol):
-    """A system whose steps are measured; part i of its `parts` has all parts up to it."""
+    """A system whose steps are measured; row i uses all `features` up to i."""
 
     num_parameters: int
 
     @property
-    def parts(self) -> Sequence[str]:
+    def features(self) -> Sequence[str]:
         """Names of the rows."""
 
-    def begin(self, part: int, length: int) -> Callable[[], float]:
-        """What takes a step, and returns its loss."""
+    def begin(self, feature: int, length: int) -> Callable[[], float]:
+        """Return a function that takes a step and returns its loss."""
 
     def end(self) -> None:
-        """Let go of what `begin` made."""
+        """Release the objects that `begin` made."""
 
-    def host_bytes(self, part: int, length: int) -> float:
-        """That steps keep on the host."""
+    def host_bytes(self, feature: int, length: int) -> float:
+        """Return the bytes that steps keep on the host."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class TrainedSide(Protocol):
 
 
 class MeteredDevice:
-    """The memory of the GPU of this process; on a CPU, and on a pretended device, no cap holds."""
+    """The memory of the GPU of this process; on a CPU and on a fake CUDA device no cap holds."""
 
     def __init__(self, is_small: bool) -> None:
         import torch
@@ -143,7 +145,7 @@ class MeteredDevice:
             torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / self.total))
 
     def clear(self) -> None:
-        """Give back what nobody holds, and count peaks from here."""
+        """Free unused memory, and count peaks from now on."""
         import torch
 
         gc.collect()
@@ -153,7 +155,7 @@ class MeteredDevice:
             torch.cuda.reset_peak_memory_stats()
 
     def peaks(self) -> tuple[int, int]:
-        """Bytes of tensors and of torch's blocks at most since `clear`; on a CPU those of the process."""
+        """Return the peak bytes of tensors and of torch's blocks since `clear`; on a CPU those of the process."""
         import torch
 
         from training.report.metrics import peak_memory_bytes
@@ -169,15 +171,16 @@ class MeteredDevice:
             torch.cuda.synchronize()
 
 
-def attempt(side: TrainedSide, meter: MeteredDevice, part: int, length: int, steps: int) -> dict[str, Any]:
-    """Steps of one length: peaks, seconds of each, the last loss; or `out_of_memory`, or `failed` with the reason."""
+def attempt(side: TrainedSide, meter: MeteredDevice, feature: int, length: int, steps: int) -> dict[str, Any]:
+    """Take steps of one length; return peaks, seconds of each and the last loss, or `out_of_memory`, or `failed` with
+    the reason."""
     import torch
 
     step: Callable[[], float] | None = None
-    found: dict[str, Any] = {"row": side.parts[part], "length": length, "seconds": []}
+    found: dict[str, Any] = {"row": side.features[feature], "length": length, "seconds": []}
     try:
         meter.clear()
-        step = side.begin(part, length)
+        step = side.begin(feature, length)
         for _ in range(steps):
             meter.synchronize()
             before = time.perf_counter()
@@ -209,52 +212,53 @@ def went_well(found: dict[str, Any]) -> bool:
 
 
 class Ladder:
-    """All rows of one system."""
+    """Measures all rows of one system."""
 
     def __init__(
         self, side: TrainedSide, meter: MeteredDevice, flops: Callable[[int], float], arguments: argparse.Namespace
     ) -> None:
-        """flops: of a training step of so many tokens, the model's."""
+        """flops: the model's operations of a training step of this many tokens."""
         from memory import host_memory
 
         self.side, self.meter, self.flops = side, meter, flops
         self.cap = arguments.cap_gib * GIB
         self.is_small, self.end = arguments.small, arguments.began + arguments.seconds
         self.as_json = arguments.json
-        self.host_room = OF_HOST * host_memory.available()
+        self.host_capacity = OF_HOST * host_memory.available()
         self.fits: dict[int, PeakLine] = {}
-        self.points: dict[int, tuple[int, float]] = {}  # of each row, the longest that was measured
+        self.points: dict[int, tuple[int, float]] = {}  # the longest measured length of each row
         self.name = {"system": arguments.system, "model": arguments.model}
 
-    def say(self, what: str, **found: Any) -> None:
-        """A line, at once."""
+    def log(self, what: str, **found: Any) -> None:
+        """Print a line at once."""
         line = {**self.name, "what": what, **found, "left_s": round(self.end - time.monotonic())}
         print(json.dumps(line) if self.as_json else "  ".join(f"{k} {v}" for k, v in line.items()), flush=True)
 
-    def fit(self, part: int) -> None:
-        """The line of a row, at two lengths and with the whole device."""
+    def fit(self, feature: int) -> None:
+        """Fit the line of a row, at two lengths and with the whole device."""
         self.meter.cap(self.meter.total)
         # Where little is kept, a short sample's peak is that of the tiles, which does not rise with its tokens.
-        shortest = 4096 if part < 2 else 16_384 if part < len(self.side.parts) - 1 else 32_768
+        shortest = 4096 if feature < 2 else 16_384 if feature < len(self.side.features) - 1 else 32_768
         lengths = (1280, 2560) if self.is_small else (shortest, 2 * shortest)
         points = []
         for length in lengths:
-            found = attempt(self.side, self.meter, part, length, steps=2)
-            self.say("measured", **found)
+            found = attempt(self.side, self.meter, feature, length, steps=2)
+            self.log("measured", **found)
             if not went_well(found):
                 return
             points.append((length, float(found["peak"])))
-        self.fits[part], self.points[part] = PeakLine.through(*points), points[-1]
-        self.say("predicted", **self.predicted(part))
+        self.fits[feature], self.points[feature] = PeakLine.through(*points), points[-1]
+        self.log("predicted", **self.predicted(feature))
 
-    def predicted(self, part: int) -> dict[str, Any]:
-        """What a row's line says of the device under the cap, and of the whole one with this host."""
-        line, none = self.fits[part], self.side.host_bytes(part, 0)
-        host = of_host(self.host_room, none, (self.side.host_bytes(part, 10**6) - none) / 10**6)
+    def predicted(self, feature: int) -> dict[str, Any]:
+        """Return the prediction of a row's line for the device under the cap, and for the whole device with this
+        host."""
+        line, none = self.fits[feature], self.side.host_bytes(feature, 0)
+        host = of_host(self.host_capacity, none, (self.side.host_bytes(feature, 10**6) - none) / 10**6)
         device = line.longest(self.meter.total - CONTEXT)
         whole = device if host is None or device is None else min(host, device)
         return {
-            "row": self.side.parts[part],
+            "row": self.side.features[feature],
             "fixed_gib": round(line.fixed / GIB, 3),
             "kib_per_token": round(line.per_token / 1024, 2),
             "longest_under_cap": line.longest(self.cap),
@@ -263,9 +267,10 @@ class Ladder:
             "longest_with_this_host": whole,
         }
 
-    def confirm(self, part: int, over: bool) -> None:
-        """Train at what a row's line predicts under the cap; `over`: and at what should run out of memory."""
-        wanted = self.fits[part].longest(self.cap)
+    def confirm(self, feature: int, over: bool) -> None:
+        """Train at the length that a row's line predicts under the cap; `over`: and at a length that should run out of
+        memory."""
+        wanted = self.fits[feature].longest(self.cap)
         if not wanted:
             return
         self.meter.cap(self.cap)
@@ -273,44 +278,44 @@ class Ladder:
             length = int(CONFIRM * share * wanted) // STEP * STEP
             expected = self.expected_seconds(length)
             if expected > self.end - time.monotonic():
-                self.say("not begun", row=self.side.parts[part], length=length, expected_s=round(expected))
+                self.log("not begun", row=self.side.features[feature], length=length, expected_s=round(expected))
                 return
-            steps = 2 if 6 * expected < self.end - time.monotonic() else 1  # the first may set things up
-            found = attempt(self.side, self.meter, part, length, steps)
+            steps = 2 if 6 * expected < self.end - time.monotonic() else 1  # the first may include set-up
+            found = attempt(self.side, self.meter, feature, length, steps)
             if went_well(found):
                 seconds = max(found["seconds"][-1], 1e-6)
                 flops = self.flops(length) / seconds
                 speed = {"tokens_per_second": round(length / seconds), "tflops": round(flops / 1e12)}
-                self.say("confirmed", **found, **speed, share_of_predicted=round(length / wanted, 3))
-                self.fits[part] = PeakLine.through(self.points[part], (length, found["peak"]))
-                self.say("predicted from the confirmed peak", **self.predicted(part))
+                self.log("confirmed", **found, **speed, share_of_predicted=round(length / wanted, 3))
+                self.fits[feature] = PeakLine.through(self.points[feature], (length, found["peak"]))
+                self.log("predicted from the confirmed peak", **self.predicted(feature))
                 break
-            self.say("ran out below the prediction" if "out_of_memory" in found else "failed", **found)
+            self.log("ran out below the prediction" if "out_of_memory" in found else "failed", **found)
         else:
             return
-        wanted = self.fits[part].longest(self.cap) or wanted
+        wanted = self.fits[feature].longest(self.cap) or wanted
         length = int(OVER * wanted) // STEP * STEP
         if over and self.expected_seconds(length) < self.end - time.monotonic():
-            found = attempt(self.side, self.meter, part, length, steps=1)
-            self.say("over: fits" if went_well(found) else "over: did not fit", **found)
+            found = attempt(self.side, self.meter, feature, length, steps=1)
+            self.log("over: fits" if went_well(found) else "over: did not fit", **found)
 
     def expected_seconds(self, length: int) -> float:
-        """Of a step, with what is computed again."""
+        """Return the seconds of a step, including recomputation."""
         return 0.0 if self.is_small else 4 / 3 * self.flops(length) / ASSUMED_SPEED
 
     def climb(self) -> None:
-        """All rows, then what confirms them: the last one first."""
-        for part in range(len(self.side.parts)):
+        """Fit all rows, then confirm them, the last one first."""
+        for feature in range(len(self.side.features)):
             if time.monotonic() < self.end:
-                self.fit(part)
-        last = len(self.side.parts) - 1
-        for part in sorted(self.fits, reverse=True):
+                self.fit(feature)
+        last = len(self.side.features) - 1
+        for feature in sorted(self.fits, reverse=True):
             if time.monotonic() < self.end and self.meter.has_cap:
-                self.confirm(part, over=part == last)
+                self.confirm(feature, over=feature == last)
 
 
 def llama_sizes(sizes: dict[str, int], length: int) -> dict[str, Any]:
-    """A model's sizes in Hugging Face's names, for texts of up to so many tokens."""
+    """Return a model's sizes in Hugging Face's names, for texts of up to `length` tokens."""
     return {
         "num_hidden_layers": sizes["num_layers"],
         "hidden_size": sizes["hidden_size"],
@@ -326,8 +331,8 @@ def llama_sizes(sizes: dict[str, int], length: int) -> dict[str, Any]:
 
 
 def table(paths: Sequence[Path]) -> str:
-    """What `--json` printed into files, as a table in Markdown."""
-    rows = []
+    """Return the lines that `--json` printed into files as a table in Markdown."""
+    table_rows = []
     for line in (json.loads(text) for path in paths for text in path.read_text().splitlines() if text[:1] == "{"):
         if line["what"] == "measured":
             numbers = [f"{line['peak'] / GIB:.2f}", f"{line['reserved'] / GIB:.2f}", f"{line['seconds'][-1]:.2f}", ""]
@@ -343,9 +348,9 @@ def table(paths: Sequence[Path]) -> str:
         else:
             continue
         length = f"{line['length']:,}" if "length" in line else ""
-        rows.append([line["system"], line["model"], line["row"], line["what"], length, *numbers])
+        table_rows.append([line["system"], line["model"], line["row"], line["what"], length, *numbers])
     headings = ["system", "model", "row", "what", "tokens", "peak GiB", "reserved GiB", "step s", "says"]
-    return tables.table(headings, rows, markdown=True)
+    return tables.table(headings, table_rows, markdown=True)
 
 
 def main() -> int:
@@ -380,7 +385,7 @@ def main() -> int:
 
         side = AlstSide(llama_sizes(sizes, 2**24), meter.device, arguments.weights == "host")
     ladder = Ladder(side, meter, lambda length: training_flops(sizes, length), arguments)
-    ladder.say(
+    ladder.log(
         "begun", parameters=side.num_parameters, device_gib=round(meter.total / GIB, 1), cap_gib=arguments.cap_gib
     )
     ladder.climb()

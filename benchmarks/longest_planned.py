@@ -59,7 +59,7 @@ class LongestSample:
 
 
 def config_of(model: str, context: int, heads: int | None, tokens: int) -> Config:
-    """Checked. Raises ConfigError where the layout breaks a rule."""
+    """Return the checked config. Raises ConfigError if the layout breaks a rule."""
     layout = [f"parallel.context={context}", f"model.sequence_length={tokens}"]
     layout.append(f"parallel.context_heads={heads or 'null'}")
     layout += [f"parallel.expert={context}"] if "qwen3" in model else []
@@ -70,7 +70,7 @@ def config_of(model: str, context: int, heads: int | None, tokens: int) -> Confi
 
 @functools.cache
 def need(model: str, context: int, heads: int | None, tokens: int) -> RankMemory:
-    """The rank that needs most."""
+    """Return the memory of the fullest rank."""
     config = config_of(model, context, heads, tokens)
     assert config.model.vocab_size is not None
     return max(rank_memory(config, config.model.vocab_size, context, "cuda"), key=lambda rank: rank.total)
@@ -78,7 +78,8 @@ def need(model: str, context: int, heads: int | None, tokens: int) -> RankMemory
 
 @functools.cache
 def best_heads(model: str, context: int) -> int | None:
-    """Context ranks that exchange heads, with which a long sample needs least; the fewest of equals."""
+    """Return the number of context ranks that exchange heads with which a long sample needs least memory; the smallest
+    of equals."""
     if context == 1:
         return None
     tokens = context * 2**19
@@ -87,13 +88,13 @@ def best_heads(model: str, context: int) -> int | None:
 
 
 def longest(model: str, context: int, device: int) -> LongestSample:
-    """By bisection: what a rank needs grows with the sample."""
-    room = (1 - TOLERANCE) * device * GIB
+    """Return the longest sample, by bisection: the memory of a rank grows with the sample."""
+    capacity = (1 - TOLERANCE) * device * GIB
     heads = best_heads(model, context)
     low, high = 0, MOST // STEP
     while high - low > max(1, low // 256):
         middle = (low + high) // 2
-        low, high = (middle, high) if need(model, context, heads, middle * STEP).total <= room else (low, middle)
+        low, high = (middle, high) if need(model, context, heads, middle * STEP).total <= capacity else (low, middle)
     if not low:
         return LongestSample(model, context, heads or 1, device, 0, 0, 0)
     found = need(model, context, heads, low * STEP)
@@ -101,7 +102,7 @@ def longest(model: str, context: int, device: int) -> LongestSample:
 
 
 def cell(of: LongestSample) -> str:
-    """Thousands of tokens, and GiB of the host."""
+    """Return thousands of tokens, and GiB of the host."""
     return f"{of.tokens // 1024:,}k ({of.host / GIB:,.0f})" if of.tokens else "-"
 
 
@@ -117,8 +118,8 @@ def main() -> int:
     }
     print("Planned: k (1,024) tokens of the longest sample, and of one rank's host GiB.\n")
     headings = ["model", "context ranks", "context heads", *(f"{device} GiB" for device in DEVICES)]
-    rows = [[model, str(context), str(of[0].heads), *map(cell, of)] for (model, context), of in found.items()]
-    print(table(headings, rows, arguments.markdown))
+    table_rows = [[model, str(context), str(of[0].heads), *map(cell, of)] for (model, context), of in found.items()]
+    print(table(headings, table_rows, arguments.markdown))
     if arguments.json:
         print(json.dumps([asdict(each) for samples in found.values() for each in samples]))
     return 0

@@ -1,11 +1,11 @@
-"""What the training loop costs: its step against a bare loop over Megatron-core's schedule, DDP and optimizer.
+"""Cost of the training loop: its step against a bare loop over Megatron-core's schedule, DDP and optimizer.
 
 `python -m benchmarks.loop_overhead [--ranks 2] [--rounds 16] [--steps 3] [--json] [key=value ...]`
 
-Both sides train the same model on the same data in the same processes, in alternating rounds of `--steps` steps. Ours
-is what `Trainer.fit` does in a step, with all callbacks of a run (W&B is off); the bare side calls Megatron-core
-directly on batches that lie ready in memory. Printed: the median over rounds of the ratio of their times, and the share
-of a step spent waiting for data.
+Both sides train the same model on the same data in the same processes, in alternating rounds of `--steps` steps. Our
+side is a step of `Trainer.fit`, with all callbacks of a run (W&B is off); the bare side calls Megatron-core directly on
+batches that are ready in memory. Printed: the median over rounds of the ratio of their times, and the share of a step
+spent waiting for data.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from configs.validate import validate
 from models.loss.output_layer import LossOutput
 from parallel.topology import Topology
 from training.callbacks.guard import Guard
-from training.starting.build import build
+from training.starting.run_builder import build_run
 from training.trainer import Trainer
 
 
 def bare_step(
     config: Config, topology: Topology, vocab_size: int, steps: Iterator[list[dict[str, torch.Tensor]]]
 ) -> Callable[[], None]:
-    """A step as a short script would write it: Megatron-core's DDP, optimizer and schedule, nothing else."""
+    """Take a step as a short script would: with Megatron-core's DDP, optimizer and schedule, and nothing else."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -115,9 +115,10 @@ def bare_step(
 
 
 def measure(config: Config, rounds: int, steps: int) -> dict[str, float]:
-    """Alternate both loops; median ratio and data wait over all rounds. Every rank of the job calls it."""
+    """Alternate both loops; return the median ratio and the wait for data over all rounds. Every rank of the job calls
+    it."""
     trainer = Trainer(config, guard=Guard(config))
-    run = build(config, trainer.callbacks, contextlib.ExitStack())
+    run = build_run(config, trainer.callbacks, contextlib.ExitStack())
     trainer._start(run)
     # Fresh data for each step of both: on a batch learned by heart, gradients turn denormal and CPUs slow down.
     ready = [run.loader.next_step() for _ in range((rounds + 1) * steps)]

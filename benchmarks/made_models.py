@@ -32,26 +32,26 @@ from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
 from parallel.dtypes import SAFETENSORS_NAMES
 
 DTYPES = ("bfloat16", "float16", "float32")
-PART_BYTES = 2 * 10**9
+MAX_FILE_BYTES = 2 * 10**9
 # Odd numbers, so that a tensor's rows never meet their like in the next one, nor in the block's next round.
 BLOCK = 2**24 - 3  # elements
 STRIDE = 7_368_787
 # Standard deviations. A row of inputs of length 1 gives INNER, whatever the width. EMBEDDING decides how much of a
 # hidden state is the token's own: with that of other weights all tokens soon choose the same experts, with 1.0 each has
-# its own. 0.12 is between: of 128 experts in 23 layers a least-recently-used cache of a quarter had half of what was
-# asked for, and the next layer's router named 81% of its experts from this layer's input.
+# its own. 0.12 is in between: a least-recently-used cache of a quarter of 128 experts in 23 layers hit half of the
+# requests, and the next layer's router predicted 81% of its experts from this layer's input.
 INNER, EMBEDDING = 0.55, 0.12
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight")
 OUTPUTS = ("o_proj.weight", "down_proj.weight", "w2.weight", "c_proj.weight", "linear_proj.weight", "linear_fc2.weight")
-FREE_BYTES = 10**9  # of the disk that stay
+FREE_BYTES = 10**9  # of the disk that must stay free
 ALIGNMENT = 8  # safetensors': of a header
 
 
 def write_made_model(
-    folder: Path, config: HfConfig, *, seed: int = 0, part_bytes: int = PART_BYTES, logical: bool = False
+    folder: Path, config: HfConfig, *, seed: int = 0, max_file_bytes: int = MAX_FILE_BYTES, logical: bool = False
 ) -> int:
-    """Write a folder with config.json `config` (of `made_config`), in parts of at most `part_bytes`; the bytes of its
-    weights. Raises ValueError where the folder exists or the disk is too full."""
+    """Write a folder with config.json `config` (of `made_config`), in files of at most `max_file_bytes`; return the
+    bytes of its weights. Raises ValueError if the folder exists or the disk is too full."""
     total = weights_bytes(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free
@@ -63,14 +63,14 @@ def write_made_model(
             f"{FREE_BYTES / 1e9:.0f} GB must stay free."
         )
     dtype = getattr(torch, config["dtype"])
-    # Where blocks are added up, as GPT-2's: their sum does not grow with the number of layers.
+    # The deviation of layers whose outputs are summed is GPT-2's: the sum does not grow with the number of layers.
     size = min(BLOCK, total // dtype.itemsize | 1)
     inner = INNER / math.sqrt(config["n_embd" if config["model_type"] == "gpt2" else "hidden_size"])
     blocks = _Blocks(size, dtype, seed, (inner, inner / math.sqrt(2 * num_layers(config)), EMBEDDING))
     with folders.new_folder(folder) as partial:
-        _write_parts(partial, tensor_shapes(config, logical), dtype, blocks, part_bytes)
+        _write_files(partial, tensor_shapes(config, logical), dtype, blocks, max_file_bytes)
         if logical:
-            family, overrides = translate.read_config(config)
+            family, _, overrides = translate.read_config(config)
             special = special_tokens.of_config(config, config["vocab_size"])
             folders.write_config(partial, description(config_from(overrides), config["vocab_size"]), special)
         else:
@@ -79,7 +79,7 @@ def write_made_model(
 
 
 class _Blocks:
-    """Random elements, and pieces of them for tensors."""
+    """Blocks of random elements, and spans of them for tensors."""
 
     def __init__(self, size: int, dtype: torch.dtype, seed: int, stds: tuple[float, float, float]) -> None:
         normal = torch.randn(size, generator=torch.Generator().manual_seed(seed))
@@ -93,8 +93,8 @@ class _Blocks:
     def _bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(tensor.view(torch.uint8).numpy().data)
 
-    def pieces(self, name: str, num_elements: int) -> Iterator[memoryview]:
-        """The bytes of the next tensor."""
+    def spans(self, name: str, num_elements: int) -> Iterator[memoryview]:
+        """Yield the bytes of the next tensor."""
         self.num_tensors += 1
         left = num_elements * self.width
         if name.endswith("bias"):
@@ -109,37 +109,37 @@ class _Blocks:
                 block = self.embedding
             start = self.num_tensors * STRIDE % self.size * self.width
         while left:
-            piece = block[start : start + left]
-            yield piece
-            left, start = left - len(piece), 0
+            span = block[start : start + left]
+            yield span
+            left, start = left - len(span), 0
 
 
-def _write_parts(
-    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, blocks: _Blocks, part_bytes: int
+def _write_files(
+    folder: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, blocks: _Blocks, max_file_bytes: int
 ) -> None:
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
+    files: list[dict[str, tuple[int, ...]]] = [{}]
     size = 0
     for name, shape in shapes.items():
         width = math.prod(shape) * dtype.itemsize
-        if parts[-1] and size + width > part_bytes:
-            parts.append({})
+        if files[-1] and size + width > max_file_bytes:
+            files.append({})
             size = 0
-        parts[-1][name] = shape
+        files[-1][name] = shape
         size += width
-    if len(parts) == 1:
-        _write_part(folder / SINGLE_NAME, parts[0], dtype, blocks)
+    if len(files) == 1:
+        _write_file(folder / SINGLE_NAME, files[0], dtype, blocks)
         return
     weight_map = {}
-    for index, part in enumerate(parts):
-        name = f"model-{index + 1:05d}-of-{len(parts):05d}.safetensors"
-        _write_part(folder / name, part, dtype, blocks)
-        weight_map.update(dict.fromkeys(part, name))
+    for index, held in enumerate(files):
+        name = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        _write_file(folder / name, held, dtype, blocks)
+        weight_map.update(dict.fromkeys(held, name))
     total = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     index_file = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX_NAME).write_text(json.dumps(index_file, indent=2, sort_keys=True) + "\n")
 
 
-def _write_part(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, blocks: _Blocks) -> None:
+def _write_file(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, blocks: _Blocks) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
@@ -152,8 +152,8 @@ def _write_part(path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dty
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name, shape in shapes.items():
-            for piece in blocks.pieces(name, math.prod(shape)):
-                file.write(piece)
+            for span in blocks.spans(name, math.prod(shape)):
+                file.write(span)
         file.flush()
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # others need the memory more
@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     for word in WORDS:
         parser.add_argument(f"--{word.replace('_', '-')}", type=int, help="given, and not by the proportions")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--part-gigabytes", type=float, default=PART_BYTES / 1e9, help="of a file at most (2)")
+    parser.add_argument("--part-gigabytes", type=float, default=MAX_FILE_BYTES / 1e9, help="of a file at most (2)")
     parser.add_argument("--logical", action="store_true", help="a folder of logical weights")
     options = parser.parse_args(arguments)
     fixed = {word: getattr(options, word) for word in WORDS if getattr(options, word) is not None}
@@ -177,9 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
         num_bytes = None if options.gigabytes is None else options.gigabytes * 1e9
         config = made_config(options.family, num_bytes, options.dtype, fixed)
         begin = time.perf_counter()
-        part_bytes = int(options.part_gigabytes * 1e9)
+        max_file_bytes = int(options.part_gigabytes * 1e9)
         total = write_made_model(
-            options.folder, config, seed=options.seed, part_bytes=part_bytes, logical=options.logical
+            options.folder, config, seed=options.seed, max_file_bytes=max_file_bytes, logical=options.logical
         )
         seconds = time.perf_counter() - begin
         print(

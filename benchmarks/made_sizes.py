@@ -1,4 +1,4 @@
-"""The config.json of models that are made up: a family's proportions at a size that is asked for."""
+"""The config.json of made-up models: a family's proportions at a requested size."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def made_config(
 
 
 def one_layer(config: HfConfig) -> HfConfig:
-    """The same with one layer, which has experts where the model has some."""
+    """Return the same config with one layer, which has experts if the model has any."""
     layers = "n_layer" if config["model_type"] == "gpt2" else "num_hidden_layers"
     return {**config, layers: 1, **({"first_k_dense_replace": 0} if "first_k_dense_replace" in config else {})}
 
@@ -203,7 +203,7 @@ def tensor_shapes(config: HfConfig, logical: bool = False) -> dict[str, tuple[in
 
 
 def weights_bytes(config: HfConfig) -> int:
-    """Bytes of all tensors."""
+    """Return the bytes of all tensors."""
     width = {"bfloat16": 2, "float16": 2, "float32": 4}[config["dtype"]]
     return width * sum(math.prod(shape) for shape in tensor_shapes(config).values())
 
@@ -213,12 +213,12 @@ def num_layers(config: HfConfig) -> int:
 
 
 def _read(config: HfConfig) -> tuple[Family, Any]:
-    family, overrides = translate.read_config(config)
+    family, _, overrides = translate.read_config(config)
     return family, config_from(overrides)
 
 
 def _in_order(rules: list[Any]) -> Iterable[Any]:
-    """Layer by layer, as saved models have them."""
+    """Sort tensors layer by layer, as in saved models."""
 
     def layer_of(rule: Any) -> int:
         words = rule.ours.split(".")

@@ -22,7 +22,7 @@ from parallel import topology
 
 
 def mapped_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Logical name -> tensor whose storage is the file's pages, of every weight of a folder."""
+    """Return every weight of a folder by its logical name; its storage is the file's pages."""
     weights: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -32,7 +32,7 @@ def mapped_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def open_mapped(options: argparse.Namespace) -> Iterator[OpenModel]:
-    """In the place of `inference.open_model.open_from`: a folder of logical weights in one process, on the host."""
+    """Replacement of `inference.open_model.open_from` for a folder of logical weights in one process, on the host."""
     folder: Path = options.checkpoint
     stated: Any = folders.config_from(folders.read_config(folder))
     config = for_use(stated)
@@ -40,9 +40,9 @@ def open_mapped(options: argparse.Namespace) -> Iterator[OpenModel]:
     config.model.backend = "portable"
     vocab_size = stated.model.vocab_size
     ends = special_tokens.end_tokens(folder, special_tokens.kept_in(folder, vocab_size))
-    place = topology.initialize(config)
+    run_topology = topology.initialize(config)
     try:
-        weights: Any = TensorWeights(mapped_weights(folder), config, place, vocab_size)
-        yield OpenModel(config, place, vocab_size, weights, None, ends or set(), folder)
+        weights: Any = TensorWeights(mapped_weights(folder), config, run_topology, vocab_size)
+        yield OpenModel(config, run_topology, vocab_size, weights, None, ends or set(), folder)
     finally:
         topology.destroy()

@@ -1,4 +1,4 @@
-"""Megatron-core's own MoE layer, which ours is compared with: its kinds of experts, and our weights in it."""
+"""Megatron-core's own MoE layer, with which ours is compared: its kinds of experts, and our weights in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ BY_GROUPED_GEMM, BY_TORCH = "GroupedMLP", "GroupedMLP on torch's grouped_mm"
 
 
 def kinds_of_experts() -> list[str]:
-    """Those that run here: the portable ones, and the best of the grouped ones. Those of bf16 alone come last."""
+    """Return the kinds of experts that run here: the portable ones, and the best of the grouped ones. Those of bf16
+    alone come last."""
     from parallel.megatron.startup import transformer_engine_fault
 
     if transformer_engine_fault() is None:
@@ -32,7 +33,7 @@ def kinds_of_experts() -> list[str]:
 
 
 def megatron_layer(config: TransformerConfig, layer_number: int = 1, kind: str = SEQUENTIAL) -> MoELayer:
-    """The layer with experts of this kind, shared ones if the config has them."""
+    """Build the layer with experts of this kind, shared ones if the config has them."""
     submodules = MoESubmodules(
         experts=_experts(kind), shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=LINEAR)
     )
@@ -55,13 +56,14 @@ def _experts(kind: str) -> ModuleSpec:
 
 
 def _grouped_product(
-    rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
+    token_rows: torch.Tensor, matrices: torch.Tensor, counts: torch.Tensor, trans_b: bool = False
 ) -> torch.Tensor:
-    """As grouped_gemm.ops.gmm: rows [n, K], matrices [E, K, M] (or [E, M, K]), counts [E] on the host."""
+    """Compute grouped products like grouped_gemm.ops.gmm: rows [n, K], matrices [E, K, M] (or [E, M, K]), counts [E]
+    on the host."""
     from moe.experts.compute import grouped_mm
 
-    ends = counts.cumsum(0).to(device=rows.device, dtype=torch.int32)
-    return grouped_mm(rows, matrices.transpose(1, 2) if trans_b else matrices, ends)
+    ends = counts.cumsum(0).to(device=token_rows.device, dtype=torch.int32)
+    return grouped_mm(token_rows, matrices.transpose(1, 2) if trans_b else matrices, ends)
 
 
 @torch.no_grad()
@@ -82,7 +84,7 @@ def fill_experts(layer: MoELayer, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
 
 
 def expert_gradients(layer: MoELayer) -> list[torch.Tensor]:
-    """The gradients of both weights of the local experts, stacked as ours are; of SequentialMLP."""
+    """Return the gradients of both weights of the local experts, stacked as ours are; of SequentialMLP."""
     experts = layer.experts.local_experts
     return [
         torch.stack([getattr(expert, name).weight.grad for expert in experts]) for name in ("linear_fc1", "linear_fc2")

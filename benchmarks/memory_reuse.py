@@ -1,4 +1,4 @@
-"""What the MoE layer's memory strategies hold and what they cost in time, and what the planner picks within a budget.
+"""Memory and time of the MoE layer's memory strategies, and the planner's picks within a budget.
 
 `python -m benchmarks.memory_reuse [--layers 1gbit:1 500mbit:2 200mbit:4] [--rounds 7] [--budgets 16] [--quick] [--json]
 [--markdown]`
@@ -35,8 +35,7 @@ from benchmarks.tables import table
 from memory.pool import WORKSPACE
 from moe.chunk_plan import LayerLoad, Plan
 from moe.planning.costs import LayerCosts, Limits
-from moe.planning.planner import Planner
-from moe.planning.search import best_plan, predict
+from moe.planning.planner import Planner, best_plan, predict
 
 BASELINE = Plan()
 # On a host there is no other memory to offload to.
@@ -56,7 +55,7 @@ MIB = 2**20
 
 
 def peak_bytes(plan: Plan) -> int:
-    """Most bytes of tensors at once during a step of this rank's layer, beyond its inputs, weights and their
+    """Return the most bytes of tensors at once during a step of this rank's layer, beyond its inputs, weights and their
     gradients."""
     layer = layer_step._layer
     assert layer is not None
@@ -73,8 +72,8 @@ def tracked_peak(
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
 ) -> int:
-    """The same of any step; the tensors have no gradients yet. What the forward pass returns is not its own
-    afterwards."""
+    """Return the most bytes of tensors at once during any step; the tensors have no gradients yet. What the forward
+    pass returns is not its own afterwards."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     device, tracker = output_grad.device, MemTracker()
@@ -118,7 +117,7 @@ def _key(plan: Plan) -> str:
 
 
 def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> dict[str, Any]:
-    """Memory and time of all plans on one layer, and the planner's picks under falling budgets."""
+    """Measure memory and time of all plans on one layer, and the planner's picks under falling budgets."""
     cluster.call(layer_step.build, case)
     costs, load = cluster.call(layer_step.costs)[0], layer_step.load(case, cluster.world_size)
     limits = Limits(degrees=DEGREES, backward_degrees=DEGREES, strategies=STRATEGIES)
@@ -141,7 +140,7 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
     result = rounds.measure_contenders(
         cluster, layer_step.step, variants, num_rounds, lambda first: contenders(first, memory) | always
     )
-    rows = [
+    table_rows = [
         {
             "plan": asdict(plan),
             "name": key,
@@ -153,16 +152,17 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, num_budgets: int) -> 
         }
         for key, plan in plans.items()
     ]
-    pairs = [(_key(plan), _fastest(rows, budget)) for budget, plan in picks]
+    pairs = [(_key(plan), _fastest(table_rows, budget)) for budget, plan in picks]
     slower = {pair: _duel(cluster, variants, *pair, num_rounds) for pair in dict.fromkeys(pairs)}
     return {
         "case": asdict(case),
         "rate": cluster.rate,
         "rounds": result.num_rounds,
         "rounds_dropped": result.num_dropped,
-        "rows": rows,
+        "rows": table_rows,
         "picks": [
-            _judge(budget, *pair, memory[pair[0]], slower[pair]) for (budget, _), pair in zip(picks, pairs, strict=True)
+            _compare(budget, *pair, memory[pair[0]], slower[pair])
+            for (budget, _), pair in zip(picks, pairs, strict=True)
         ],
         "refusal": _refusal(costs, load, replace(limits, memory_budget=min(memory.values()) // 2)),
     }
@@ -173,8 +173,8 @@ def _falling(most: int, least: int, count: int) -> list[int]:
 
 
 def contenders(result: rounds.Rounds, memory: Mapping[str, int]) -> set[str]:
-    """Names of the plans that may be the fastest within some budget: none that needs no more memory is faster by
-    much."""
+    """Return the names of the plans that may be the fastest within some budget: none that needs no more memory is
+    faster by much."""
     seconds = {name: result.median(name, "together") for name in result.seconds}
     return {
         name
@@ -183,13 +183,13 @@ def contenders(result: rounds.Rounds, memory: Mapping[str, int]) -> set[str]:
     }
 
 
-def _fastest(rows: Sequence[dict[str, Any]], budget: int) -> str:
-    return min((row for row in rows if row["bytes"] <= budget), key=lambda row: row["time_by_baseline"])["name"]
+def _fastest(table_rows: Sequence[dict[str, Any]], budget: int) -> str:
+    return min((row for row in table_rows if row["bytes"] <= budget), key=lambda row: row["time_by_baseline"])["name"]
 
 
 def _duel(cluster: Cluster, variants: Mapping[str, tuple[Any, ...]], pick: str, rival: str, num_rounds: int) -> float:
-    """What the pick takes by what its rival takes, in rounds of these two alone. The machine is not the same at both
-    ends of a round of all plans, and the rival is the one that was lucky there."""
+    """Return the ratio of the times of the pick and its rival, in rounds of these two alone. The machine is not the
+    same at both ends of a round of all plans, and the rival is the one that was lucky there."""
     if pick == rival:
         return 1.0
     both = {name: variants[name] for name in (pick, rival)}
@@ -197,7 +197,7 @@ def _duel(cluster: Cluster, variants: Mapping[str, tuple[Any, ...]], pick: str, 
     return 1 / result.speedup(pick, "together", rival)
 
 
-def _judge(budget: int, pick: str, fastest: str, num_bytes: int, slower: float) -> dict[str, Any]:
+def _compare(budget: int, pick: str, fastest: str, num_bytes: int, slower: float) -> dict[str, Any]:
     fits = num_bytes <= budget
     return {
         "budget": budget,
@@ -222,7 +222,7 @@ def _refusal(costs: LayerCosts, load: LayerLoad, limits: Limits) -> str:
 
 
 def _report(layer: dict[str, Any], markdown: bool) -> str:
-    rows = [
+    table_rows = [
         [
             row["name"],
             f"{row['bytes'] / MIB:.1f} / {row['predicted']['memory'] / MIB:.1f}",
@@ -237,13 +237,13 @@ def _report(layer: dict[str, Any], markdown: bool) -> str:
         for p in layer["picks"]
     ]
     right = sum(pick["right"] for pick in layer["picks"])
-    parts = [
-        table(["plan", "MiB / counted", "saved", "ms / predicted", "time / baseline"], rows, markdown),
+    tables = [
+        table(["plan", "MiB / counted", "saved", "ms / predicted", "time / baseline"], table_rows, markdown),
         table(["budget MiB", "pick", "fits", "fastest that fits", "pick / fastest"], picks, markdown),
         f"right picks: {right} of {len(layer['picks'])}",
         f"half the least: {layer['refusal']}",
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(tables)
 
 
 def main() -> int:

@@ -73,7 +73,7 @@ OTHERS = {
 def start(folder: Path, key: str, value: str, with_torchrun: bool) -> tuple[list[int], list[str], float]:
     """The exit statuses, the last line of each rank, and the seconds of a start whose rank 1 has another value."""
     common = [sys.executable, "train.py", *BASE, f"run_dir={folder}/run", f"data.cache_dir={folder}/cache"]
-    begun = time.monotonic()
+    started = time.monotonic()
     if with_torchrun:
         plain, other = shlex.join(common), shlex.join([*common, f"{key}={value}"])
         script = f'if [ "$RANK" = 1 ]; then exec {other}; else exec {plain}; fi'
@@ -88,10 +88,10 @@ def start(folder: Path, key: str, value: str, with_torchrun: bool) -> tuple[list
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         lines = [line for line in done.stderr.splitlines() if re.match(r"\[rank \d\] config error", line)]
-        return [done.returncode], list(dict.fromkeys(lines)), time.monotonic() - begun
+        return [done.returncode], list(dict.fromkeys(lines)), time.monotonic() - started
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
             [*common, *([f"{key}={value}"] if rank else [])],
@@ -99,12 +99,12 @@ def start(folder: Path, key: str, value: str, with_torchrun: bool) -> tuple[list
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **place, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **rendezvous, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in (0, 1)
     ]
     lines = [(rank.communicate(timeout=LONG)[1].strip().splitlines() or [""])[-1] for rank in ranks]
-    return [rank.returncode for rank in ranks], lines, time.monotonic() - begun
+    return [rank.returncode for rank in ranks], lines, time.monotonic() - started
 
 
 def main() -> int:
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true", help="print the table for benchmarks/results")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     arguments = parser.parse_args()
-    rows: list[tuple[str, str, float, str, bool]] = []
+    table_rows: list[tuple[str, str, float, str, bool]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, (key, value) in enumerate(list(OTHERS.items())[: arguments.keys]):
             with_torchrun = number % 2 == 1
@@ -123,21 +123,25 @@ def main() -> int:
                 line for line in lines if re.search(rf"(^|[ ,]){re.escape(key)}\b.* must be the same on every", line)
             ]
             is_right = 0 not in statuses and len(named) == len(lines) > 0 and "on rank 0; " in lines[0]
-            rows.append(
+            table_rows.append(
                 (key, "torchrun" if with_torchrun else "by hand", seconds, lines[-1] if lines else "", is_right)
             )
             print(
-                f"{'ok ' if is_right else 'BAD'} {key:30} {rows[-1][1]:8} {seconds:5.1f} s  {rows[-1][3]}", flush=True
+                f"{'ok ' if is_right else 'BAD'} {key:30} {table_rows[-1][1]:8} {seconds:5.1f} s  {table_rows[-1][3]}",
+                flush=True,
             )
-    num_right, longest = sum(row[-1] for row in rows), max(row[2] for row in rows)
-    print(f"{num_right} of {len(rows)} starts ended with a line that names the key; the longest took {longest:.1f} s")
+    num_right, longest = sum(row[-1] for row in table_rows), max(row[2] for row in table_rows)
+    print(
+        f"{num_right} of {len(table_rows)} starts ended with a line that names the key; the longest took "
+        f"{longest:.1f} s"
+    )
     if arguments.markdown:
         print("\n| key | started | seconds | last line |\n|---|---|---|---|")
-        for key, kind, seconds, line, _ in rows:
+        for key, kind, seconds, line, _ in table_rows:
             print(f"| `{key}` | {kind} | {seconds:.1f} | {line.partition('error: ')[2]} |")
     if arguments.json:
-        print(json.dumps({"starts": len(rows), "named": num_right, "longest_seconds": longest}))
-    return 0 if num_right == len(rows) else 1
+        print(json.dumps({"starts": len(table_rows), "named": num_right, "longest_seconds": longest}))
+    return 0 if num_right == len(table_rows) else 1
 
 
 if __name__ == "__main__":

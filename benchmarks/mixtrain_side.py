@@ -27,7 +27,7 @@ TILE, BUDGET = 1024, 4096  # tokens
 DRAWN_ON_HOST = 2**16  # numbers of a weight on the host that are drawn: one core draws a billion in 20 seconds
 ELEMENT_ON_HOST = 12  # bytes a parameter: fp32 master weight and two moments
 # The keys of each part. The device's state is by far the most at short lengths, so it goes first.
-PARTS: dict[str, tuple[str, ...]] = {
+FEATURES: dict[str, tuple[str, ...]] = {
     "all on the device": (),
     "state on host": ("optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=never"),
     "recompute": ("training.recompute=full",),
@@ -57,7 +57,7 @@ def config_of(sizes: dict[str, int], length: int, device: str, overrides: Sequen
 
 
 def training_flops(sizes: dict[str, int], length: int) -> float:
-    """Of a step, the model's: nothing that is computed again."""
+    """Return the model's FLOPs of a step, without recomputation."""
     return length * training_flops_per_token(config_of(sizes, length, "cpu"), sizes["vocab_size"])
 
 
@@ -66,15 +66,15 @@ class MixtrainSide:
 
     def __init__(self, sizes: dict[str, int], device: torch.device) -> None:
         self._sizes, self._device = sizes, device.type
-        self._ladder = PARTS | (OF_EXPERTS if "num_experts" in sizes else {})
-        self.parts = list(self._ladder)
+        self._ladder = FEATURES | (OF_EXPERTS if "num_experts" in sizes else {})
+        self.features = list(self._ladder)
         self._topology = topology.initialize(config_of(sizes, 256, self._device))
         self._engine: Engine | None = None
         self.num_parameters = _count(sizes)
 
-    def begin(self, part: int, length: int) -> Callable[[], float]:
-        """What takes a step of so many tokens with the first `part + 1` parts, and returns its loss."""
-        config = config_of(self._sizes, length, self._device, self._keys(part))
+    def begin(self, feature: int, length: int) -> Callable[[], float]:
+        """Return a function that takes a step of `length` tokens with `feature + 1` features and returns its loss."""
+        config = config_of(self._sizes, length, self._device, self._keys(feature))
         vocab_size = self._sizes["vocab_size"]
         with mock.patch("models.initial_weights.fill", draw_in_place):
             engine = self._engine = Engine(config, self._topology, vocab_size)
@@ -88,21 +88,21 @@ class MixtrainSide:
         if engine is None:
             return
         with contextlib.suppress(Exception):  # what a step that ran out of memory left undone
-            engine.settle()
+            engine.synchronize()
         engine.close()
 
     def close(self) -> None:
         """Leave the job."""
         topology.destroy()
 
-    def host_bytes(self, part: int, length: int) -> float:
+    def host_bytes(self, feature: int, length: int) -> float:
         """Of state, and of the inputs of all layers."""
-        state = ELEMENT_ON_HOST * self.num_parameters if part >= self.parts.index("state on host") else 0
-        kept = part >= self.parts.index("layer inputs on host")
+        state = ELEMENT_ON_HOST * self.num_parameters if feature >= self.features.index("state on host") else 0
+        kept = feature >= self.features.index("layer inputs on host")
         return state + (2 * self._sizes["num_layers"] * self._sizes["hidden_size"] * length if kept else 0)
 
-    def _keys(self, part: int) -> list[str]:
-        return [key for name in self.parts[: part + 1] for key in self._ladder[name]]
+    def _keys(self, feature: int) -> list[str]:
+        return [key for name in self.features[: feature + 1] for key in self._ladder[name]]
 
 
 def _count(sizes: dict[str, int]) -> int:

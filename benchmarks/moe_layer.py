@@ -128,7 +128,7 @@ def _mixtrain(experts: int, top_k: int, width: int, dtype: Any, offsets: Any, x:
 
     from benchmarks.megatron_layer import LINEAR
     from moe.chunk_plan import Plan
-    from moe.spec import moe_spec
+    from moe.layer import moe_spec
     from parallel.topology import megatron_groups
 
     layer = build_module(
@@ -231,7 +231,7 @@ def available(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured: the layer's sizes, its precision, how the router chooses, and how many inputs to draw."""
+    """A measured setting: the layer's sizes, its precision, how the router chooses, and how many inputs to draw."""
 
     experts: int
     top_k: int
@@ -272,7 +272,7 @@ def _serve(connection: Connection) -> None:
 
 
 class _Process:
-    """A process that candidates live in."""
+    """A process that runs candidates."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -301,8 +301,8 @@ class _Process:
 
 
 def measure(setting: Setting, processes: dict[str, _Process]) -> list[dict[str, Any]]:
-    """One row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in the same
-    round."""
+    """Return one row per candidate: median CPU milliseconds of a step, and the median ratio to the dense layer's in
+    the same round."""
     names = list(processes)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
@@ -358,14 +358,14 @@ def main() -> int:
         f"{'experts':>7} {'top':>3} {'ffn':>5} {'dtype':>5} {'routing':<9} {'layer':<19} {'CPU ms':>8} {'lowest':>8} "
         f"{'/ dense':>8}"
     )
-    rows = []
+    table_rows = []
     common = [] if arguments.separate else [_Process()]
     processes = {name: common[0] if common else _Process() for name in names}
     try:
         for shape, dtype, routing in itertools.product(arguments.shapes, arguments.dtypes, arguments.routings):
-            experts, top_k, width = (int(part) for part in shape.split(":"))
+            experts, top_k, width = (int(number) for number in shape.split(":"))
             for row in measure(Setting(experts, top_k, width, dtype, routing == "skewed", arguments.rounds), processes):
-                rows.append(row)
+                table_rows.append(row)
                 print(_line(row), flush=True)
     finally:
         for process in common or processes.values():
@@ -379,7 +379,7 @@ def main() -> int:
                     "hidden": HIDDEN,
                     "rounds": arguments.rounds,
                     "separate": arguments.separate,
-                    "rows": rows,
+                    "rows": table_rows,
                 }
             )
         )

@@ -44,7 +44,7 @@ from tests.tolerances import MOE
 
 @dataclass
 class Errors:
-    """The worst of many tensors: by its norm, and of a single number by the tensor's largest."""
+    """Return the error of the worst of many tensors: by its norm, and of a single number by the tensor's largest."""
 
     number: int = 0
     by_norm: float = 0.0
@@ -58,7 +58,7 @@ class Errors:
 
 
 def errors(kind: str, dtype: str, every: int, sizes: tuple[int, int, int]) -> tuple[Errors, Errors]:
-    """On a rank: ours, and of the loop over tokens in this dtype (one process only)."""
+    """Compute on a rank the errors of our layer, and of the loop over tokens in this dtype (one process only)."""
     group = torch.distributed.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
@@ -95,14 +95,14 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
-    rows = []
+    table_rows = []
     try:
         for ranks in arguments.ranks:
             for kind in ("flat", "hierarchical") if ranks == 4 else ("flat",):
                 for dtype in ("float64", "float32", "bfloat16"):
                     results = run(errors, ranks, kind, dtype, arguments.every, tuple(arguments.sizes), timeout=3600.0)
                     own, plain = zip(*results, strict=True)
-                    rows.append(
+                    table_rows.append(
                         {
                             "ranks": ranks,
                             "exchange": kind if ranks > 1 else "none",
@@ -132,12 +132,12 @@ def main() -> int:
         [str(r["ranks"]), r["exchange"], r["dtype"], str(r["comparisons"])]
         + [f"{r[key]:.1e}" for key in ("error", "allowed", "single")]
         + [f"{r[key]:.1e}" if r["ranks"] == 1 else "" for key in ("loop_error", "loop_single")]
-        for r in rows
+        for r in table_rows
     ]
     print(table(header, cells, arguments.markdown))
     if arguments.json:
-        print(json.dumps({"rows": rows}))
-    return 0 if all(row["error"] < row["allowed"] for row in rows) else 1
+        print(json.dumps({"rows": table_rows}))
+    return 0 if all(row["error"] < row["allowed"] for row in table_rows) else 1
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Each mutant is applied to a copy of the working tree, and the tests that are named for it run there. They must pass
 without any, and one of them fail with it. The text that a mutant replaces stands in its file
-once; where code was rewritten the list says so, and wants another text. The exit status is 1 if a mutant is not
-noticed. What is left out of waits at run time is in tests/cuda/places.py, and `python -m tests.cuda.matrix` has it.
+once; if the code was rewritten, the list must have the new text. The exit status is 1 if a mutant is not noticed.
+tests/cuda/sync_points.py has mutants of waits at run time, which `python -m tests.cuda.matrix` runs.
 """
 
 from __future__ import annotations
@@ -73,23 +73,23 @@ MUTANTS = [
     Mutant(
         "pairs of a sliding window count as those of all layers",
         "data",
-        "data/pieces.py",
+        "data/document_lengths.py",
         "pairs = int(keys.sum()) * (len(pattern) - sum(pattern))",
         "pairs = int(keys.sum()) * len(pattern)",
-        ("data/test_pieces.py::test_pairs_of_a_batch",),
+        ("data/test_document_lengths.py::test_pairs_of_a_batch",),
     ),
     Mutant(
         "slices of a row are not merged",
         "attention",
-        "models/attention/sliced.py",
-        "output, sums = _merge(rows.take(self.output), rows.take(self.sums), output, sums)",
+        "models/attention/slice_attention.py",
+        "output, sums = _merge(slice_rows.take(self.output), slice_rows.take(self.sums), output, sums)",
         "pass",
         ("models/test_slices.py::test_any_slices", "models/test_separate.py::test_separate_is_one_by_one"),
     ),
     Mutant(
         "a document attends to the one before it",
         "attention",
-        "models/attention/slices.py",
+        "models/attention/mask_slices.py",
         "    begins = positions == 0\n",
         "    begins = positions == -1\n",
         ("models/test_slices.py::test_documents_and_windows", "models/test_separate.py::test_separate_is_one_by_one"),
@@ -97,7 +97,7 @@ MUTANTS = [
     Mutant(
         "a window has a slice too many",
         "attention",
-        "models/attention/slices.py",
+        "models/attention/mask_slices.py",
         "            if begin and reach:",
         "            if reach and query + begin >= window:",
         ("models/test_slices.py::test_documents_and_windows",),
@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "rows turn by their places in the sample",
         "attention",
-        "models/attention/rows.py",
+        "models/attention/sequence_rows.py",
         "return index.t()",
         "return torch.arange(self._shape[1]).expand(self._shape).t()",
         ("models/test_rotary.py::test_rows_turn_by_their_positions",),
@@ -138,8 +138,8 @@ MUTANTS = [
         "copies of a document are trained on and validated with",
         "data",
         "data/split.py",
-        "hashes = np.where(copies, texts, hashes)",
-        "hashes = np.where(copies, hashes, hashes)",
+        "hashes = np.where(is_duplicate, texts, hashes)",
+        "hashes = np.where(is_duplicate, hashes, hashes)",
         ("data/test_split.py::test_documents_of_equal_text_are_split_alike",),
     ),
     # -----------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ MUTANTS = [
         "what was written is not compared when it is read back",
         "checkpoint",
         "checkpoint/shards.py",
-        "xxhash.xxh3_64_intdigest(part) != expected",
+        "xxhash.xxh3_64_intdigest(chunk) != expected",
         "False",
         ("checkpoint/test_stored_state.py::test_a_save_that_fails_holds_nothing",),
     ),
@@ -179,8 +179,8 @@ MUTANTS = [
         "a bucket may change before it is written",
         "checkpoint",
         "checkpoint/shards.py",
-        "            held = self._hold.read(bucket)\n",
-        "            held = self._hold.read(bucket)\n            self._hold.release(bucket)\n",
+        "            held = self._offloaded.read(bucket)\n",
+        "            held = self._offloaded.read(bucket)\n            self._offloaded.release(bucket)\n",
         ("checkpoint/test_stored_state.py::test_tiers_and_device_write_and_read_the_same",),
     ),
     # -----------------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ MUTANTS = [
     Mutant(
         "a refused step leaves the routers' biases",
         "resume",
-        "training/resilience/rewind.py",
+        "training/engine.py",
         "            buffer.copy_(before)\n",
         "            pass\n",
         ("training/test_health.py::test_nonfinite_is_named_and_skipped",),
@@ -260,7 +260,7 @@ MUTANTS = [
     Mutant(
         "the warm-up ends a step late",
         "schedule",
-        "optim/schedule.py",
+        "optim/optimizer.py",
         "return config.lr * step / config.warmup_steps",
         "return config.lr * (step - 1) / config.warmup_steps",
         ("optim/test_schedule.py::test_warmup_is_linear_and_ends_at_the_peak",),
@@ -292,7 +292,7 @@ MUTANTS = [
     Mutant(
         "noise pipelines a layer",
         "schedule",
-        "moe/planning/search.py",
+        "moe/planning/planner.py",
         "return 1.0 + MARGIN if degree > 1 else 1.0",
         "return 1.0",
         ("moe/test_planner.py::test_solver_equals_brute_force_over_all_plans",),
@@ -302,16 +302,16 @@ MUTANTS = [
         "experts that moved are looked for where they were",
         "placement",
         "moe/placement_map.py",
-        "return self._places // self.num_slots",
-        "return np.arange(self.num_experts) // self.num_slots",
+        "return self._indices // self.num_expert_slots",
+        "return np.arange(self.num_experts) // self.num_expert_slots",
         ("moe/placement/test_operations.py",),
     ),
     Mutant(
         "a slot is sent to where it came from",
         "placement",
-        "moe/placement/moves.py",
-        "SlotMove(slot, int(after.home_ranks[old]), int(before.home_ranks[new]))",
-        "SlotMove(slot, int(before.home_ranks[new]), int(after.home_ranks[old]))",
+        "moe/placement/migration.py",
+        "Migration(expert_slot, int(after.primary_ranks[old]), int(before.primary_ranks[new]))",
+        "Migration(expert_slot, int(before.primary_ranks[new]), int(after.primary_ranks[old]))",
         ("moe/placement/test_operations.py::test_a_thousand_operations_lose_nothing",),
     ),
     Mutant(
@@ -326,8 +326,8 @@ MUTANTS = [
         "an expert keeps one token more than its capacity",
         "placement",
         "moe/capacity.py",
-        "torch.int32) <= room_E)",
-        "torch.int32) <= room_E + 1)",
+        "torch.int32) <= count_E)",
+        "torch.int32) <= count_E + 1)",
         ("moe/test_capacity.py::test_what_is_kept_is_what_a_loop_keeps",),
     ),
     Mutant(
@@ -342,18 +342,18 @@ MUTANTS = [
     Mutant(
         "an early update stays though the step is clipped",
         "tiers",
-        "optim/tiers/tiers.py",
+        "optim/offload/optimizer.py",
         "if early is not None and not clipped:",
         "if early is not None:",
-        ("optim/tiers/test_parity.py::test_same_bits",),
+        ("optim/offload/test_parity.py::test_same_bits",),
     ),
     Mutant(
         "moments are not cleared where a run begins",
         "tiers",
-        "optim/tiers/tiers.py",
+        "optim/offload/optimizer.py",
         '                if kind not in ("master", WEIGHT):\n                    flat.zero_()\n',
         '                if kind == "exp_avg":\n                    flat.zero_()\n',
-        ("optim/tiers/test_parity.py::test_same_bits",),
+        ("optim/offload/test_parity.py::test_same_bits",),
     ),
     Mutant(
         "the budget of the host is not asked",
@@ -391,7 +391,7 @@ MUTANTS = [
     Mutant(
         "weights are used before their update is over",
         "lost waits",
-        "optim/tiers/tiers.py",
+        "optim/offload/optimizer.py",
         "            if (done := self._back.pop(index, None)) is not None:\n                done.order()\n",
         "            self._back.pop(index, None)\n",
         ("cuda/test_pretended_gpu.py::test_numbers_are_the_cpus[state streamed from the host]",),
@@ -399,7 +399,7 @@ MUTANTS = [
     Mutant(
         "a gradient leaves before it is reduced",
         "lost waits",
-        "optim/tiers/tiers.py",
+        "optim/offload/optimizer.py",
         "(Completion.so_far(self.device), _Reduction(group.grad_reduce_handle))",
         "(Completion.already(),)",
         ("cuda/test_pretended_gpu.py::test_numbers_are_the_cpus[state updated on the host early]",),
@@ -407,9 +407,9 @@ MUTANTS = [
     Mutant(
         "layer inputs are read before they are back",
         "lost waits",
-        "memory/layer_inputs.py",
-        '    """What is computed from now on comes after it. Raises what it raised."""\n    done.order()\n',
-        '    """What is computed from now on comes after it. Raises what it raised."""\n',
+        "memory/completion.py",
+        'and raise its error. Raises TimeoutError."""\n        self.order()\n',
+        'and raise its error. Raises TimeoutError."""\n',
         ("cuda/test_pretended_gpu.py::test_numbers_are_the_cpus[layer inputs on the host]",),
     ),
 ]
@@ -417,7 +417,7 @@ MUTANTS = [
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one mutant."""
+    """The verdict on one mutant."""
 
     mutant: Mutant
     noticed: bool
@@ -464,7 +464,7 @@ def apply(mutant: Mutant, tree: Path) -> None:
     (tree / mutant.file).write_text(text.replace(mutant.before, mutant.after))
 
 
-def judge(mutant: Mutant) -> Verdict:
+def grade(mutant: Mutant) -> Verdict:
     """Whether a mutant's tests fail with it."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
@@ -479,7 +479,7 @@ def judge(mutant: Mutant) -> Verdict:
 
 
 def check_unchanged(mutants: Sequence[Mutant]) -> str | None:
-    """Which of the tests that are to notice these fails, or is not there, without any of them; None if all pass."""
+    """Return the test of these mutants that fails, or is missing, in the unchanged tree; None if all pass."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy_tree(Path(folder))
         tests = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
@@ -490,7 +490,7 @@ def check_unchanged(mutants: Sequence[Mutant]) -> str | None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="WORD", help="mutants with one of these words in what they do")
-    parser.add_argument("--processes", type=int, default=1, help="how many are judged at a time")
+    parser.add_argument("--processes", type=int, default=1, help="mutants that are tested at a time")
     parser.add_argument("--no-check", action="store_true", help="take it that the tests pass without any mutant")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -511,16 +511,16 @@ def main() -> int:
         return 1
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(arguments.processes) as pool:
-        for verdict in pool.map(judge, chosen):
+        for verdict in pool.map(grade, chosen):
             verdicts.append(verdict)
             word = "noticed" if verdict.noticed else "NOT NOTICED"
             print(f"{verdict.seconds:5.0f} s {word}: {verdict.mutant.what}: {verdict.by}", flush=True)
     noticed = sum(verdict.noticed for verdict in verdicts)
-    rows = [
+    table_rows = [
         [v.mutant.what, v.mutant.subject, v.mutant.file, v.by if v.noticed else f"NOTHING: {v.by}"] for v in verdicts
     ]
     print()
-    print(table(["what is wrong", "subject", "file", "noticed by"], rows, markdown=arguments.markdown))
+    print(table(["what is wrong", "subject", "file", "noticed by"], table_rows, markdown=arguments.markdown))
     print(f"\n{noticed} of {len(verdicts)} mutants are noticed, in {(time.monotonic() - begin) / 60:.0f} minutes")
     if arguments.json:
         found: list[dict[str, Any]] = [

@@ -56,7 +56,7 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
     """Ratios of alternating steps, and what the parts cost by themselves."""
     from moe.router import Router
     from parallel import trace
-    from training.starting.build import build
+    from training.starting.run_builder import build_run
     from training.sums import StepSums
     from training.trainer import Trainer
 
@@ -72,7 +72,7 @@ def measure_steps(rounds: int, overrides: list[str]) -> dict[str, Any]:
         config = compose(["logging.progress=false", *always, *overrides])
         validate(config, 1)
         trainer = Trainer(config)
-        run = build(config, trainer.callbacks, built)
+        run = build_run(config, trainer.callbacks, built)
         trainer._start(run)
         following = run.loader.next_step
         held: list[Any] = []
@@ -212,7 +212,8 @@ def made_up_run(
             "mfu": 0.2 / seconds,
             "step_seconds_percentiles": {"p50": 0.55, "p95": 0.6 + 0.01 * draw.random(), "p99": 1.1},
             "grad_norm_by_part": {
-                part: norm * draw.random() for part in ("embedding", "attention", "norm", "router", "experts", "head")
+                component: norm * draw.random()
+                for component in ("embedding", "attention", "norm", "router", "experts", "head")
             },
             "memory": {
                 "state_device": 3 * 2**30,
@@ -236,7 +237,7 @@ def made_up_run(
         if layers:
             popularity = (popularity + 0.05 * torch.randn(layers, experts, generator=generator)).clamp(min=0.05)
             counts = (popularity / popularity.sum(dim=1, keepdim=True) * 262144).long()
-            by_layer = {
+            per_layer = {
                 name: [draw.random() for _ in range(layers)] for name in ("router_entropy", "aux_loss", "z_loss")
             }
             times = {
@@ -267,7 +268,7 @@ def made_up_run(
             placed = {"at_home": [1.5 + draw.random() for _ in range(layers)], "placed": [1.01] * layers}
             placed["copies"] = [float(draw.randrange(4)) for _ in range(layers)]
             plans |= placed
-            line["moe_layers"] = {"layer": list(range(layers)), "dropped_tokens": [0] * layers, **by_layer, **plans}
+            line["moe_layers"] = {"layer": list(range(layers)), "dropped_tokens": [0] * layers, **per_layer, **plans}
             line["placement"] = {
                 "at_home": 1.5 + draw.random(),
                 "placed": 1.01,
@@ -282,8 +283,8 @@ def made_up_run(
                 line["placement"]["homes"] = [[expert % ranks for expert in range(experts)]] * layers
         lines.append(json.dumps(line))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    parts = ("weights", "gradients", "optimizer", "activations", "buffers")
-    plan = [{"rank": rank, **dict.fromkeys(parts, 7 * 2**30), "total": 35 * 2**30} for rank in range(ranks)]
+    kinds = ("weights", "gradients", "optimizer", "activations", "buffers")
+    plan = [{"rank": rank, **dict.fromkeys(kinds, 7 * 2**30), "total": 35 * 2**30} for rank in range(ranks)]
     (folder / "plan.json").write_text(json.dumps({"memory_per_rank": plan}))
     kept = [
         {"time": 1.7e9 + step, "rank": 0, "kind": "checkpoint_saved", "text": f"step {step} is saved", "step": step}
@@ -303,9 +304,9 @@ def _made_up_trace(rank: int, spans: int, draw: random.Random) -> bytes:
     for i in range(spans // 4):
         phase = ("forward", "backward", "pipeline exchange")[i % 3]
         length = 200 + 100 * draw.random()
-        parts = (("attention", 0.0, 0.3), ("dispatch", 0.3, 0.1), ("experts", 0.4, 0.5), ("gloo:send", 0.35, 0.4))
+        kinds = (("attention", 0.0, 0.3), ("dispatch", 0.3, 0.1), ("experts", 0.4, 0.5), ("gloo:send", 0.35, 0.4))
         events.append({"ph": "X", "cat": "user_annotation", "name": phase, "ts": now, "dur": length})
-        for name, start, share in parts if phase != "pipeline exchange" else ():
+        for name, start, share in kinds if phase != "pipeline exchange" else ():
             events.append(
                 {"ph": "X", "cat": "user_annotation", "name": name, "ts": now + start * length, "dur": share * length}
             )
@@ -316,12 +317,12 @@ def _made_up_trace(rank: int, spans: int, draw: random.Random) -> bytes:
 
 def measure_report(steps: int) -> dict[str, Any]:
     """Size of the made-up run's page, the seconds to write it, and those to open it (None without a Chromium)."""
-    from training.report import page
+    from training.report.page import render
 
     with tempfile.TemporaryDirectory() as folder:
         made_up_run(Path(folder) / "run", steps, layers=32, experts=64, ranks=8)
         start = time.perf_counter()
-        path = page.write(Path(folder) / "run")
+        path = render.write(Path(folder) / "run")
         result: dict[str, Any] = {"page_bytes": path.stat().st_size, "write_seconds": time.perf_counter() - start}
         result |= {"open_seconds": None, "open_slowest": None, "complaints": None}
         if chromium() is not None:
@@ -351,7 +352,7 @@ def main() -> int:
         if result["open_seconds"] is None
         else f"{result['open_seconds']:.2f} s, all drawn {result['drawn_seconds']:.2f} s"
     )
-    rows = [
+    table_rows = [
         ["step without", f"{result['step_ms']:.1f} ms", ""],
         *(
             [f"with metrics / without, {name}", f"{median:.4f}", f"{first:.4f} to {third:.4f}"]
@@ -375,7 +376,7 @@ def main() -> int:
         ["written in", f"{result['write_seconds']:.1f} s", ""],
         ["opened in", opened, f"limit {MAX_SECONDS:.0f} s; {result['complaints']} complaints"],
     ]
-    print(table(["", "measured", ""], rows, markdown=False))
+    print(table(["", "measured", ""], table_rows, markdown=False))
     if options.json:
         print(json.dumps(result | {"cost": cost}))
     return 0

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.tables import table
 
 MIB = 2**20
-ROOM = 1.05  # of what is counted
+TOLERANCE = 1.05  # of what is counted
 STEPS, SAVES = 6, 2
 BYTES_OF_SLOTS = 64  # of the host for each parameter of the largest bucket: 48, and some room
 BF16_STATE = 12  # bytes a parameter: master and both moments in fp32
@@ -120,7 +120,7 @@ class Peak:
 
 def child(mode: str, words: list[str]) -> None:
     """In a process of its own: train, and print its peak."""
-    import optim.build
+    import optim.optimizer
     from checkpoint import state as checkpoint_state
     from configs.compose import compose
     from configs.validate import validate
@@ -130,8 +130,8 @@ def child(mode: str, words: list[str]) -> None:
 
     if mode == "without-state":
         # No masters, no moments, nothing of them in a checkpoint.
-        optim.build.build_tiers = lambda *_: None  # type: ignore[assignment, return-value]
-        step.update.apply = lambda *_: True  # type: ignore[assignment]
+        optim.optimizer.build_offload = lambda *_: None  # type: ignore[assignment, return-value]
+        step.apply_gradients = lambda *_: True  # type: ignore[assignment]
         checkpoint_state.optimizer_state.sharded_state = lambda *_: []  # type: ignore[assignment]
     config = compose(words)
     validate(config, 1)
@@ -153,7 +153,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     numel = num_parameters(folder / "bare")
     state = BF16_STATE * numel
     budget = state // 4
-    limit = int(ROOM * (bare["peak"] + budget))
+    limit = int(TOLERANCE * (bare["peak"] + budget))
     disk = [
         "optimizer.state_device=disk",
         "optimizer.engine=host",
@@ -207,7 +207,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         found = measure(args, Path(folder))
-    rows = [
+    table_rows = [
         ["parameters", f"{found['parameters'] / 1e6:.1f} million"],
         ["optimizer state", f"{found['state_bytes'] / MIB:.1f} MiB"],
         ["host budget", f"{found['host_budget'] / MIB:.1f} MiB"],
@@ -219,7 +219,7 @@ def main() -> None:
         ["checkpoints", ", ".join(found["saves"])],
         ["losses", "those with the state on the device, digit for digit"],
     ]
-    print(table(["", "measured"], rows, args.markdown))
+    print(table(["", "measured"], table_rows, args.markdown))
     if args.json:
         print(json.dumps(found))
 

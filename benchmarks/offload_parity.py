@@ -29,8 +29,8 @@ from benchmarks.layout_parity import LAYOUTS, Layout
 from benchmarks.tables import table
 from configs.schema import Config
 from tests import distributed
-from tests.optim.tiers import parity
-from tests.optim.tiers.parity import CLIPS, Variant
+from tests.optim.offload import parity
+from tests.optim.offload.parity import CLIPS, Variant
 
 MODELS = {
     "gpt": ["experiment=gpt_tiny"],
@@ -66,7 +66,7 @@ class Row:
     dropped: int
     clipped: int
     steps: int
-    places: tuple[int, ...]
+    bucket_counts: tuple[int, ...]
     problems: list[str]
 
 
@@ -98,7 +98,7 @@ def one(
             dropped=sum(each.dropped for each in found),
             clipped=found[0].clipped,
             steps=found[0].taken,
-            places=found[0].places,
+            bucket_counts=found[0].bucket_counts,
             problems=parity.problems(variant, clip, found),
         )
         for variant, *found in zip(variants, *ranks, strict=True)
@@ -117,11 +117,11 @@ def trainings(models: Sequence[str], layouts: Sequence[str]) -> list[tuple[str, 
     ]
 
 
-def summary(rows: Sequence[Row], markdown: bool) -> str:
+def summary(results: Sequence[Row], markdown: bool) -> str:
     """A line for each layout and precision."""
     heads = ["layout", "precision", "models", "ways", "tensors compared", "early kept", "early dropped", "differ"]
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
+    for row in results:
         groups.setdefault((row.layout, row.precision), []).append(row)
     lines = [
         [
@@ -134,8 +134,8 @@ def summary(rows: Sequence[Row], markdown: bool) -> str:
     return table(heads, lines, markdown)
 
 
-def _sums(rows: Sequence[Row]) -> tuple[int, int, int]:
-    return sum(r.tensors for r in rows), sum(r.committed for r in rows), sum(r.dropped for r in rows)
+def _sums(results: Sequence[Row]) -> tuple[int, int, int]:
+    return sum(r.tensors for r in results), sum(r.committed for r in results), sum(r.dropped for r in results)
 
 
 def _show(row: Row) -> None:
@@ -156,25 +156,27 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--markdown", action="store_true", help="print the table in markdown")
     arguments = parser.parse_args()
-    ways, rows, begin = parity.variants(DEVICES, ENGINES), [], time.perf_counter()
-    random.Random(1).shuffle(ways)  # so that each layout and precision meets all kinds
+    variants, results, begin = parity.variants(DEVICES, ENGINES), [], time.perf_counter()
+    random.Random(1).shuffle(variants)  # so that each layout and precision meets all kinds
     with tempfile.TemporaryDirectory(dir=arguments.disk_dir) as folder:
         try:
             for i, training in enumerate(trainings(arguments.models, arguments.layouts)):
                 model, layout, precision, clip, moment = training
-                some = ways[i % arguments.every :: arguments.every]
+                some = variants[i % arguments.every :: arguments.every]
                 found = one(model, layout, precision, clip, some, arguments.steps, moment, folder) if some else []
                 for row in found:
                     _show(row)
-                rows += found
+                results += found
         finally:
             distributed.shutdown()
-    print(f"\n{summary(rows, arguments.markdown)}\n")
-    broken = sum(bool(row.problems) for row in rows)
+    print(f"\n{summary(results, arguments.markdown)}\n")
+    broken = sum(bool(row.problems) for row in results)
     minutes = (time.perf_counter() - begin) / 60
-    print(f"{len(rows) - broken} of {len(rows)} ways have the bits of state on the device, in {minutes:.0f} minutes")
+    print(
+        f"{len(results) - broken} of {len(results)} ways have the bits of state on the device, in {minutes:.0f} minutes"
+    )
     if arguments.json:
-        print(json.dumps({"steps": arguments.steps, "rows": [_plain(row) for row in rows]}))
+        print(json.dumps({"steps": arguments.steps, "rows": [_plain(row) for row in results]}))
     return 1 if broken else 0
 
 

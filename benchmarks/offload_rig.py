@@ -32,9 +32,8 @@ from configs.schema import Config
 from memory.budgets import open_budgets
 from memory.copy_stream import CopyStream
 from memory.host_link import HostLink
-from optim import update
-from optim.build import build_optimizer
-from optim.tiers.tiers import Tiers, tiers_of
+from optim.offload.optimizer import OffloadedOptimizer, offload_of
+from optim.optimizer import apply_gradients, begin_step, build_optimizer, prepare_gradients
 from parallel import topology as topology_module
 from parallel.megatron.ddp import release
 from parallel.topology import Topology
@@ -58,7 +57,7 @@ class Sizes:
     @property
     def bucket(self) -> int:
         """Parameters of a layer's matrices, the largest bucket."""
-        return sum(rows * columns for rows, columns in self.matrices)
+        return sum(num_rows * columns for num_rows, columns in self.matrices)
 
 
 class Layer(torch.nn.Module):
@@ -137,8 +136,8 @@ class Rig:
         self.set_gradients()
 
     @property
-    def tiers(self) -> Tiers:
-        tiers = tiers_of(self.optimizer)
+    def tiers(self) -> OffloadedOptimizer:
+        tiers = offload_of(self.optimizer)
         assert tiers is not None
         return tiers
 
@@ -161,7 +160,7 @@ class Rig:
     def step(self, clipped: bool = False) -> None:
         """As training/step.py takes it, but for the norm."""
         self._pass_through()
-        update.apply(self.optimizer, NORMS[clipped])
+        apply_gradients(self.optimizer, NORMS[clipped])
 
     def passes_alone(self, count: int = 5) -> tuple[float, float]:
         """Median seconds of the forward and of the backward pass of steps that update nothing."""
@@ -173,12 +172,12 @@ class Rig:
         begin = time.perf_counter()
         self.chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        update.begin(self.optimizer, passive)
+        begin_step(self.optimizer, passive)
         loss = self.chunk(torch.zeros(1, requires_grad=True)).sum()
         middle = time.perf_counter()
         loss.backward()
         self.chunk.finish_grad_sync()
-        update.prepare(self.optimizer)
+        prepare_gradients(self.optimizer)
         return middle - begin, time.perf_counter() - middle
 
     def steps(self, count: int, clipped: Sequence[bool] = (False,)) -> float:
@@ -188,7 +187,7 @@ class Rig:
         for index in range(count):
             self.step(clipped[index % len(clipped)])
         seconds = (time.perf_counter() - before) / count
-        self.tiers.settle()
+        self.tiers.synchronize()
         for stream in self.host_link.all:
             stream.submit(lambda: None).wait()
         if (problem := self.tiers.problem()) is not None:

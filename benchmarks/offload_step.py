@@ -4,7 +4,7 @@ benchmarks.offload_step [--rounds 5] [--ratios 0.25 0.5 1 2 4] [--disk FOLDER] [
 One process, virtual accelerator, emulated link (benchmarks/offload_rig.py): passes and the device's update sleep for
 their time, copies are real and held to a rate in each direction, the host's update and the disk are real. ratio: the
 time that the link needs for all state in one direction, by that of the passes. Engines run in turns, a few steps each
-round. bound: what optim/arrangement/planning.py says of the engine's buckets with rates that were measured alone: early
+round. bound: what optim/arrangement/engines.py says of the engine's buckets with rates that were measured alone: early
 the most of the passes, each direction of the link, the host's update and the disk; waiting the backward pass, and the
 most of the forward pass and these; and the time that one bucket takes through what is less busy. auto against the best
 engine of its round. Clipping: steps that are clipped redo what was early.
@@ -23,16 +23,16 @@ from typing import Any, Literal
 from benchmarks.offload_rig import Rig, Sizes, join
 from benchmarks.rounds import standard_error
 from benchmarks.tables import table
-from optim.arrangement import planning
-from optim.arrangement.planning import ElementBytes, Engine, Passes, choose, predict
-from optim.tiers.measure import measure
+from optim.arrangement import engines
+from optim.arrangement.engines import ElementBytes, Engine, Passes, choose, predict
+from optim.offload.bandwidths import measure
 from parallel import topology as topology_module
-from simulator.tiers import engine_seconds
+from simulator.offload.state import engine_seconds
 
 PASSES = 0.1, 0.2  # seconds of the forward and of the backward pass
 DEVICE_RATE = 20e9  # bytes per second that the virtual device updates
 STEPS = 3  # of a round
-ENGINES: tuple[Engine | Literal["auto"], ...] = (*planning.ENGINES, "auto")
+ENGINES: tuple[Engine | Literal["auto"], ...] = (*engines.ENGINES, "auto")
 PATTERNS = {0: (False,) * 10, 10: (True, *(False,) * 9), 50: (True, False) * 5, 100: (True,) * 10}  # percent clipped
 BAR, AUTO_BAR = 0.08, 0.05
 
@@ -62,11 +62,11 @@ def set_up(rig: Rig, variant: Variant, ratio: float) -> tuple[float, float]:
     rig.link(sum(arrangement.sizes) / (ratio * sum(rig.passes)), DEVICE_RATE)
     rates = dataclasses.replace(measured(rig), device=DEVICE_RATE)
     element, passes = ElementBytes.of(arrangement), rig.passes_alone()
-    tiers.ways = choose(variant.engine, arrangement.numels, arrangement.tiers, element, rates)
+    tiers.engines = choose(variant.engine, arrangement.numels, arrangement.targets, element, rates)
     own = Passes(*passes, variant.early)
     planned = engine_seconds(arrangement, sum(passes), rates)
     predicted = min(planned.values()) if variant.engine == "auto" else planned[variant.engine]
-    return predict(tiers.ways, arrangement.numels, arrangement.tiers, element, rates, own), predicted
+    return predict(tiers.engines, arrangement.numels, arrangement.targets, element, rates, own), predicted
 
 
 def measured(rig: Rig) -> Any:
@@ -94,7 +94,7 @@ def compare(
     variants: Sequence[Variant], ratios: Sequence[float], rounds: int, folder: str | None
 ) -> list[dict[str, Any]]:
     """A row for each variant and ratio: bound, median step, standard error of the median."""
-    rows = []
+    results = []
     with rigs(variants, Sizes(), folder) as made:
         for ratio in ratios:
             bounds = {variant: set_up(rig, variant, ratio) for variant, rig in made.items()}
@@ -109,7 +109,7 @@ def compare(
                 ]
                 best = min(others, key=lambda v: statistics.median(times[v])) if others else variant
                 over = [a / b for a, b in zip(times[variant], times[best], strict=True)]
-                rows.append(
+                results.append(
                     {
                         **dataclasses.asdict(variant),
                         "ratio": ratio,
@@ -121,7 +121,7 @@ def compare(
                         "over_best_error": standard_error(over),
                     }
                 )
-    return rows
+    return results
 
 
 def holds(row: dict[str, Any]) -> bool:
@@ -133,15 +133,15 @@ def holds(row: dict[str, Any]) -> bool:
 def clipping(rounds: int) -> list[dict[str, Any]]:
     """Seconds of a step, early, by how many of ten steps are clipped; the link takes as long as the passes."""
     variants = [Variant(engine, True) for engine in ("device_stream", "host")]
-    rows = []
+    results = []
     with rigs(variants, Sizes(), None) as made:
         for variant, rig in made.items():
             set_up(rig, variant, 1.0)
         for variant, rig in made.items():
             for percent, pattern in PATTERNS.items():
                 times = [rig.steps(len(pattern), pattern) for _ in range(rounds)]
-                rows.append({"engine": variant.engine, "clipped": percent, "step": statistics.median(times)})
-    return rows
+                results.append({"engine": variant.engine, "clipped": percent, "step": statistics.median(times)})
+    return results
 
 
 def main() -> None:
@@ -153,10 +153,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     variants = [Variant(engine, early) for early in (False, True) for engine in ENGINES]
-    rows = compare(variants, args.ratios, args.rounds, None)
+    results = compare(variants, args.ratios, args.rounds, None)
     if args.disk is not None:
         on_disk = [Variant(engine, early, "disk") for early in (False, True) for engine in ("device_stream", "host")]
-        rows += compare(on_disk, [1.0], args.rounds, args.disk)
+        results += compare(on_disk, [1.0], args.rounds, args.disk)
     cells = [
         [
             row["tier"],
@@ -171,7 +171,7 @@ def main() -> None:
             f"{row['over_best'] - 1:+.1%}" if row["engine"] == "auto" else "",
             "yes" if holds(row) else "no",
         ]
-        for row in rows
+        for row in results
     ]
     headings = [
         "state on",
@@ -192,7 +192,7 @@ def main() -> None:
     lines = [[row["engine"], f"{row['clipped']}%", f"{row['step']:.3f}"] for row in clipped]
     print(table(["early, ratio 1", "steps clipped", "step s"], lines, args.markdown))
     if args.json:
-        print(json.dumps({"rows": rows, "clipping": clipped}))
+        print(json.dumps({"rows": results, "clipping": clipped}))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ TOOLS = (
 
 @dataclass(frozen=True)
 class Feature:
-    """A training: its model, its number of ranks, and the keys that ask for the feature."""
+    """A training run: its model, its number of ranks, and the keys that turn the feature on."""
 
     model: str
     ranks: int
@@ -61,7 +61,7 @@ def _placed(policy: str, *more: str) -> tuple[str, ...]:
 
 
 def features(disk: Path) -> dict[str, Feature]:
-    """Every feature by name. `disk`: a folder for optimizer state."""
+    """Return every feature by name. `disk`: a folder for optimizer state."""
     moe, gpt, bert, bert_moe = "gpt_moe_tiny", "gpt_tiny", "bert_tiny", "bert_moe_tiny"
     found = {
         f"placement {policy}, EP2": Feature(moe, 2, (*EP2, *_placed(policy)))
@@ -140,7 +140,7 @@ def features(disk: Path) -> dict[str, Feature]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command line said, and the status that it ended with."""
+    """The output of a command line, and its exit status."""
 
     status: int
     out: str
@@ -148,12 +148,12 @@ class Answer:
 
     @property
     def last(self) -> str:
-        """The last line of what went wrong."""
+        """The last line of the error."""
         return (self.errors.strip().splitlines() or [f"status {self.status}"])[-1]
 
 
 def answers(lines: dict[str, tuple[str, list[str]]]) -> dict[str, Answer]:
-    """What command lines of tools answer on this rank: name -> (module with `main`, arguments)."""
+    """Run command lines of tools on this rank: name -> (module with `main`, arguments); return their answers."""
     import importlib
 
     found = {}
@@ -172,7 +172,7 @@ def answers(lines: dict[str, tuple[str, list[str]]]) -> dict[str, Answer]:
 
 
 def open_all(run_dir: Path, work: Path, text: Path) -> dict[str, str]:
-    """The cell of each tool for the run in `run_dir`: ok, a dash, or what went wrong."""
+    """Return the cell of each tool for the run in `run_dir`: ok, a dash, or the error."""
     config = load(run_dir / "config.yaml")
     is_bert, tolerance = config.model.family == "bert", FP32_LOSS if config.training.precision == "fp32" else BF16_LOSS
     folders = {"run": run_dir, "weights": work / "weights", "huggingface": work / "huggingface"}
@@ -193,7 +193,7 @@ def open_all(run_dir: Path, work: Path, text: Path) -> dict[str, str]:
     lines["huggingface"] = (convert[0], [*convert[1], str(folders["huggingface"]), "--to", "huggingface"])
     lines["verify"] = (convert[0], ["verify", str(run_dir)])
     lines["report"] = ("training.report.__main__", [str(run_dir), "--output", str(work / "report.html")])
-    lines["status"] = ("training.resilience.status", [str(run_dir), "--json"])
+    lines["status"] = ("training.status", [str(run_dir), "--json"])
     found: dict[str, Answer] = distributed.run(answers, 1, lines)[0]
     cells = {tool: "ok" if answer.status == 0 else answer.last for tool, answer in found.items()}
     if "no Hugging Face family" in cells["huggingface"]:
@@ -217,7 +217,7 @@ def open_all(run_dir: Path, work: Path, text: Path) -> dict[str, str]:
 
 
 def _differs(ours: dict[str, Answer], tolerance: float, theirs: dict[str, Answer]) -> str:
-    """Where the answers of the same questions are not the same."""
+    """Return the differences between the answers to the same questions."""
     for tool, answer in theirs.items():
         if answer.status != 0:
             return f"{tool}: {answer.last}"
@@ -242,21 +242,21 @@ def _unlike(one: Any, other: Any, tolerance: float) -> str:
 def table(
     chosen: dict[str, Feature], root: Path, data: Sequence[str], on_row: Callable[[str, dict[str, str]], None]
 ) -> dict[str, dict[str, str]]:
-    """The cells of each feature; `on_row` hears of each as soon as they are known."""
+    """Return the cells of each feature; `on_row` gets each row as soon as it is known."""
     text = root / "text.txt"
     text.write_text("def run(self):\n    return self\n\nimport os\n" * 8)
-    rows = {}
+    table_rows = {}
     for number, (name, feature) in enumerate(chosen.items()):
         work = root / f"{number}"
         common = [f"experiment={feature.model}", *SMALL, *data, f"run_dir={work / 'run'}"]
         try:
             train_on_ranks([*common, *feature.overrides], feature.ranks)
         except Exception as error:
-            rows[name] = {"training": str(error).strip().splitlines()[-1]}
+            table_rows[name] = {"training": str(error).strip().splitlines()[-1]}
         else:
-            rows[name] = {"training": "ok", **open_all(work / "run", work, text)}
-        on_row(name, rows[name])
-    return rows
+            table_rows[name] = {"training": "ok", **open_all(work / "run", work, text)}
+        on_row(name, table_rows[name])
+    return table_rows
 
 
 def main() -> int:
@@ -274,14 +274,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="opened-by-tools-") as folder:
         root = Path(folder)
         chosen = {name: feature for name, feature in features(root).items() if options.only in name}
-        rows = table(chosen, root, ["data.vocab_size=384", *options.overrides], show)
+        table_rows = table(chosen, root, ["data.vocab_size=384", *options.overrides], show)
     columns = ("training", *TOOLS)
-    lines = [[name, *(cells.get(tool, "-") for tool in columns)] for name, cells in rows.items()]
+    lines = [[name, *(cells.get(tool, "-") for tool in columns)] for name, cells in table_rows.items()]
     print(as_table(["feature", *columns], lines, options.markdown))
     wrong = sum(cell not in ("ok", "-") for line in lines for cell in line[1:])
-    print(f"{len(rows)} features, {wrong} cells wrong")
+    print(f"{len(table_rows)} features, {wrong} cells wrong")
     if options.json:
-        print(json.dumps(rows))
+        print(json.dumps(table_rows))
     distributed.shutdown()
     return int(wrong > 0)
 

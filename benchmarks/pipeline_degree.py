@@ -1,4 +1,4 @@
-"""What the chunk pipeline of the MoE layer gains over computing and communicating in turn, on an emulated cluster.
+"""The gain of the MoE layer's chunk pipeline over computing and communicating in turn, on an emulated cluster.
 
 `python -m benchmarks.pipeline_degree [--mode virtual|real] [--ranks 2] [--rates 500mbit] [--ratios 0.25 0.5 1 2 4]
 [--rounds 5] [--quick] [--json] [--markdown]`
@@ -38,7 +38,7 @@ from moe.planning.trial import Trial, TrialPolicy
 
 DEGREES = (1, 2, 4, 8)
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
-PARTS = ("forward", "backward", "together")
+PHASES = ("forward", "backward", "together")
 HIDDEN, TOP_K = 512, 2
 # Tokens of each rank: at degree 8 every message has at least 256 KiB, and an exchange takes 0.15 to 0.3 s.
 TOKENS = {200e6: 2048, 500e6: 4096, 1e9: 8192}
@@ -56,34 +56,38 @@ CONTROLS = {"uncapped": 5, "tiny": 100}  # times as many rounds: their steps are
 
 
 def ideal_seconds(exchange: float, compute: float, later: float, degree: int) -> float:
-    """Time of a pass without overheads: an event simulation of one computation and one first-in-first-out link.
+    """Return the time of a pass without overheads: an event simulation of one computation and one first-in-first-out
+    link.
 
     `exchange` is the time of all dispatches, and of all answers; `compute` what a chunk's answer waits for, all chunks;
     `later` what nobody waits for (weight gradients), which each chunk leaves behind.
     """
-    piece, work, rest = exchange / degree, compute / degree, later / degree
-    arrivals = [piece * (i + 1) for i in range(degree)]  # all dispatches are on their way at once
+    chunk_exchange, work, rest = exchange / degree, compute / degree, later / degree
+    arrivals = [chunk_exchange * (i + 1) for i in range(degree)]  # all dispatches are on their way at once
     link_free, now, left = arrivals[-1], 0.0, 0
     for arrival in arrivals:
         while left and now + rest <= arrival:  # fill the wait, if that delays nothing
             now, left = now + rest, left - 1
         now = max(now, arrival) + work
         left += 1
-        link_free = max(link_free, now) + piece
+        link_free = max(link_free, now) + chunk_exchange
     return max(now + left * rest, link_free)
 
 
 def ideal_speedups(
     exchange: Mapping[str, float], step: Mapping[str, float], degrees: Sequence[int] = DEGREES
 ) -> dict[str, float]:
-    """The best schedule's speedup of each part, from the seconds of exchanges alone and of the step in turn."""
+    """Return the best schedule's speedup of each phase, from the seconds of exchanges alone and of the step in turn."""
     best = {}
-    for part in ("forward", "backward"):
-        compute = max(0.0, step[part] - exchange[part])
-        later = compute / 2 if part == "backward" else 0.0  # input and weight gradients are as much work
-        best[part] = min(ideal_seconds(exchange[part] / 2, compute - later, later, degree) for degree in degrees)
-    before = {part: max(step[part], exchange[part]) for part in best}
-    return {**{part: before[part] / best[part] for part in best}, "together": sum(before.values()) / sum(best.values())}
+    for phase in ("forward", "backward"):
+        compute = max(0.0, step[phase] - exchange[phase])
+        later = compute / 2 if phase == "backward" else 0.0  # input and weight gradients are as much work
+        best[phase] = min(ideal_seconds(exchange[phase] / 2, compute - later, later, degree) for degree in degrees)
+    before = {phase: max(step[phase], exchange[phase]) for phase in best}
+    return {
+        **{phase: before[phase] / best[phase] for phase in best},
+        "together": sum(before.values()) / sum(best.values()),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -92,8 +96,8 @@ def ideal_speedups(
 
 
 def auto_plan(cluster: Cluster, case: Case) -> Plan:
-    """What a training chooses for the layer that was built, from costs that it measures now; it keeps everything, as
-    the others do."""
+    """Return the plan that a training chooses for the layer that was built, from costs that it measures now; it
+    keeps everything, as the others do."""
     costs = cluster.call(layer_step.costs)[0]
     planner = Planner(costs, Limits(strategies=("keep",)))
     return tried(cluster, planner, layer_step.load(case, cluster.world_size), num_layers=TrialPolicy.turns)
@@ -130,7 +134,7 @@ def _exchange_and_computation(cluster: Cluster, case: Case) -> tuple[float, floa
 
 
 def make_case(cluster: Cluster, case: Case, ratio: float, virtual: bool) -> Case:
-    """The case with the accelerator's rate, or the experts' width, that makes communication `ratio` times the
+    """Return the case with the accelerator's rate, or the experts' width, that makes communication `ratio` times the
     computation.
 
     Where the rest of a layer's work alone takes longer than that, the narrowest experts are as near as it gets (a row
@@ -166,7 +170,7 @@ def _nearer_width(width: int, change: float) -> int:
 
 
 def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weight_lag: int) -> dict[str, Any]:
-    """Medians and speedups of all variants on one layer: a row of the table."""
+    """Measure medians and speedups of all variants on one layer: a row of the table."""
     cluster.call(layer_step.build, case)
     variants: dict[str, tuple[Any, ...]] = {name: (name,) for name in (EXCHANGES, IN_TURN)}
     variants |= {f"r={degree}": (Plan(degree, degree, weight_lag=min(weight_lag, degree - 1)),) for degree in DEGREES}
@@ -175,15 +179,17 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
     if megatron:
         variants[MEGATRON] = (MEGATRON,)
     result = rounds.measure(cluster, layer_step.step, variants, num_rounds, warm_up=0)
-    seconds = {name: {part: result.median(name, part) for part in PARTS} for name in variants}
+    seconds = {name: {phase: result.median(name, phase) for phase in PHASES} for name in variants}
     ideal = ideal_speedups(seconds[EXCHANGES], seconds[IN_TURN])
     speedups = {
-        name: {part: result.speedup(name, part, IN_TURN) for part in PARTS} for name in variants if name != EXCHANGES
+        name: {phase: result.speedup(name, phase, IN_TURN) for phase in PHASES}
+        for name in variants
+        if name != EXCHANGES
     }
     # Each pass has a degree of its own, so each pass's best counts.
     ours = [*(f"r={degree}" for degree in DEGREES), "auto"]
-    fastest = {part: max(ours, key=lambda name: speedups[name][part]) for part in PARTS}
-    best = {part: speedups[fastest[part]][part] for part in PARTS}
+    fastest = {phase: max(ours, key=lambda name: speedups[name][phase]) for phase in PHASES}
+    best = {phase: speedups[fastest[phase]][phase] for phase in PHASES}
     return {
         "ranks": cluster.world_size,
         "rate": cluster.rate,
@@ -199,8 +205,8 @@ def measure(cluster: Cluster, case: Case, num_rounds: int, megatron: bool, weigh
         "ideal": ideal,
         "fastest": fastest,
         "best": best,
-        "best_over_r1": {part: best[part] / speedups["r=1"][part] for part in PARTS},
-        "share_of_ideal": {part: (best[part] - 1) / (ideal[part] - 1) for part in PARTS if ideal[part] > 1.005},
+        "best_over_r1": {phase: best[phase] / speedups["r=1"][phase] for phase in PHASES},
+        "share_of_ideal": {phase: (best[phase] - 1) / (ideal[phase] - 1) for phase in PHASES if ideal[phase] > 1.005},
     }
 
 
@@ -209,8 +215,8 @@ def _tokens(rate: str) -> int:
     return TOKENS[max((known for known in TOKENS if bits is None or known <= bits), default=200e6)]
 
 
-def rows(arguments: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
-    """Measure everything that was asked for; `report` is called with each row and, before those of a cluster, its links
+def measure_all(arguments: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
+    """Measure everything that was selected; `report` is called with each row and, before those of a cluster, its links
     in words."""
     found = []
     virtual = arguments.mode == "virtual"
@@ -250,19 +256,19 @@ def rows(arguments: argparse.Namespace, report: Any) -> list[dict[str, Any]]:
 COLUMNS = ("r=1", "r=2", "r=4", "r=8", "auto", MEGATRON)
 
 
-def _cells(row: dict[str, Any], part: str) -> list[str]:
-    speedups = [f"{row['speedup'][name][part]:.2f}" if name in row["speedup"] else "-" for name in COLUMNS]
-    share = row["share_of_ideal"].get(part)
+def _cells(row: dict[str, Any], phase: str) -> list[str]:
+    speedups = [f"{row['speedup'][name][phase]:.2f}" if name in row["speedup"] else "-" for name in COLUMNS]
+    share = row["share_of_ideal"].get(phase)
     return [
         str(row["ranks"]),
         row["rate"],
         row["layer"],
         f"{row['ratio_measured']:.2f}",
-        part,
-        f"{row['seconds'][EXCHANGES][part] * 1e3:.1f}",
-        f"{row['seconds'][IN_TURN][part] * 1e3:.1f}",
+        phase,
+        f"{row['seconds'][EXCHANGES][phase] * 1e3:.1f}",
+        f"{row['seconds'][IN_TURN][phase] * 1e3:.1f}",
         *speedups,
-        f"{row['ideal'][part]:.2f}",
+        f"{row['ideal'][phase]:.2f}",
         "-" if share is None else f"{share:.0%}",
         "{degree},{backward_degree},{weight_lag}".format(**row["auto"]),
     ]
@@ -308,7 +314,7 @@ def main() -> int:
         if isinstance(what, str):
             print(f"\n{what}; {kind}\n" + headline(HEADINGS, arguments.markdown))
         else:
-            print("\n".join(line(_cells(what, part), HEADINGS, arguments.markdown) for part in PARTS))
+            print("\n".join(line(_cells(what, phase), HEADINGS, arguments.markdown) for phase in PHASES))
         sys.stdout.flush()
 
     kind = "virtual accelerator" if arguments.mode == "virtual" else "real computation, one thread a rank"
@@ -318,7 +324,7 @@ def main() -> int:
         + "".join(f", of {name} {arguments.rounds * CONTROLS[name]}" for name in arguments.controls)
     )
     try:
-        found = rows(arguments, report)
+        found = measure_all(arguments, report)
     except (ValueError, ClusterError) as error:
         print(f"pipeline_degree: {error}", file=sys.stderr)
         return 1

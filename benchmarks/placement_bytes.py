@@ -1,11 +1,11 @@
-"""Planners charge what is sent: bytes of copies that a planner charged beside those that travelled, in replayed runs.
+"""Bytes of replicas that a planner charged, compared with the bytes sent in replayed runs.
 
 `python -m benchmarks.placement_bytes [--steps 6] [--markdown] [--json] [key=value ...]`
 
-Each run trains gpt_moe_tiny with a policy and records its plans; a second one replays them. Of both the messages of
-copies are counted where they are sent: weights that came to copies, and gradients that went home. Evaluation is in
-neither: its passes send weights alone, and are no step's. All numbers must be equal, and without `bitwise` as many
-gradients go home as copies came.
+Each run trains gpt_moe_tiny with a policy and records its plans; a second one replays them. The
+messages of replicas are counted in both where they are sent: weights of replicas, and gradients that they return.
+Evaluation is not counted: its passes send only weights and belong to no step. All numbers must be equal, and without
+`bitwise` the numbers of sent replicas and of returned gradients are equal.
 """
 
 from __future__ import annotations
@@ -100,21 +100,21 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args, more = parser.parse_known_args()
-    rows: list[Row] = []
+    table_rows: list[Row] = []
     try:
         for case in CASES:
-            rows.append(measure(case, args.steps, more))
-            print(" | ".join(_cells(rows[-1])), flush=True)
+            table_rows.append(measure(case, args.steps, more))
+            print(" | ".join(_cells(table_rows[-1])), flush=True)
     finally:
         distributed.shutdown()
     heads = ["layout", "policy", "with", "copies", "gradients home", "bytes sent", "bytes charged", ""]
-    print(f"\n{table(heads, [_cells(row) for row in rows], args.markdown)}\n")
-    passed = sum(row.passed for row in rows)
-    print(f"{passed} of {len(rows)} replayed runs sent the bytes that their planners charged")
+    print(f"\n{table(heads, [_cells(row) for row in table_rows], args.markdown)}\n")
+    passed = sum(row.passed for row in table_rows)
+    print(f"{passed} of {len(table_rows)} replayed runs sent the bytes that their planners charged")
     if args.json:
-        result: dict[str, Any] = {"rows": [asdict(row) | {"passed": row.passed} for row in rows]}
+        result: dict[str, Any] = {"rows": [asdict(row) | {"passed": row.passed} for row in table_rows]}
         print(json.dumps(result))
-    return 0 if passed == len(rows) else 1
+    return 0 if passed == len(table_rows) else 1
 
 
 if __name__ == "__main__":

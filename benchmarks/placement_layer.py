@@ -1,5 +1,4 @@
-"""A rank's side of placement_step.py: one MoE layer whose tokens go where a load says, and steps of it with each
-planner."""
+"""The rank program of placement_step.py: one MoE layer with the routing of a given load, and its steps per planner."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ from moe.experts.compute import ExpertCompute
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
-from moe.placement.quotas import CopyLimits, Costs
+from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import Integers, PlacementMap
 
 TRIPS = 2  # of a copy: its weights, and its gradient
-SLOTS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 64, 128
+REPLICA_SLOTS, EXPERTS_PER_RANK, TOP_K, HIDDEN, WIDTH = 2, 8, 2, 64, 128
 TOKENS, MICRO_BATCHES, CAPACITY = 4096, 4, 1.25
 SECONDS_PER_ASSIGNMENT = 25e-6  # of the virtual accelerator, both passes
 CONTIGUOUS, BITWISE, BLOCK_ROWS = "contiguous", "bitwise", 256  # ways of a variant
@@ -47,8 +46,8 @@ class Case:
     @property
     def name(self) -> str:
         degree = f", degree {self.degree}" if self.degree > 1 else ""
-        copies = "" if self.share is None else f", copy {self.share:.0%}, {self.micro_batches} micro-batches"
-        return f"{self.ranks} ranks, {self.load}{degree}{'' if self.seconds else ', real'}{copies}"
+        replicas = "" if self.share is None else f", copy {self.share:.0%}, {self.micro_batches} micro-batches"
+        return f"{self.ranks} ranks, {self.load}{degree}{'' if self.seconds else ', real'}{replicas}"
 
     def at_rate(self, bytes_per_second: float) -> Case:
         """The case with experts as wide as its share asks for over links of this rate."""
@@ -64,7 +63,7 @@ class _Timed:
     def __init__(self, entry: Entry) -> None:
         self.entry, self.seconds = entry, 0.0
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
         start = time.perf_counter()
         quotas_ER = self.entry.plan(counts_RE, placement, costs, limits)
         self.seconds += time.perf_counter() - start
@@ -96,7 +95,7 @@ class _Layer:
         self.placements: dict[str, tuple[LayerPlacement, _Timed]] = {}
         for name, entry in PLANNERS.items():
             planner = _Timed(entry)
-            limits = CopyLimits(EXPERTS_PER_RANK if entry.own_slots else SLOTS, ranks)
+            limits = ReplicaLimits(EXPERTS_PER_RANK if entry.own_slots else REPLICA_SLOTS, ranks)
             group = dist.group.WORLD
             assert group is not None
             self.placements[name] = LayerPlacement(group, self.num_experts, planner, costs, limits), planner
@@ -174,7 +173,7 @@ def build(case: Case, costs: Costs) -> dict[str, float]:
     ratios = []
     for step in counts(case.load, _layer._size(), case.steps):
         for counts_RE in step[0]:
-            loads_R = np.bincount(placement.home_ranks, counts_RE.sum(0))
+            loads_R = np.bincount(placement.primary_ranks, counts_RE.sum(0))
             ratios.append(float(loads_R.max() / loads_R.mean()))
     maps = [each for step in _layer.maps for each in step]
     kept = sum(int(_layer.dropped(each).sum()) for each in maps) / sum(int(each.sum()) for each in maps)

@@ -1,12 +1,12 @@
-"""Copies of experts change no loss: trainings with each placement policy beside those whose experts stay at home.
+"""Parity of losses: trainings with each placement policy compared with those without replicas and migration.
 
 `python -m benchmarks.placement_parity [--layouts EP2 ...] [--policies solve ...] [--steps 24] [--bitwise] [--markdown]
 [--json] [key=value ...]`
 
 gpt_moe_tiny without an auxiliary loss in fp32, the same seed, data and global batch, in layouts with experts on two and
-four ranks. `scattered` answers something else at each call, any ranks and quotas within the slots, so that copies come
-and go all the time; it meets the layer's memory strategies, pipeline degrees and full recomputation in turns. Losses
-may differ by 1e-6, other sums have other orders; each run must have computed at copies. Every third step homes move.
+four ranks. `scattered` plans random ranks and quotas within the slots for each call, so that replicas change all
+the time; it is run with the layer's memory strategies, pipeline degrees and full recomputation in turn. Losses may
+differ by 1e-6, as sums have other orders; each run must have computed with replicas. Experts migrate every third step.
 With `--bitwise` all losses, gradient norms and, at the end, all weights must be the same bits.
 """
 
@@ -79,14 +79,14 @@ class Row:
     difference: float  # of a loss, relative
     at_home: float  # the busiest rank's assignments by the mean's
     placed: float
-    copies: int
+    num_replicas: int
     moved: int  # experts that got another home
     same: bool  # losses, gradient norms and, at the end, all weights to the bit
 
     @property
     def passed(self) -> bool:
         close = self.same if self.case.bitwise else self.difference <= PLACEMENT_LOSS
-        return close and (self.copies > 0 or self.case.policy != SCATTERED)
+        return close and (self.num_replicas > 0 or self.case.policy != SCATTERED)
 
 
 def compare(case: Case, more: Sequence[str]) -> Row:
@@ -95,9 +95,9 @@ def compare(case: Case, more: Sequence[str]) -> Row:
     placed, weights = trained(case, case.policy, more)
     numbers = [line["placement"] for line in placed]
     at_home, after = (sum(each[name] for each in numbers) / len(numbers) for name in ("at_home", "placed"))
-    copies, moved = (sum(each.get(name, 0) for each in numbers) for name in ("copies", "moved"))
+    num_replicas, moved = (sum(each.get(name, 0) for each in numbers) for name in ("copies", "moved"))
     same = weights == static_weights and [_exact(line) for line in placed] == [_exact(line) for line in static]
-    return Row(case, largest_difference(placed, static, "loss"), at_home, after, copies, moved, same)
+    return Row(case, largest_difference(placed, static, "loss"), at_home, after, num_replicas, moved, same)
 
 
 @cache
@@ -122,23 +122,23 @@ def cases(layouts: Sequence[str], policies: Sequence[str], bitwise: bool) -> Ite
     """All of them."""
     turns = itertools.cycle(PASSES)
     for layout, policy in itertools.product(layouts, policies):
-        ways = PASSES if policy == SCATTERED else [next(turns)]
-        yield from (Case(layout, policy, passes, bitwise) for passes in ways)
+        placements = PASSES if policy == SCATTERED else [next(turns)]
+        yield from (Case(layout, policy, passes, bitwise) for passes in placements)
 
 
 def run(chosen: Sequence[Case], more: Sequence[str], on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
     """Compare all of these."""
-    rows = []
+    table_rows = []
     for case in chosen:
-        rows.append(compare(case, more))
-        on_row(rows[-1])
-    return rows
+        table_rows.append(compare(case, more))
+        on_row(table_rows[-1])
+    return table_rows
 
 
 def _cells(row: Row) -> list[str]:
     passes = ", ".join(word.rpartition(".")[2] for word in row.case.passes)
     difference = "the same bits" if row.same else f"{row.difference:.1e}"
-    numbers = (difference, f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.copies), str(row.moved))
+    numbers = (difference, f"{row.at_home:.3f}", f"{row.placed:.3f}", str(row.num_replicas), str(row.moved))
     return [row.case.layout, row.case.policy, passes, *numbers, "" if row.passed else "FAILED"]
 
 
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args, more = parser.parse_known_args()
     try:
-        rows = run(
+        table_rows = run(
             list(cases(args.layouts, args.policies, args.bitwise)),
             [f"training.steps={args.steps}", *more],
             lambda row: print(" | ".join(_cells(row)), flush=True),
@@ -160,12 +160,21 @@ def main() -> int:
     finally:
         distributed.shutdown()
     heads = ["layout", "policy", "passes", "losses differ by", "at home", "placed", "copies", "moved", ""]
-    print(f"\n{table(heads, [_cells(row) for row in rows], args.markdown)}\n")
-    failed = sum(not row.passed for row in rows)
+    print(f"\n{table(heads, [_cells(row) for row in table_rows], args.markdown)}\n")
+    failed = sum(not row.passed for row in table_rows)
     what = "weights, to the bit" if args.bitwise else f"losses within {PLACEMENT_LOSS:g}"
-    print(f"{len(rows) - failed} of {len(rows)} trainings have the static run's {what}")
+    print(f"{len(table_rows) - failed} of {len(table_rows)} trainings have the static run's {what}")
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        print(
+            json.dumps(
+                {
+                    "rows": [
+                        {"copies" if key == "num_replicas" else key: each for key, each in asdict(row).items()}
+                        for row in table_rows
+                    ]
+                }
+            )
+        )
     return 1 if failed else 0
 
 

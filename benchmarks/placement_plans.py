@@ -1,18 +1,18 @@
-"""Plans of every planner of expert placement at the sizes of clusters, simulated: balance, copies, predicted time.
+"""Plans of every planner of expert placement at the sizes of clusters, simulated: balance, replicas, predicted time.
 
 `python -m benchmarks.placement_plans [--seeds 3] [--ranks 64] [--markdown] [--json]`
 
-256 experts on 8, 64 and 256 ranks and 1,024 on 1,024, two slots a rank, in one domain; then 64 ranks in domains of 8,
-between which nothing is copied. Homes are in order. Counts are those of `steady@1.5`, `@2` and `@3`
+256 experts on 8, 64 and 256 ranks and 1,024 on 1,024, two replica slots per rank, in one domain; then 64 ranks in
+domains of 8 without replicas between them. Primaries are in order. Counts are those of `steady@1.5`, `@2` and `@3`
 (benchmarks/workloads.py): 8,192 tokens a rank, top 8.
 
-Twice: where copies cost nothing, which asks for balance alone, and with the costs that are assumed for a GPU
-(`moe.placement.policy`), where the time of the busiest rank counts. By planner, over the seeds:
+Each case runs twice: with replicas that cost nothing, where only balance counts, and with the costs assumed for a GPU
+(`moe.placement.policy`), where the time of the busiest rank counts. Columns per planner, over the seeds:
 
-* max/mean of assignments over ranks, and the worst; copies; fan-out: the most copies that one rank sends;
-* time: of the busiest rank by that of `static`, predicted;
-* again: the next micro-batch of the same popularity. A planner with memory has the copies of the first one. New copies,
-  and the time with them.
+* max/mean of assignments over ranks, mean and worst; replicas; fan-out: the most replicas that one rank sends;
+* time: predicted time of the busiest rank over that of `static`;
+* again: the next micro-batch of the same popularity, in which a planner with memory has the replicas of the first one:
+  new replicas, and the time with them.
 
 Within domains of 8 no planner can go below the busiest domain, whose max/mean stands in the heading. Left out are
 `moonep` there, since it copies between domains all the same, and at 1,024 ranks `flex` and `eplb`, which take seconds
@@ -42,11 +42,11 @@ from configs import command
 from configs.schema import ConfigError
 from moe.placement.planners.solve import solve
 from moe.placement.policy import ASSUMED
-from moe.placement.quotas import CopyLimits, Costs, check, held, outcome
+from moe.placement.quotas import Costs, ReplicaLimits, check, held, outcome
 from moe.placement_map import Integers, PlacementMap
 
 RATIOS = ("1.5", "2", "3")
-SLOTS, TOKENS, TOP_K = 2, 8192, 8
+REPLICA_SLOTS, TOKENS, TOP_K = 2, 8192, 8
 RANKS = {"flex": 256, "eplb": 256}  # at most
 CALLS = 10  # of which the fastest counts
 GPU = ASSUMED["cuda"].of_call(trains=True)
@@ -85,8 +85,8 @@ SIZES = ((8, 256), (64, 256), (256, 256), (1024, 1024))
 SETTINGS = (
     *(Setting(ranks, experts, ranks, Costs(), BALANCE) for ranks, experts in SIZES),
     *(Setting(ranks, experts, ranks, GPU, GPU_COSTS) for ranks, experts in SIZES),
-    Setting(64, 256, 8, Costs(copy_between=None), BALANCE),
-    Setting(64, 256, 8, Costs(GPU.piece, GPU.copy_in_node, None), GPU_COSTS),
+    Setting(64, 256, 8, Costs(replica_between=None), BALANCE),
+    Setting(64, 256, 8, Costs(GPU.expert_overhead, GPU.replica_in_node, None), GPU_COSTS),
 )
 
 
@@ -98,7 +98,7 @@ def calls(setting: Setting, ratio: str, seed: int) -> Integers:
 
 def planned(entry: Entry, setting: Setting, counts_MRE: Integers) -> dict[str, float]:
     """What a planner makes of two calls."""
-    placement, limits = PlacementMap(setting.experts, setting.ranks), CopyLimits(SLOTS, setting.domain)
+    placement, limits = PlacementMap(setting.experts, setting.ranks), ReplicaLimits(REPLICA_SLOTS, setting.domain)
     result: dict[str, float] = {}
     for when, counts_RE in zip(("", "again_"), counts_MRE, strict=True):
         start = time.perf_counter()
@@ -108,17 +108,17 @@ def planned(entry: Entry, setting: Setting, counts_MRE: Integers) -> dict[str, f
             quotas_ER,
             counts_RE,
             placement,
-            CopyLimits(placement.num_slots if entry.own_slots else SLOTS, setting.domain),
+            ReplicaLimits(placement.num_expert_slots if entry.own_slots else REPLICA_SLOTS, setting.domain),
         )
         found = outcome(quotas_ER, placement, setting.costs, limits)
-        at_home = outcome(static(counts_RE, placement, setting.costs, limits), placement, setting.costs, limits)
+        at_primaries = outcome(static(counts_RE, placement, setting.costs, limits), placement, setting.costs, limits)
         new = np.nonzero((quotas_ER > 0) & ~held(placement))
-        fan_out = np.bincount(placement.home_ranks[new[0]], minlength=setting.ranks).max()
-        result[when + "imbalance"], result[when + "time"] = found.imbalance, found.seconds / at_home.seconds
-        result[when + "copies"], result[when + "fan_out"] = found.new_copies, int(fan_out)
+        fan_out = np.bincount(placement.primary_ranks[new[0]], minlength=setting.ranks).max()
+        result[when + "imbalance"], result[when + "time"] = found.imbalance, found.seconds / at_primaries.seconds
+        result[when + "copies"], result[when + "fan_out"] = found.new_replicas, int(fan_out)
         if entry.keeps:
-            copies = tuple((int(expert), int(rank)) for expert, rank in zip(*new, strict=True))
-            placement = PlacementMap(setting.experts, setting.ranks, copies=copies)
+            replicas = tuple((int(expert), int(rank)) for expert, rank in zip(*new, strict=True))
+            placement = PlacementMap(setting.experts, setting.ranks, replicas=replicas)
     return result
 
 
@@ -127,7 +127,11 @@ def planning(seeds: int) -> list[dict[str, Any]]:
     the seeds."""
     results: list[dict[str, Any]] = []
     for words, costs in ((BALANCE, Costs()), (GPU_COSTS, GPU)):
-        setting, limits, unplaced = Setting(64, 256, 64, costs, words), CopyLimits(SLOTS, 64), PlacementMap(256, 64)
+        setting, limits, unplaced = (
+            Setting(64, 256, 64, costs, words),
+            ReplicaLimits(REPLICA_SLOTS, 64),
+            PlacementMap(256, 64),
+        )
         for ratio in RATIOS:
             times: tuple[list[float], list[float]] = ([], [])
             for seed in range(seeds):
@@ -135,14 +139,14 @@ def planning(seeds: int) -> list[dict[str, Any]]:
                 for of_call in times:
                     of_call.append(least_time(counts_RE, placement, costs, limits))
                     new = np.nonzero((solve(counts_RE, placement, costs, limits) > 0) & ~held(placement))
-                    copies = tuple((int(expert), int(rank)) for expert, rank in zip(*new, strict=True))
-                    placement = PlacementMap(256, 64, copies=placement.copies + copies)
+                    replicas = tuple((int(expert), int(rank)) for expert, rank in zip(*new, strict=True))
+                    placement = PlacementMap(256, 64, replicas=placement.replicas + replicas)
             first, unchanged = (1e3 * median(of_call) for of_call in times)
             results.append({"costs": words, "ratio": ratio, "first_ms": first, "unchanged_ms": unchanged})
     return results
 
 
-def least_time(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> float:
+def least_time(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> float:
     times = []
     for _ in range(CALLS):
         start = time.perf_counter()
@@ -185,10 +189,10 @@ def run(arguments: argparse.Namespace) -> None:
         show_all(kind, [r for r in results if (r["domains"], r["costs"]) == kind], arguments.markdown)
     times = planning(arguments.seeds)
     print(("## " if arguments.markdown else "") + "solve's planning time, 64 ranks, 256 experts, one core\n")
-    rows = [[t["costs"], t["ratio"], f"{t['first_ms']:.2f}", f"{t['unchanged_ms']:.2f}"] for t in times]
-    print(table(["costs", "max/mean", "first call, ms", "nothing changed, ms"], rows, arguments.markdown))
+    table_rows = [[t["costs"], t["ratio"], f"{t['first_ms']:.2f}", f"{t['unchanged_ms']:.2f}"] for t in times]
+    print(table(["costs", "max/mean", "first call, ms", "nothing changed, ms"], table_rows, arguments.markdown))
     if arguments.json:
-        print(json.dumps({"slots": SLOTS, "results": results, "planning": times}))
+        print(json.dumps({"slots": REPLICA_SLOTS, "results": results, "planning": times}))
 
 
 def busiest_domain(counts_RE: Integers, setting: Setting) -> float:
@@ -209,24 +213,24 @@ def show(result: dict[str, Any], markdown: bool) -> None:
         domains += f", the busiest {result['floor']:.3f}"
     sizes = f"{result['ranks']:,} ranks, {result['experts']:,} experts, {domains}"
     print(f"{'## ' if markdown else ''}{sizes}, max/mean {result['ratio']}, {result['costs']}\n")
-    rows = [
+    table_rows = [
         [name, *(form.format(found[key]) for key, form in COLUMNS.values())]
         for name, found in result["planners"].items()
     ]
-    print(table(["planner", *COLUMNS], rows, markdown) + "\n")
+    print(table(["planner", *COLUMNS], table_rows, markdown) + "\n")
 
 
 def show_all(kind: tuple[str, str], results: Sequence[dict[str, Any]], markdown: bool) -> None:
     """Of each planner, over the settings of a kind in which it takes part."""
     print(f"{'## ' if markdown else ''}All in {kind[0]}, {kind[1]}\n")
-    rows = []
+    table_rows = []
     for name in PLANNERS:
         if both := [(r["planners"][name], r["planners"]["solve"]) for r in results if name in r["planners"]]:
             balance = f"{fmean(own['imbalance'] for own, _ in both):.3f}", f"{max(own['worst'] for own, _ in both):.3f}"
             times = [f"{fmean(own[key] / ours[key] for own, ours in both):.3f}" for key in ("time", "again_time")]
-            rows.append([name, str(len(both)), *balance, *times])
+            table_rows.append([name, str(len(both)), *balance, *times])
     headings = ["planner", "settings", "max/mean", "worst", "time by solve's", "again: time by solve's"]
-    print(table(headings, rows, markdown) + "\n")
+    print(table(headings, table_rows, markdown) + "\n")
 
 
 if __name__ == "__main__":

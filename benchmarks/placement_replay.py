@@ -1,4 +1,4 @@
-"""Puts recorded or made-up routing counts through every planner of expert placement, without training.
+"""Evaluation of every planner of expert placement on recorded or synthetic routing counts, without training.
 
 `python -m benchmarks.placement_replay TRACE... [--planners solve,quota] [--ranks 8] [--slots 2] [--node 4] [--markdown]
 [--json]`
@@ -7,11 +7,11 @@ TRACE is a file that `moe.placement.record` wrote, or a workload by name (benchm
 zipf, drifting, bursty, jumping, the latter five also with the max/mean over ranks, as in drifting@2. A trace of another
 number of ranks is split evenly.
 
-For each planner: max/mean of assignments over ranks, on average over calls and in the worst call; copies that a call
-computes with; weights that travel, by reason: a new copy, a copy that is stale after a step, once more for the backward
-pass; bytes of weights and rows by link, in a node and between nodes; the share of assignments that another rank
-computes; the predicted time by that of `static`, with the costs that are given; and the time to plan on this machine.
-Bytes are MB a step over all ranks. A trace's layers whose busiest expert has over 8 times the mean are shown apart.
+For each planner: max/mean of assignments over ranks, mean over calls and worst call; replicas that a call computes
+with; weights that are sent, by reason: a new replica, a replica that is stale after a step, again for the backward
+pass; bytes of weights and token rows by link, in a node and between nodes; the share of assignments that another rank
+computes; the predicted time over that of `static`, with the given costs; and the time to plan on this machine. Bytes
+are MB per step over all ranks. Layers of a trace whose busiest expert has over 8 times the mean are shown separately.
 
 A cost is in the time that an expert takes for one more assignment. Without costs planners balance, whatever it takes.
 """
@@ -37,7 +37,7 @@ from benchmarks.workloads import Size, counts, is_workload
 from configs import command
 from configs.schema import ConfigError
 from moe.placement import trace
-from moe.placement.quotas import CopyLimits, Costs
+from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import Integers
 
 COLLAPSED = 8  # times the mean, of a layer's busiest expert
@@ -131,12 +131,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def replayed(name: str, planners: Sequence[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What each planner makes of a trace, of its collapsed layers apart."""
+    """What each planner makes of a trace, and of its collapsed layers separately."""
     ranks, experts, top_k, steps = source(name, arguments)
     if experts % ranks:
         raise ConfigError(f"--ranks ({ranks}) must divide the {experts} experts of {name}")
     costs = Costs(arguments.piece, arguments.copy, None if arguments.copies_in_node else arguments.copy_between)
-    limits = CopyLimits(arguments.slots, arguments.node or ranks)
+    limits = ReplicaLimits(arguments.slots, arguments.node or ranks)
     layers: list[Layer] = []
     number = micro_batches = 0
     for counts_LMRE in steps:
@@ -204,11 +204,11 @@ def mean_of(figures: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def show(result: dict[str, Any], markdown: bool) -> None:
     print(("## " if markdown else "") + heading(result) + "\n")
-    rows = [
+    table_rows = [
         [name, *(form.format(figures[key] * unit) for key, form, unit in COLUMNS.values())]
         for name, figures in result["planners"].items()
     ]
-    print(table(["planner", *COLUMNS], rows, markdown) + "\n")
+    print(table(["planner", *COLUMNS], table_rows, markdown) + "\n")
 
 
 def heading(result: dict[str, Any]) -> str:

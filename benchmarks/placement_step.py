@@ -1,23 +1,22 @@
-"""What the placement of experts does to the time of a MoE layer's step, on an emulated cluster with a virtual
-accelerator.
+"""Effect of expert placement on the step time of an MoE layer, on an emulated cluster with a virtual accelerator.
 
 `python -m benchmarks.placement_step [--cases steady@2 ...] [--rounds 7] [--rate 1gbit] [--markdown] [--json]`
 
 A step is the forward and backward passes of some micro-batches through one layer, four ranks or two, each a node of the
-emulated cluster. The experts take the time of a virtual accelerator; rows, weights and gradients travel over the links,
-and all else is real. As on a GPU, sending a copy's weights and gradients takes about a hundredth of a micro-batch's
-computation. All variants run in turns in each round; a ratio is the median of one round's ratio, with its standard
+emulated cluster. The experts take the time of a virtual accelerator; token rows, weights and gradients are sent over
+the links, and all else is real. As on a GPU, sending a replica's weights and gradients takes about a hundredth of a
+micro-batch's computation. All variants run in turn in each round; a ratio is the median over rounds, with its standard
 error.
 
-* ideal: the same number of rows, routed evenly, every expert at home: what perfect balance would give.
-* static: every expert at home. The planners: with copies, two slots a rank (moonep: as many as it takes). Those that
-  publish no memory fetch their copies for each micro-batch.
-* capacity 1.25: at home, but each rank's tokens beyond 1.25 times the mean of an expert are dropped.
+* ideal: the same number of rows, routed evenly, without replicas: the result of perfect balance.
+* static: without replicas. The planners: with two replica slots per rank (moonep: as many as it needs). Those whose
+  papers have no memory fetch their replicas for each micro-batch.
+* capacity 1.25: without replicas, but each rank's tokens beyond 1.25 times the mean of an expert are dropped.
 
-Ideal by a variant's time: 100% is perfect. plan ms: what planning takes of a step, on the rank where it takes most.
-`--real` computes in earnest on two ranks, also in blocks (`bitwise`, of 256 rows); `--chunks` compares how an expert's
-tokens are spread over its copies; `--copies` has copies that cost 1%, 5% and 20% of a micro-batch, and 1, 4 and 16
-micro-batches a step.
+Ideal time over a variant's time: 100% is perfect. plan ms: planning time in a step, on the rank where it is greatest.
+`--real` computes on two ranks without the virtual accelerator, also in blocks (`bitwise`, of 256 rows); `--chunks`
+compares distributions of an expert's tokens over its replicas; `--copies` has replicas that cost 1%, 5% and 20% of a
+micro-batch, and 1, 4 and 16 micro-batches per step.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CASES = (
     Case(4, "W0"),
 )
 CHUNKS = tuple(Case(4, "steady@3", degree=degree) for degree in (1, 2, 4))
-COPIES = tuple(
+REPLICA_CASES = tuple(
     Case(2, "steady@1.5", share=share, micro_batches=number) for share in (0.01, 0.05, 0.2) for number in (1, 4, 16)
 )
 REAL = (Case(2, "steady@1.8", seconds=None, tokens=8192, width=1024),)
@@ -70,7 +69,7 @@ def costs_of(case: Case, bytes_per_second: float) -> Costs:
     """In assignments: weights to a copy, and its gradient home, over a link of this rate."""
     seconds = case.seconds if case.seconds is not None else step_flops(1, HIDDEN, case.width) / 40e9
     trip = round(4 * 3 * HIDDEN * case.width / bytes_per_second / seconds)
-    return Costs(piece=4, copy_in_node=trip, grad_in_node=trip)
+    return Costs(expert_overhead=4, replica_in_node=trip, grad_in_node=trip)
 
 
 def measure(cluster: Cluster, case: Case, variants: Sequence[str], num_rounds: int, rate: float) -> list[Row]:
@@ -80,11 +79,11 @@ def measure(cluster: Cluster, case: Case, variants: Sequence[str], num_rounds: i
     dropped = sum(each["dropped"] for each in facts) / len(facts)
     found = rounds.measure(cluster, run, {name: (name,) for name in variants}, num_rounds)
     ideal, static = (found.seconds[name]["step"] for name in (IDEAL, STATIC))
-    rows = []
+    table_rows = []
     for name in variants:
         own = found.seconds[name]
         shares = [a / b for a, b in zip(ideal, own["step"], strict=True)]
-        rows.append(
+        table_rows.append(
             Row(
                 case.name,
                 facts[0]["ratio"],
@@ -97,7 +96,7 @@ def measure(cluster: Cluster, case: Case, variants: Sequence[str], num_rounds: i
                 dropped if name == DROPS else 0.0,
             )
         )
-    return rows
+    return table_rows
 
 
 def _cells(row: Row) -> list[str]:
@@ -117,11 +116,11 @@ def main() -> int:
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    cases = CHUNKS if args.chunks else COPIES if args.copies else REAL if args.real else CASES
+    cases = CHUNKS if args.chunks else REPLICA_CASES if args.copies else REAL if args.real else CASES
     cases = tuple(case for case in cases if args.cases is None or case.load in args.cases)
     variants: Sequence[str] = OF_CHUNKS if args.chunks else OF_COPIES if args.copies else args.variants
     variants = IN_EARNEST if args.real else variants
-    named, rows = list(dict.fromkeys((IDEAL, STATIC, *variants))), list[Row]()
+    named, table_rows = list(dict.fromkeys((IDEAL, STATIC, *variants))), list[Row]()
     try:
         for ranks in sorted({case.ranks for case in cases}):
             with Cluster(nodes=ranks, rate=args.rate) as cluster:
@@ -129,15 +128,15 @@ def main() -> int:
                 print(link.in_words(cluster, rate), flush=True)
                 for case in cases:
                     if case.ranks == ranks:
-                        rows += measure(cluster, case, named, args.rounds, rate / 8)
-                        print(" | ".join(_cells(rows[-1])), flush=True)
+                        table_rows += measure(cluster, case, named, args.rounds, rate / 8)
+                        print(" | ".join(_cells(table_rows[-1])), flush=True)
     except (ClusterError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     heads = ["case", "max/mean", "variant", "s", "ideal by it", "static by it", "plan ms", "dropped"]
-    print(table(heads, [_cells(row) for row in rows], args.markdown))
+    print(table(heads, [_cells(row) for row in table_rows], args.markdown))
     if args.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"rows": [asdict(row) for row in table_rows]}))
     return 0
 
 

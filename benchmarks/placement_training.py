@@ -1,13 +1,13 @@
-"""Training of a whole MoE model that no loss balances: experts at home, experts placed, and Megatron-core's layer.
+"""Training of a whole MoE model without a balancing loss: static map, placed experts, and Megatron-core's layer.
 
 `python -m benchmarks.placement_training [--preset gpt_moe_small] [--policy auto] [--rate 500mbit] [--before 40]
 [--rounds 10] [--markdown] [--json] [key=value ...]`
 
 Two ranks on an emulated cluster, one thread each, compute in earnest, as in end_to_end.py: models of one process with
 the same initial weights, batches and dropout, which take their steps in turns. First `--before` steps at a high rate,
-so that the routers have preferences; then the rounds that count. megatron: Megatron-core's MoELayer; static: ours,
-experts at home; placed: ours with the policy, two slots a rank, homes that move every 10 steps. max/mean: assignments
-of the busiest rank by the mean rank's, experts at home, over the rounds.
+so that the routers have preferences; then the rounds that count. megatron: Megatron-core's MoELayer; static: ours
+without replicas; placed: ours with the policy, two replica slots per rank, migration every 10 steps. max/mean:
+assignments of the busiest rank over the mean rank's, without replicas, over the rounds.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def main() -> int:
         return 1
     tokens = config.training.global_batch_size * config.model.sequence_length
     seconds = {name: found.seconds[name]["step"] for name in NAMES}
-    rows = []
+    table_rows = []
     for name in NAMES:
         ratios = [a / b for a, b in zip(seconds[MEGATRON], seconds[name], strict=True)]
         over_static = median(a / b for a, b in zip(seconds[ONE_CHUNK], seconds[name], strict=True))
-        rows.append(
+        table_rows.append(
             Row(
                 WORDS[name],
                 tokens / median(seconds[name]),
@@ -102,7 +102,7 @@ def main() -> int:
             f"{row.over_static:.3f}",
             f"{row.loss_difference:.1e}",
         ]
-        for row in rows
+        for row in table_rows
     ]
     heads = ["model", "tokens/s", "over Megatron-core's layer", "over static", "loss apart"]
     print(table(heads, cells, arguments.markdown))
@@ -110,7 +110,7 @@ def main() -> int:
         f"\nmax/mean over ranks in the last of {len(losses[PLACED])} steps: {at_home:.2f} at home, {after:.2f} placed"
     )
     if arguments.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows], "at_home": at_home, "placed": after}))
+        print(json.dumps({"rows": [asdict(row) for row in table_rows], "at_home": at_home, "placed": after}))
     return 0
 
 

@@ -71,7 +71,7 @@ def _case(preset: str, layout: str, ranks: int, *overrides: str) -> Case:
 
 _TWO_LAYERS = ("model.num_layers=2", "training.micro_batch_size=2", "training.global_batch_size=4")
 # Samples long enough that the layers, and not copies of gradients, are the most.
-_APART = ("data.documents=separate", "model.sequence_length=1024", "optimizer.distributed=false")
+_SEPARATE = ("data.documents=separate", "model.sequence_length=1024", "optimizer.distributed=false")
 _SELECTIVE = "training.recompute=selective"
 _WINDOW = ("model.sliding_window=64",)
 _LATENT = tuple(
@@ -128,8 +128,9 @@ CASES = [
         2,
         *_TWO_LAYERS,
         "parallel.expert=2",
-        "moe.placement.policy=least_loaded",
+        "moe.placement.policy=solve",
         "moe.placement.extra_slots=2",
+        "moe.placement.max_load=1.0",  # so that every slot has a replica, as the plan assumes
     ),
     _case("quickstart", "single", 1, "training.global_batch_size=4"),
     _case(
@@ -140,9 +141,11 @@ CASES = [
         "training.recompute=full",
         "training.global_batch_size=16",
     ),
-    _case("gpt_small", "documents apart", 1, *_TWO_LAYERS, *_APART),
-    _case("gpt_small", "documents apart, latent", 1, *_TWO_LAYERS, *_APART, *_LATENT),
-    _case("gpt_small", "documents apart, window, bf16", 1, *_TWO_LAYERS, *_APART, *_WINDOW, "training.precision=bf16"),
+    _case("gpt_small", "documents apart", 1, *_TWO_LAYERS, *_SEPARATE),
+    _case("gpt_small", "documents apart, latent", 1, *_TWO_LAYERS, *_SEPARATE, *_LATENT),
+    _case(
+        "gpt_small", "documents apart, window, bf16", 1, *_TWO_LAYERS, *_SEPARATE, *_WINDOW, "training.precision=bf16"
+    ),
     _case("gpt_small", "window", 1, *_TWO_LAYERS, *_WINDOW, "optimizer.distributed=false"),
     _case("gpt_small", "latent", 1, *_TWO_LAYERS, *_LATENT, "optimizer.distributed=false"),
     _case(
@@ -150,18 +153,18 @@ CASES = [
         "documents apart, TP2+SP, bf16",
         2,
         *_TWO_LAYERS,
-        *_APART,
+        *_SEPARATE,
         "parallel.tensor=2",
         "parallel.sequence=true",
         "training.precision=bf16",
     ),
-    _case("gpt_moe_small", "documents apart, EP2", 2, *_TWO_LAYERS, *_APART, "parallel.expert=2"),
+    _case("gpt_moe_small", "documents apart, EP2", 2, *_TWO_LAYERS, *_SEPARATE, "parallel.expert=2"),
     _case(
         "gpt_small",
         "documents apart, PP2, full recompute",
         2,
         *_TWO_LAYERS,
-        *_APART,
+        *_SEPARATE,
         "parallel.pipeline=2",
         "training.recompute=full",
     ),
@@ -315,12 +318,12 @@ CONTEXT_CASES = [
 
 
 _BY_LAYER = ("training.pass_order=by_layer", "training.recompute=full")
-_BF16, _PARTS, _ALL = "training.precision=bf16", "moe.shard_weights=true", "moe.shard_weights=false"
+_BF16, _SHARDED, _ALL = "training.precision=bf16", "moe.shard_weights=true", "moe.shard_weights=false"
 
 
 def _streamed(tier: str, layout: str, ranks: int, *overrides: str) -> Case:
     """Experts that lie on the host or the disk, with their optimizer state."""
-    places = f"moe.weights_device={tier}", f"optimizer.state_device={tier}", *((_DISK_DIR,) if tier == "disk" else ())
+    targets = f"moe.weights_device={tier}", f"optimizer.state_device={tier}", *((_DISK_DIR,) if tier == "disk" else ())
     sizes = (
         "model.num_layers=4",
         "moe.ffn_hidden_size=384",
@@ -333,7 +336,7 @@ def _streamed(tier: str, layout: str, ranks: int, *overrides: str) -> Case:
         ranks,
         "optimizer.bucket_parameters=65536",
         *sizes,
-        *places,
+        *targets,
         *overrides,
     )
 
@@ -345,9 +348,9 @@ EXPERT_CASES = [
     _streamed("disk", ", by layer", 1, *_BY_LAYER),
     _streamed("host", ", EP2, bf16", 2, "parallel.expert=2", _BF16),
     _streamed("disk", ", EP2, by layer", 2, "parallel.expert=2", *_BY_LAYER),
-    _streamed("host", ", DP2 in parts", 2, _PARTS),
+    _streamed("host", ", DP2 in parts", 2, _SHARDED),
     _streamed("host", ", DP2, bf16", 2, _ALL, _BF16),
-    _streamed("disk", ", DP2 in parts, by layer, bf16", 2, _PARTS, *_BY_LAYER, _BF16),
+    _streamed("disk", ", DP2 in parts, by layer, bf16", 2, _SHARDED, *_BY_LAYER, _BF16),
     _streamed("host", ", PP2, full recompute", 2, "parallel.pipeline=2", "training.recompute=full"),
     _streamed("disk", ", PP2, bf16", 2, "parallel.pipeline=2", _BF16),
     _streamed(
@@ -355,7 +358,7 @@ EXPERT_CASES = [
         ", EP2xDP2 in parts, by layer, layer inputs on the host",
         4,
         "parallel.expert=2",
-        _PARTS,
+        _SHARDED,
         *_BY_LAYER,
         "training.activation_offload=auto",
     ),
@@ -410,14 +413,14 @@ def measure(config: Config) -> dict[str, Any]:
 
     from memory.pool import WORKSPACE
     from parallel import topology as topology_module
-    from simulator.run_plan import make_plan, room_beside
+    from simulator.run_plan import make_plan, state_headroom
     from training.engine import Engine
     from training.starting.dry_run import made_up_batches
     from training.step import train_step
 
     topology = topology_module.initialize(config)
     plan = make_plan(config, topology.world_size, VOCAB_SIZE, topology.device.type)
-    model = Engine(config, topology, VOCAB_SIZE, room_beside(plan.memory[topology.rank], plan.rooms))
+    model = Engine(config, topology, VOCAB_SIZE, state_headroom(plan.memory[topology.rank], plan.capacity))
     count = config.training.global_batch_size // (config.training.micro_batch_size * topology.data.size)
     batches = made_up_batches(config, count, VOCAB_SIZE, seed=topology.data.rank)
     train_step(model, batches, 1)
@@ -459,27 +462,27 @@ def _own_tensors(model: Engine) -> list[torch.Tensor]:
             found.append(chunk.rotary.of_length(model.config.model.sequence_length, model.topology.device))
         for module in chunk.modules():
             if isinstance(module, MixtrainMoELayer) and (placement := module.placement) is not None:
-                if (slots := placement.slots) is not None:
-                    found.append(slots.weights)
-                    found += [] if slots._grads is None else [slots._grads]
+                if (buffers := placement.replica_buffers) is not None:
+                    found.append(buffers.weights)
+                    found += [] if buffers._grads is None else [buffers._grads]
     return found
 
 
 def _storages_by_kind(model: Engine) -> dict[str, dict[int, int]]:
-    from optim.tiers.tiers import tiers_of
+    from optim.offload.optimizer import offload_of
     from parallel.megatron.optimizer import members
 
     def storages(tensors: Any) -> dict[int, int]:
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
     stream = model.experts  # of experts off the device, whose parameters are stand-ins
-    slots, grad_slots = ([], []) if stream is None else (stream.slots, stream.grad_slots)
+    buffers, grad_slots = ([], []) if stream is None else (stream.weight_slots, stream.grad_slots)
     weights = storages(p.data for chunk in model.bare_chunks for p in chunk.parameters())
-    weights |= storages(slot.flat for slot in slots)
+    weights |= storages(buffer.flat for buffer in buffers)
     gradients = storages(
         b.grad_data for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]
     )
-    gradients |= storages(slot.flat for slot in grad_slots)
+    gradients |= storages(buffer.flat for buffer in grad_slots)
     state: list[torch.Tensor] = []
     for member in members(model.optimizer):
         if member.optimizer is not None:
@@ -487,9 +490,9 @@ def _storages_by_kind(model: Engine) -> dict[str, dict[int, int]]:
                 state += group["params"]
             for values in member.optimizer.state.values():
                 state += [value for value in values.values() if isinstance(value, torch.Tensor)]
-    tiers = tiers_of(model.optimizer)
+    tiers = offload_of(model.optimizer)
     memory = None if tiers is None else tiers.memory
-    on_device = [] if memory is None else [*memory.resident, *memory.device_slots]
+    on_device = [] if memory is None else [*memory.resident, *memory.device_stages]
     state += _tensors(on_device)
     optimizer = {key: size for key, size in storages(state).items() if key not in weights}
     of_tiers = storages([] if memory is None else _tensors([*vars(memory).values(), *vars(memory.store).values()]))
@@ -512,9 +515,9 @@ def _tensors(found: Any) -> list[torch.Tensor]:
 
 
 def _disk_bytes(model: Engine) -> int:
-    from optim.tiers.tiers import tiers_of
+    from optim.offload.optimizer import offload_of
 
-    tiers = tiers_of(model.optimizer)
+    tiers = offload_of(model.optimizer)
     if tiers is None:
         return 0
     files = [tiers.memory.disk, None if tiers.experts is None else tiers.experts.disk]

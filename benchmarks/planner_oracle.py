@@ -4,8 +4,8 @@
 `--limit`: whether ours keeps `moe.placement.max_load` wherever a plan does (benchmarks/limit_cases.py).
 
 A case has 2 to 4 ranks, 4 to 8 experts, 1 or 2 slots a rank, and skewed counts with a few dozen assignments of an
-expert. Some have costs of pieces, of copies, copies that are there already, or nodes of two ranks. What counts is the
-time of the busiest rank (`moe.placement.quotas.outcome`): assignments, pieces, copies sent and received.
+expert. Some have an overhead per expert, costs of replicas, existing replicas, or nodes of two ranks. The score is
+the time of the busiest rank (`moe.placement.quotas.outcome`): assignments, overheads, replicas sent and received.
 
 `exact` finds the least such time. A plan is a set of (expert, rank) pairs that compute, and a split of the assignments
 over them. It tries every set of copies that the slots allow, and for each expert with copies, its home with and
@@ -41,8 +41,8 @@ from benchmarks.planners import PLANNERS
 from benchmarks.tables import table
 from configs import command
 from configs.schema import ConfigError
-from moe.placement.planners.instances import may_hold
-from moe.placement.quotas import CopyLimits, Costs, at_home, check, held, outcome
+from moe.placement.planners.published import may_hold
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, check, held, outcome
 from moe.placement_map import Integers, PlacementMap
 
 COMPARED = ("static", "least_loaded", "quota", "flex", "solve")
@@ -58,16 +58,16 @@ class Case:
     counts_RE: Integers
     placement: PlacementMap
     costs: Costs
-    limits: CopyLimits
+    limits: ReplicaLimits
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The classes that it belongs to."""
-        names = ("pieces",) * (self.costs.piece > 0) + ("copies cost",) * (self.costs.copy_in_node > 0)
+        names = ("pieces",) * (self.costs.expert_overhead > 0) + ("copies cost",) * (self.costs.replica_in_node > 0)
         names = names or ("nothing costs",)
-        names += ("fresh copies",) * bool(self.placement.copies)
+        names += ("fresh copies",) * bool(self.placement.replicas)
         names += ("nodes",) * (self.limits.ranks_per_node < self.placement.num_ranks)
-        return (*names, f"{self.limits.slots} slot{'s' * (self.limits.slots > 1)}")
+        return (*names, f"{self.limits.replica_slots} slot{'s' * (self.limits.replica_slots > 1)}")
 
 
 def case(seed: int, number: int) -> Case:
@@ -78,28 +78,31 @@ def case(seed: int, number: int) -> Case:
     popularity = np.exp(rng.uniform(0.5, 1.5) * rng.standard_normal(experts))
     total = experts * int(rng.integers(*AN_EXPERT))
     counts_RE = rng.multinomial(total // ranks, popularity / popularity.sum(), ranks).astype(np.int64)
-    slots, node = int(rng.integers(1, 3)), 2 if has_nodes and ranks == 4 else ranks
+    replica_slots, node = int(rng.integers(1, 3)), 2 if has_nodes and ranks == 4 else ranks
     near = int(rng.integers(1, 9)) if has_costs else 0
     far = None if node < ranks and rng.random() < 0.5 else near * int(rng.integers(1, 5))
     costs = Costs(int(rng.integers(1, 7)) if has_pieces else 0, near, far)
-    placement, limits = PlacementMap(experts, ranks, tuple(rng.permutation(experts).tolist())), CopyLimits(slots, node)
+    placement, limits = (
+        PlacementMap(experts, ranks, tuple(rng.permutation(experts).tolist())),
+        ReplicaLimits(replica_slots, node),
+    )
     fresh: list[tuple[int, int]] = []
     if has_fresh:
         may_ER = may_hold(placement, costs, limits)
         for rank in range(ranks):
             allowed = rng.permutation(np.flatnonzero(may_ER[:, rank]))
-            fresh += [(int(expert), rank) for expert in allowed[: int(rng.integers(0, slots + 1))]]
-    return Case(counts_RE, PlacementMap(experts, ranks, placement.homes, tuple(sorted(fresh))), costs, limits)
+            fresh += [(int(expert), rank) for expert in allowed[: int(rng.integers(0, replica_slots + 1))]]
+    return Case(counts_RE, PlacementMap(experts, ranks, placement.primaries, tuple(sorted(fresh))), costs, limits)
 
 
-def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> int | None:
+def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> int | None:
     """The least time of the busiest rank, in the unit of Costs; None where no plan keeps `limits.most`."""
     worked_E = np.flatnonzero(counts_RE.sum(0))
-    totals_E, homes_E = counts_RE.sum(0)[worked_E], placement.home_ranks[worked_E]
+    totals_E, primaries_E = counts_RE.sum(0)[worked_E], placement.primary_ranks[worked_E]
     inside_MA, sizes_A = _subsets(placement.num_ranks)
     numbers = np.arange(1, len(sizes_A) + 1)  # of subsets
     outer_P, inner_P = np.nonzero(numbers[:, None] & numbers == numbers)
-    home, most = outcome(at_home(counts_RE, placement), placement, costs, limits), limits.most
+    home, most = outcome(at_primaries(counts_RE, placement), placement, costs, limits), limits.most
     best = NEVER if most is not None and home.loads_R.max() > most else home.seconds
 
     def bound(where_NE: Integers, costs_NR: Integers) -> Integers:
@@ -119,14 +122,14 @@ def exact(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Co
         return where_NE[keep], costs_NR[keep]
 
     for where_NE, costs_NR in _sets_of_copies(worked_E, placement, costs, limits):
-        for index, home in enumerate(homes_E):  # with copies, a home's piece is decided below
-            costs_NR[:, home] += costs.piece * (where_NE[:, index] == 0)
-        where_NE, costs_NR = better(where_NE | 1 << homes_E, costs_NR)
-        for index, home in enumerate(homes_E if costs.piece else ()):
-            has_copies = where_NE[:, index] != 1 << home
-            where_without, costs_without = where_NE[has_copies], costs_NR[has_copies]
+        for index, home in enumerate(primaries_E):  # with copies, a home's piece is decided below
+            costs_NR[:, home] += costs.expert_overhead * (where_NE[:, index] == 0)
+        where_NE, costs_NR = better(where_NE | 1 << primaries_E, costs_NR)
+        for index, home in enumerate(primaries_E if costs.expert_overhead else ()):
+            has_replicas = where_NE[:, index] != 1 << home
+            where_without, costs_without = where_NE[has_replicas], costs_NR[has_replicas]
             where_without[:, index] ^= 1 << home
-            costs_NR[has_copies, home] += costs.piece
+            costs_NR[has_replicas, home] += costs.expert_overhead
             both = np.concatenate([where_NE, where_without]), np.concatenate([costs_NR, costs_without])
             where_NE, costs_NR = better(*both)
         if len(where_NE):
@@ -142,32 +145,32 @@ def _subsets(ranks: int) -> tuple[Integers, Integers]:
 
 
 def _sets_of_copies(
-    experts: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits
+    experts: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits
 ) -> Iterator[tuple[Integers, Integers]]:
     """Every set of copies of the experts, many at a time: by expert the ranks as a mask [N, E], by rank what the
     copies and their pieces cost [N, R]."""
-    ranks, homes_E, held_ER = placement.num_ranks, placement.home_ranks, held(placement)
+    ranks, primaries_E, held_ER = placement.num_ranks, placement.primary_ranks, held(placement)
     may_ER = may_hold(placement, costs, limits) | held_ER
-    may_ER[np.arange(placement.num_experts), homes_E] = False
+    may_ER[np.arange(placement.num_experts), primaries_E] = False
     options = []
     for rank in range(ranks):
         allowed = [index for index, expert in enumerate(experts) if may_ER[expert, rank]]
         pinned = [index for index in allowed if (int(experts[index]), rank) in limits.pinned]
-        taken = sum(copy_rank == rank for _, copy_rank in limits.pinned)
+        taken = sum(replica_rank == rank for _, replica_rank in limits.pinned)
         others = [index for index in allowed if index not in pinned]
-        chosen = [c for number in range(limits.slots - taken + 1) for c in combinations(others, number)]
+        chosen = [c for number in range(limits.replica_slots - taken + 1) for c in combinations(others, number)]
         chosen = [
             c + more for c in chosen for number in range(len(pinned) + 1) for more in combinations(pinned, number)
         ]
         where, prices = np.zeros((len(chosen), len(experts)), np.int64), np.zeros((len(chosen), ranks), np.int64)
-        for place, copies in enumerate(chosen):
-            for index in copies:
-                home = homes_E[experts[index]]
-                where[place, index] = 1 << rank
-                prices[place, rank] += costs.piece
+        for number, replicas in enumerate(chosen):
+            for index in replicas:
+                home = primaries_E[experts[index]]
+                where[number, index] = 1 << rank
+                prices[number, rank] += costs.expert_overhead
                 if not held_ER[experts[index], rank]:
                     near = home // limits.ranks_per_node == rank // limits.ranks_per_node
-                    prices[place, [home, rank]] += costs.copy_in_node if near else costs.copy_between or 0
+                    prices[number, [home, rank]] += costs.replica_in_node if near else costs.replica_between or 0
         options.append((where, prices))
     first, *rest = options
     where_NE, costs_NR = np.zeros((1, len(experts)), np.int64), np.zeros((1, ranks), np.int64)
@@ -226,15 +229,15 @@ def show_limits(arguments: argparse.Namespace) -> None:
     start, found = time.perf_counter(), dict[str, Counter[str]]()
     for number in range(arguments.cases):
         asked = limit_cases.case(arguments.seed, number)
-        verdict = limit_cases.judge(asked, exact)
+        verdict = limit_cases.grade(asked, exact)
         for kind in ("all", *asked.kinds):
             found.setdefault(kind, Counter()).update((verdict, "calls", *("plain",) * asked.is_plain_over()))
         if verdict in ("missed", "undecided"):
             print(f"{verdict}: case {number}")
     columns = ("calls", "plain", *limit_cases.VERDICTS)
-    rows = [[kind, *(str(found[kind][column]) for column in columns)] for kind in sorted(found)]
+    table_rows = [[kind, *(str(found[kind][column]) for column in columns)] for kind in sorted(found)]
     titles = ["calls with", "calls", "over it if it is not asked", "kept", "no plan keeps it", "missed", "undecided"]
-    print(table(titles, rows, arguments.markdown) + "\n")
+    print(table(titles, table_rows, arguments.markdown) + "\n")
     print(f"{arguments.cases} calls, seed {arguments.seed}, {time.perf_counter() - start:.0f} s")
     if arguments.json:
         print(json.dumps({"seed": arguments.seed, "limit": found}))
@@ -249,11 +252,11 @@ def summary(ratios: np.ndarray, numbers: Sequence[int]) -> dict[str, float]:
 
 
 def show(heading: str, results: dict[str, dict[str, float]], markdown: bool) -> None:
-    rows = [
+    table_rows = [
         [name, str(f["cases"]), f"{f['mean']:.4f}", f"{f['worst']:.3f}", str(f["case"]), str(f["optimal"])]
         for name, f in results.items()
     ]
-    print(table([heading, "cases", "time by the least", "worst", "its number", "optimal"], rows, markdown) + "\n")
+    print(table([heading, "cases", "time by the least", "worst", "its number", "optimal"], table_rows, markdown) + "\n")
 
 
 if __name__ == "__main__":

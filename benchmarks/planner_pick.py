@@ -1,5 +1,4 @@
-"""How good the planner's numbers of chunks are: its picks against the measured best, over layers that differ in what is
-best.
+"""Regret of the planner's numbers of chunks against the measured best, over layers with different best numbers.
 
 `python -m benchmarks.planner_pick --out FILE [--part 1/4] [--rounds 7] [--quick]`, then `... --summary FILE [--json]
 [--markdown]`
@@ -8,12 +7,12 @@ Each layer runs on an emulated cluster, in earnest (2 ranks) or with a virtual a
 measured as training does, and the planner picks a number of chunks for each pass among 1, 2, 4 and 8. Then every number
 is measured, for the backward pass with the weight gradients at once and one chunk later, and the pick itself, in rounds
 that take turns; also what is chosen after a trial of the best few, as in a training's first steps. A round has some
-steps of each, and what is far from the fastest after the first rounds leaves: on a shared machine, regrets over ten
-steps are 2% uncertain, and 3% are to be told apart. Each pass has a number of its own, so a layer's passes are two
-cases. A part appends its layers to FILE, one JSON object a line; the summary takes each layer's last.
+steps of each, and candidates far from the fastest are dropped after the first rounds: on a shared machine, regrets over
+ten steps have an error of 2%, and differences of 3% must be resolved. Each pass has a number of its own, so a layer's
+passes are two cases. `--part` appends its layers to FILE, one JSON object per line; the summary uses the last of each.
 
-Regret of a pick: the median over rounds of its time by that of the fastest candidate, less 1. Policies to compare with:
-the same number for every case, with the weight lag that the planner picks for it.
+Regret of a pick: the median over rounds of its time over that of the fastest candidate, minus 1. Policies to compare
+with: the same number for every case, with the weight lag that the planner picks for it.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ from benchmarks.pipeline_degree import tried
 from benchmarks.tables import table
 from moe.chunk_plan import Plan
 from moe.planning.costs import Limits
-from moe.planning.measure import BUDGET
-from moe.planning.planner import Planner
-from moe.planning.search import best_plan, predict, weight_lags
+from moe.planning.layer_measurement import BUDGET
+from moe.planning.planner import Planner, best_plan, predict, weight_lags
 
 DEGREES = (1, 2, 4, 8)
 PASSES = ("forward", "backward")
@@ -150,12 +148,12 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
-        "load": asdict(load),
+        "load": {"rows" if key == "token_rows" else key: each for key, each in asdict(load).items()},
         "plans": [
             {
                 "plan": asdict(plan),
                 "predicted": asdict(predict(known, load, plan)),
-                "seconds": {part: result.seconds[name][part] for part in PASSES},
+                "seconds": {pass_name: result.seconds[name][pass_name] for pass_name in PASSES},
             }
             for name, plan in names.items()
         ],
@@ -170,8 +168,8 @@ def contenders(seconds: Mapping[str, Mapping[str, Sequence[float]]]) -> set[str]
     """Names of the plans that may be the fastest in a pass or in both together, by the seconds of each pass in each
     round."""
     names: set[str] = set()
-    for parts in (PASSES[:1], PASSES[1:], PASSES):
-        medians = {name: statistics.median(_sums(of_plan, parts)) for name, of_plan in seconds.items()}
+    for pass_names in (PASSES[:1], PASSES[1:], PASSES):
+        medians = {name: statistics.median(_sums(of_plan, pass_names)) for name, of_plan in seconds.items()}
         names |= {name for name, median in medians.items() if median <= (1 + rounds.CONTENDS) * min(medians.values())}
     return names
 
@@ -196,12 +194,12 @@ def regret(seconds: Sequence[float], fastest: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Grade:
     """One pass of one layer. `seconds` and `predicted` are by number of chunks, with the planner's lag; `regrets`
     too."""
 
     layer: Layer
-    part: str
+    pass_name: str
     best: int
     pick: int
     regret: float
@@ -210,23 +208,23 @@ class Judged:
     predicted: dict[int, float]
 
 
-def judge(record: dict[str, Any], which: str = "pick") -> list[Judged]:
+def grade(record: dict[str, Any], which: str = "pick") -> list[Grade]:
     """Both passes of a layer: the planner's "pick", or what was "chosen" after a trial."""
-    return [_judge_pass(record, part, Plan(**record[which])) for part in PASSES]
+    return [_grade_pass(record, pass_name, Plan(**record[which])) for pass_name in PASSES]
 
 
-def _judge_pass(record: dict[str, Any], part: str, pick: Plan) -> Judged:
-    forward = part == "forward"
+def _grade_pass(record: dict[str, Any], pass_name: str, pick: Plan) -> Grade:
+    forward = pass_name == "forward"
     times: dict[tuple[int, int], list[list[float]]] = {}
     predicted = {}
     for entry in record["plans"]:
         plan = Plan(**entry["plan"])
         if plan.degree == plan.backward_degree:
             key = _key(plan, forward)
-            times.setdefault(key, []).append(entry["seconds"][part])
-            predicted[key] = entry["predicted"][part]
+            times.setdefault(key, []).append(entry["seconds"][pass_name])
+            predicted[key] = entry["predicted"][pass_name]
         if plan == pick:
-            of_pick = entry["seconds"][part]
+            of_pick = entry["seconds"][pass_name]
     # The forward pass is the same whatever the lag: it has run several times in each round.
     seconds = {
         key: [statistics.fmean(filter(None, of_round)) for of_round in zip_longest(*lists)]
@@ -237,9 +235,9 @@ def _judge_pass(record: dict[str, Any], part: str, pick: Plan) -> Judged:
     # else it takes a little longer to prepare two kinds of chunks, which counts
     if pick.degree == pick.backward_degree:
         of_pick = seconds[_key(pick, forward)]
-    return Judged(
+    return Grade(
         layer=Layer(**record["layer"]),
-        part=part,
+        pass_name=pass_name,
         best=fastest[0],
         pick=pick.degree if forward else pick.backward_degree,
         regret=max(0.0, regret(of_pick, seconds[fastest])),
@@ -260,11 +258,11 @@ def whole_step_regret(record: dict[str, Any], which: str) -> float:
     return max(0.0, regret(seconds[Plan(**record[which])], fastest))
 
 
-def _sums(seconds: Mapping[str, Sequence[float]], parts: Sequence[str] = PASSES) -> list[float]:
-    return [sum(passes) for passes in zip(*(seconds[part] for part in parts), strict=True)]
+def _sums(seconds: Mapping[str, Sequence[float]], pass_names: Sequence[str] = PASSES) -> list[float]:
+    return [sum(passes) for passes in zip(*(seconds[pass_name] for pass_name in pass_names), strict=True)]
 
 
-def totals(cases: Sequence[Judged]) -> dict[str, Any]:
+def totals(cases: Sequence[Grade]) -> dict[str, Any]:
     """What all cases come to. Raises ValueError without any."""
     if not cases:
         raise ValueError("there are no cases to sum up; try --out FILE first, for every part")
@@ -309,13 +307,13 @@ def cases_table(found: Sequence[dict[str, Any]], markdown: bool) -> str:
         "regret",
         *(f"r={r}: ms / predicted" for r in DEGREES),
     )
-    pairs = [pair for record in found for pair in zip(judge(record), judge(record, "chosen"), strict=True)]
-    rows = [
+    pairs = [pair for record in found for pair in zip(grade(record), grade(record, "chosen"), strict=True)]
+    table_rows = [
         [
             str(pick.layer.ranks),
             pick.layer.rate,
             pick.layer.in_words(),
-            pick.part,
+            pick.pass_name,
             str(pick.best),
             str(pick.pick),
             f"{pick.regret:.1%}",
@@ -325,15 +323,17 @@ def cases_table(found: Sequence[dict[str, Any]], markdown: bool) -> str:
         ]
         for pick, chosen in sorted(pairs, key=lambda pair: -pair[1].regret)
     ]
-    return table(headings, rows, markdown)
+    return table(headings, table_rows, markdown)
 
 
 def totals_text(sums: dict[str, Any], after_trial: dict[str, Any], markdown: bool) -> str:
     """The totals in words and a table of policies."""
     num_layers = sums["cases"] // len(PASSES)
     ours = {"planner": sums, "planner, after a trial of its best": after_trial}
-    rows = [[name, f"{each['within_3_percent']:.0%}", f"{each['mean_regret']:.2%}"] for name, each in ours.items()]
-    rows += [
+    table_rows = [
+        [name, f"{each['within_3_percent']:.0%}", f"{each['mean_regret']:.2%}"] for name, each in ours.items()
+    ]
+    table_rows += [
         [f"always r={r}", f"{sums['constant_within_3_percent'][r]:.0%}", f"{sums['constant_mean_regret'][r]:.2%}"]
         for r in DEGREES
     ]
@@ -349,7 +349,7 @@ def totals_text(sums: dict[str, Any], after_trial: dict[str, Any], markdown: boo
             f"regret {each['mean_regret']:.2%} (worst {each['worst_regret']:.1%}), "
             f"{each['regret_by_best_constant']:.2f} times that of the best constant policy (r={each['best_constant']})."
         )
-    return "\n".join([*lines, "", table(("policy", "within 3% of the best", "mean regret"), rows, markdown)])
+    return "\n".join([*lines, "", table(("policy", "within 3% of the best", "mean regret"), table_rows, markdown)])
 
 
 def _counts(of_degrees: dict[int, int]) -> str:
@@ -365,7 +365,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _part(text: str) -> tuple[int, int]:
+def _shard(text: str) -> tuple[int, int]:
     first, _, count = text.partition("/")
     if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
         raise argparse.ArgumentTypeError(f"{text!r}: a part and the number of parts, such as 1/4")
@@ -376,7 +376,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0].replace("\n", " "))
     parser.add_argument("--out", type=Path, help="file to which each layer's record is appended")
     parser.add_argument("--summary", type=Path, help="print the totals of such a file instead of measuring")
-    parser.add_argument("--part", type=_part, default=(1, 1), help="i/n: the i-th of n parts of the layers")
+    parser.add_argument("--part", type=_shard, default=(1, 1), help="i/n: the i-th of n parts of the layers")
     parser.add_argument(
         "--rounds", type=int, default=7, help=f"of plans near the fastest; the others leave after {rounds.FOR_ALL}"
     )
@@ -385,8 +385,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true")
     arguments = parser.parse_args()
-    part, num_parts = arguments.part
-    layers = LAYERS[(part - 1) * len(LAYERS) // num_parts : part * len(LAYERS) // num_parts]
+    shard, num_shards = arguments.part
+    layers = LAYERS[(shard - 1) * len(LAYERS) // num_shards : shard * len(LAYERS) // num_shards]
     if arguments.quick:
         layers, arguments.rounds, arguments.budget = (LAYERS[3], LAYERS[10]), 2, 2.0
     found: list[dict[str, Any]] = []
@@ -401,8 +401,8 @@ def main() -> int:
                         file.write(json.dumps(record) + "\n")
                 if not arguments.json:
                     print(cases_table([record], arguments.markdown), flush=True)
-        cases = [case for record in found for case in judge(record)]
-        sums, after_trial = totals(cases), totals([case for record in found for case in judge(record, "chosen")])
+        cases = [case for record in found for case in grade(record)]
+        sums, after_trial = totals(cases), totals([case for record in found for case in grade(record, "chosen")])
     except (OSError, ValueError, RuntimeError, ClusterError) as error:
         print(f"planner_pick: {error}", file=sys.stderr)
         return 1
@@ -412,7 +412,9 @@ def main() -> int:
             "totals": sums,
             "after_trial": after_trial,
             "whole_step_regrets": whole_steps,
-            "cases": [asdict(case) for case in cases],
+            "cases": [
+                {"part" if key == "pass_name" else key: each for key, each in asdict(case).items()} for case in cases
+            ],
         }
         print(json.dumps(result))
     else:

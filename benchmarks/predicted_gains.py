@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.closed_form import closed_form_degree, closed_form_seconds
 from moe.chunk_plan import LayerLoad, Plan
 from moe.planning.costs import DEGREES, LayerCosts, Limits
-from moe.planning.search import best_plan, predict, weight_lags
+from moe.planning.planner import best_plan, predict, weight_lags
 from parallel.costs.models import NOTHING, Curve, Line
 
 GEMM = Line(1.5e-4, 3.73e-14)  # over 4 times the multiply-adds of one matrix product, as the authors count
@@ -57,7 +57,7 @@ class Layer:
         return self.batch * self.length
 
     @property
-    def rows(self) -> int:
+    def token_rows(self) -> int:
         """Rows that a GPU sends and computes."""
         return int(self.top_k * self.capacity * self.tokens)
 
@@ -65,15 +65,15 @@ class Layer:
         """Expert with gradient and Adam's two moments, and the layer's activations (MPipeMoE's count: 4 T M + T H,
         twice)."""
         states = 4 * 2 * self.hidden * self.ffn
-        activations = 2 * self.rows * (4 * self.hidden + self.ffn)
+        activations = 2 * self.token_rows * (4 * self.hidden + self.ffn)
         return FLOAT * (states + activations) <= CARD
 
     def load(self) -> LayerLoad:
         return LayerLoad(
             tokens=self.tokens,
-            rows=self.rows,
-            away_rows=self.rows,  # the published times are for all bytes, a GPU's own among them
-            assignments=self.rows,
+            token_rows=self.token_rows,
+            away_rows=self.token_rows,  # the published times are for all bytes, a GPU's own among them
+            assignments=self.token_rows,
             hidden_size=self.hidden,
             hidden_columns=self.ffn,
             width=self.ffn,
@@ -128,12 +128,12 @@ def own_times(layer: Layer) -> tuple[dict[int, float], float, int]:
 def pipemoe_times(layer: Layer) -> tuple[dict[int, float], float, int]:
     """PipeMoE's order, forward: the same by its closed form."""
     exchange, compute = ALL_TO_ALL[layer.gpus], layer.products()
-    size = layer.rows * layer.hidden * FLOAT
+    size = layer.token_rows * layer.hidden * FLOAT
 
     def seconds(degree: int) -> float:
-        return closed_form_seconds(exchange, compute, size, layer.rows, degree)
+        return closed_form_seconds(exchange, compute, size, layer.token_rows, degree)
 
-    degree = closed_form_degree(exchange, compute, size, layer.rows, max(DEGREES))
+    degree = closed_form_degree(exchange, compute, size, layer.token_rows, max(DEGREES))
     return {constant: seconds(constant) for constant in CONSTANTS}, seconds(degree), degree
 
 
@@ -171,7 +171,7 @@ def summarize(
 def table(title: str, summary: dict[str, Any], markdown: bool) -> str:
     """The gains of one schedule as text or Markdown."""
     head = ["predicted gain over", "mean", "median", "smallest", "largest", "layers over 1.05"]
-    rows = [
+    table_rows = [
         [
             name,
             *(f"{gain[key]:.3f}" for key in ("mean", "median", "smallest", "largest")),
@@ -184,14 +184,14 @@ def table(title: str, summary: dict[str, Any], markdown: bool) -> str:
     )
     if markdown:
         lines = [f"### {title}", "", "| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), "", chosen + "."])
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+        return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table_rows), "", chosen + "."])
+    widths = [max(len(row[i]) for row in [head, *table_rows]) for i in range(len(head))]
     lines = [
         "  ".join(
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        for row in [head, *rows]
+        for row in [head, *table_rows]
     ]
     return "\n".join([title, *lines, chosen])
 

@@ -1,14 +1,14 @@
-"""How fast data.prepare tokenizes, beside sentencepiece's own encoder: python -m benchmarks.prepare_speed [--json].
+"""Speed of data.prepare next to sentencepiece's own encoder: python -m benchmarks.prepare_speed [--json].
 
 A: `data.prepare.prepare`, from the .jsonl file to the finished .bin/.idx files, with N worker processes; the tokenizer
-exists. The time is everything: planning, starting the processes, reading, encoding, writing and merging. B: N bare
-processes, each with half (1/N) of the same documents already in memory, that call `SentencePieceProcessor.encode` on
-one after the other and keep nothing. The time is that of the slowest one's loop: no start, no reading, no writing. C:
-as B, with the time from the start of the processes to the end of the last, reading the documents included.
+exists. The time includes planning, starting the processes, reading, encoding, writing and merging. B: N bare processes,
+each with 1/N of the same documents already in memory, that call `SentencePieceProcessor.encode` on one after the other
+and keep nothing. The time is that of the slowest process' loop, without start, reading and writing. C: like B, with the
+time from the start of the processes to the end of the last, reading the documents included.
 
-A, B and C take turns; the table shows medians. A / C is like for like: both begin with a file and start their
+A, B and C alternate; the table shows medians. A / C compares like with like: both begin with a file and start their
 processes; A also writes the result. A / B charges A alone with starting, reading and writing. CPU seconds are of all
-processes together; they say more than the clock on a machine that does other work at the same time.
+processes together; they are more reliable than wall time on a machine with other work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 
 from configs.schema import DataConfig
-from data.corpus import Document, parse_corpus, plan_parts, read_span
+from data.corpus import Document, parse_corpus, plan_shards, read_span
 from data.prepare import prepare
 from data.tokenizer import train_tokenizer
 
@@ -47,8 +47,8 @@ print(time.perf_counter() - begin, time.process_time() - cpu, flush=True)
 
 
 def write_corpus(path: Path, num_bytes: int) -> int:
-    """Standard-library documents, repeated, as .jsonl. Returns the bytes of text."""
-    spans = [span for source in parse_corpus("stdlib") for part in plan_parts(source.files, {}) for span in part]
+    """Write repeated standard-library documents as .jsonl. Return the bytes of text."""
+    spans = [span for source in parse_corpus("stdlib") for shard in plan_shards(source.files, {}) for span in shard]
     documents = [item.text for span in spans for item in read_span(span, "text") if isinstance(item, Document)]
     written = 0
     with open(path, "w", encoding="utf-8") as file:
@@ -62,13 +62,13 @@ def write_corpus(path: Path, num_bytes: int) -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and of those it has waited for."""
+    """Return the CPU seconds of this process and of the children it has waited for."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def time_prepare(corpus: Path, model: Path, cache: Path, workers: int) -> tuple[float, float]:
-    """Seconds and CPU seconds."""
+    """Return wall seconds and CPU seconds of data.prepare."""
     shutil.rmtree(cache, ignore_errors=True)
     config = DataConfig(corpus=str(corpus), tokenizer=str(model), cache_dir=str(cache), num_workers=workers)
     begin, cpu = time.perf_counter(), cpu_seconds()
@@ -77,7 +77,8 @@ def time_prepare(corpus: Path, model: Path, cache: Path, workers: int) -> tuple[
 
 
 def time_bare(corpus: Path, model: Path, workers: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Seconds and CPU seconds: of the slowest loop and of all loops; from start to end."""
+    """Return wall and CPU seconds of bare encoding: those of the slowest loop and of all loops, and those from start to
+    end."""
     begin, cpu = time.perf_counter(), cpu_seconds()
     processes = []
     for i in range(workers):

@@ -20,9 +20,8 @@ from benchmarks.tables import table
 from configs.schema import Config
 from models.blueprint import padded_vocab_size
 from simulator.clock.hardware import Hardware
-from simulator.clock.output.words import held_to
 from simulator.clock.predict import StepClock
-from simulator.clock.prediction import Prediction
+from simulator.clock.prediction import Prediction, describe_back_tests
 from simulator.flops import training_flops_per_token
 
 UPDATE = ("update", "host_update", "host_link", "disk")  # reasons of an update off the device
@@ -60,7 +59,7 @@ def row(fact: PublishedFact) -> dict[str, Any]:
         "error_percent": error,
         "taken": fact.taken,
         "hardware": fact.hardware,
-        "back_test": held_to(machine.errors),
+        "back_test": describe_back_tests(machine.errors),
     }
 
 
@@ -72,8 +71,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="WORDS", help="facts whose name has these words")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    rows = [row(fact) for fact in FACTS if options.only in fact.name]
-    modelled = [each for each in rows if each["predicted"] is not None]
+    fact_rows = [row(fact) for fact in FACTS if options.only in fact.name]
+    modelled = [each for each in fact_rows if each["predicted"] is not None]
     headings = ["fact", "published", "predicted", "error", "unit", "taken", "hardware", "back-test", "source"]
     lines = [
         [
@@ -93,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     print("\nNot modelled:\n")
     left = [
         [each["name"], f"{each['published']:g} {each['unit']}", each["not_modelled"], each["source"]]
-        for each in rows
+        for each in fact_rows
         if each["predicted"] is None
     ]
     print(table(["fact", "published", "why", "source"], left, True))
@@ -101,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     if mean is not None:
         print(f"\nmean error {mean:.1f}% over {len(modelled)} facts")
     if options.json:
-        print(json.dumps({"mean_absolute_error_percent": mean, "rows": rows}))
+        print(json.dumps({"mean_absolute_error_percent": mean, "rows": fact_rows}))
     return 0
 
 

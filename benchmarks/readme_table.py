@@ -1,4 +1,4 @@
-"""README typed in a fresh clone: its quickstart, then every command of the table "I want to ..." from top to bottom.
+"""The quickstart, the tasks of the README and those of docs/README.md, typed in a fresh clone from top to bottom.
 
     python -m benchmarks.readme_table [--steps 620] [--set-up] [--json]
 
@@ -53,16 +53,27 @@ class Typed:
     did: str
 
 
-def rows_of(readme: str) -> list[Row]:
-    """The rows of the table, in order."""
-    lines = readme[readme.index("| I want to |") :].splitlines()
+def tasks_of_readme(text: str) -> list[Row]:
+    """Return the commands of the README's section "Tasks", in order; the comment above a command names its task."""
+    lines = re.sub(r"\s*\\\n\s*", " ", text.partition("\n## Tasks\n")[2]).splitlines()
+    found: list[Row] = []
+    task = ""
+    for line in lines:
+        if line.startswith("    # "):
+            task = line[6:].split("  ")[0]
+        elif re.match(r"    (python|bash) ", line):
+            found.append(Row(task, line.strip()))
+    return found
+
+
+def tasks_of_index(text: str) -> list[Row]:
+    """Return the rows of the tables of docs/README.md, in order."""
     found = []
-    for line in lines[2:]:
-        if not line.startswith("|"):
-            break
-        want, does, _ = (cell.strip() for cell in line.strip("|").split("|"))
-        spans = re.findall(r"`([^`]+)`", does)
-        found.append(Row(want, spans[-1] if spans else None))
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("|") and cells[0] != "I want to" and not set(line) <= set("|-"):
+            spans = re.findall(r"`([^`]+)`", cells[1])
+            found.append(Row(cells[0], spans[-1] if spans else None))
     return found
 
 
@@ -79,7 +90,7 @@ def _is_there(program: str) -> bool:
     return program != "sinfo" or subprocess.run([program], capture_output=True, timeout=60, check=False).returncode == 0
 
 
-def judge(command: str, status: int, output: str, seen: set[str]) -> tuple[bool, str]:
+def verdict(command: str, status: int, output: str, seen: set[str]) -> tuple[bool, str]:
     """Whether a row did what it shall, and what that was. `seen`: what went before has trained to, folder and last
     step; it is added to."""
     last = next((line.strip() for line in reversed(output.splitlines()) if re.search(r"[a-z]{2}", line)), "")
@@ -95,7 +106,7 @@ def judge(command: str, status: int, output: str, seen: set[str]) -> tuple[bool,
         return False, f"took no step: {last}"
     begin, end, folder = f"{steps[3]} {steps[1]}", f"{steps[3]} {steps[2]}", steps[3]
     goes_on = begin in seen
-    if not goes_on and any(place.split()[0] == folder for place in seen):
+    if not goes_on and any(trained.split()[0] == folder for trained in seen):
         return False, f"found another row's run in {folder}"
     if re.search(rf"step {steps[2]}/{steps[2]} \|", output) is None:
         return False, f"did not come to step {steps[2]}: {last}"
@@ -123,10 +134,11 @@ def type_all(folder: Path, steps: int | None) -> list[Typed]:
     environment = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment["PATH"] = f"{folder / '.venv' / 'bin'}{os.pathsep}{environment['PATH']}"
     fewer = "" if steps is None else f" training.steps={steps}"
-    rows = [Row("begin", QUICKSTART + fewer), *rows_of((folder / "README.md").read_text())]
+    readme, index = (folder / "README.md").read_text(), (folder / "docs" / "README.md").read_text()
+    table_rows = [Row("begin", QUICKSTART + fewer), *tasks_of_readme(readme), *tasks_of_index(index)]
     typed: list[Typed] = []
     seen: set[str] = set()
-    for row in rows:
+    for row in table_rows:
         if row.command is None or not re.match(r"(python|bash) ", row.command):
             continue
         begin = time.monotonic()
@@ -144,7 +156,7 @@ def type_all(folder: Path, steps: int | None) -> list[Typed]:
             status, output = done.returncode, done.stdout
         except subprocess.TimeoutExpired:
             status, output = 124, f"not done after {TIMEOUT} s"
-        ok, did = judge(row.command, status, output, seen)
+        ok, did = verdict(row.command, status, output, seen)
         typed.append(
             Typed(row.want, row.command, ok, status, time.monotonic() - begin, did.replace(str(folder), "CLONE"))
         )

@@ -54,7 +54,7 @@ TRAINING = (
 
 @dataclass
 class Outcome:
-    """What became of a model: `word` is works, refused or wrong."""
+    """The outcome for a model: `word` is works, refused or wrong."""
 
     word: str
     why: str = ""
@@ -63,8 +63,8 @@ class Outcome:
     text: str = "-"  # what was generated
 
 
-class Judge:
-    """Sends models through, each in a folder of its own that is deleted."""
+class Grader:
+    """Imports, trains and exports models, each in a folder of its own that is deleted afterwards."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,7 +75,7 @@ class Judge:
         train_tokenizer([self.corpus.read_text()], 400, str(self.tokenizer))
 
     def outcome(self, name: str, published: dict[str, Any], seed: int) -> Outcome:
-        """What becomes of one model."""
+        """Return the outcome for one model."""
         case = self.folder / name
         case.mkdir()
         try:
@@ -97,10 +97,10 @@ class Judge:
         imported = relative_error(opened_logits(ours, batch), _theirs(theirs, hf, batch)[0])
         if imported >= ORACLE_LOGITS:
             return Outcome("wrong", "logits after the import", imported)
-        places = [f"checkpoint.weights={ours}", f"run_dir={run}", f"data.cache_dir={self.folder / 'cache'}"]
+        overrides = [f"checkpoint.weights={ours}", f"run_dir={run}", f"data.cache_dir={self.folder / 'cache'}"]
         texts = [f"data.corpus={self.corpus}", f"data.tokenizer={self.tokenizer}"]
         length = [] if hf["model_type"] in LEARNED else [f"model.sequence_length={LENGTH}"]
-        lines = train_on_ranks([*places, *texts, *length, *TRAINING])
+        lines = train_on_ranks([*overrides, *texts, *length, *TRAINING])
         if len(lines) != 2 or not all(line["loss"] > 0 for line in lines):
             return Outcome("wrong", f"training gave {[line['loss'] for line in lines]}", imported)
         status, said = _quietly(checkpoint.main, ["convert", str(run), str(back), "--to", "huggingface"])
@@ -186,11 +186,11 @@ def main() -> int:
         parser.error(f"{arguments.folder} holds no .json file whose name has {arguments.only!r}")
     works, refused, wrong = [], [], []
     with tempfile.TemporaryDirectory() as name:
-        judge = Judge(Path(name))
+        grader = Grader(Path(name))
         for number, path in enumerate(files):
             hf = json.loads(path.read_text())
             model = path.stem.replace("__", "/")
-            done = judge.outcome(path.stem, hf, arguments.seed + number)
+            done = grader.outcome(path.stem, hf, arguments.seed + number)
             print(f"{number + 1} of {len(files)}: {model}: {done.word} {done.why}", file=sys.stderr, flush=True)
             about = [str(hf.get("model_type", "-")), model, size_of(hf)]
             if done.word == "works":
@@ -205,9 +205,9 @@ def main() -> int:
     print(table(["family", "models", "published as"], [[f, str(counts[f]), n] for f, n in names.items()], markdown))
     headings = ["family", "model", "layers x width"]
     print("\n" + table([*headings, "import", "train", "generate", "export"], sorted(works), markdown))
-    for what, rows in (("refused with", refused), ("wrong", wrong)):
-        if rows:
-            print("\n" + table([*headings, what], sorted(rows), markdown))
+    for what, outcomes in (("refused with", refused), ("wrong", wrong)):
+        if outcomes:
+            print("\n" + table([*headings, what], sorted(outcomes), markdown))
     if arguments.json:
         print(json.dumps({"works": len(works), "refused": len(refused), "wrong": len(wrong)}))
     return 1 if wrong else 0

@@ -38,7 +38,7 @@ from tests.tolerances import FP32_LOSS
 
 REPOSITORY = Path(__file__).parents[1]
 MODELS = ("gpt_tiny", "gpt_moe_tiny", "bert_tiny")
-WAYS = ("auto", "path", "same path again")
+RESUME_MODES = ("auto", "path", "same path again")
 STEPS, STOP = 5, 3
 TIMEOUT = 300
 # Free keys whose other value computes the same in another order.
@@ -171,7 +171,9 @@ def cases(root: Path, count: int, seed: int) -> list[Case]:
                 )
                 value = legal(base(model, root), name, 1)
                 if value is not None:
-                    found.append(Case(name, value, model, WAYS[number // 3 % 3], (number // 9 + number) % 3 == 0))
+                    found.append(
+                        Case(name, value, model, RESUME_MODES[number // 3 % 3], (number // 9 + number) % 3 == 0)
+                    )
                     break
     return found
 
@@ -255,7 +257,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if name != "job.lock"}
 
 
-def judge(case: Case, root: Path) -> str:
+def problem_of(case: Case, root: Path) -> str:
     """What is wrong with how the start went; empty where nothing is."""
     overrides = [*base(case.model, root), f"training.steps={STEPS}"]
     before = compose([*base(case.model, root), f"training.steps={STEPS}", "optimizer.decay_steps=50"])
@@ -314,7 +316,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    table_rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="resume-table-") as folder:
         root = Path(folder)
         write_inputs(root)
@@ -331,16 +333,16 @@ def main() -> int:
                 )
                 assert status == 0, output
         for case in chosen:
-            problem = judge(case, root)
-            rows.append({**asdict(case), "on_resume": KEYS[case.key].on_resume, "problem": problem})
+            problem = problem_of(case, root)
+            table_rows.append({**asdict(case), "on_resume": KEYS[case.key].on_resume, "problem": problem})
             launcher = "torchrun.sh, killed" if case.restarted else "train.py"
             result, on_resume = "WRONG" if problem else "ok", KEYS[case.key].on_resume
             columns = f"{result:<6}{on_resume:<8}{case.way:<17}{launcher:<21}{case.model:<14}"
             print(f"{columns}{case.key}={show(case.value)} {problem}", flush=True)
-    wrong = sum(bool(row["problem"]) for row in rows)
-    print(f"{len(rows)} starts, {wrong} wrong; {dict(Counter(row['on_resume'] for row in rows))}")
+    wrong = sum(bool(row["problem"]) for row in table_rows)
+    print(f"{len(table_rows)} starts, {wrong} wrong; {dict(Counter(row['on_resume'] for row in table_rows))}")
     if options.json:
-        print(json.dumps({"seed": options.seed, "rows": rows}))
+        print(json.dumps({"seed": options.seed, "rows": table_rows}))
     return 1 if wrong else 0
 
 

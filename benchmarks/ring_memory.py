@@ -87,20 +87,20 @@ def main() -> int:
     headings = ["model", "weights MiB", "one layer", "whole", "limit", "peak", "without pages", "s", "whole s", "run"]
     headings.append("same tokens")
     print(headline(headings, markdown=False))
-    rows = []
+    results = []
     with models_folder(options.folder) as folder:
         for family in options.models:
             model = make_models(folder, family, options.gigabytes, options.dtype)
             row = measure_memory(model, budget_arguments(options), options.without_pages, options.tokens)
-            rows.append(row)
+            results.append(row)
             sizes = (row.weights_bytes, row.one_layer_bytes, row.whole_bytes, row.limit_bytes, row.peak_bytes)
             cells = [row.model, *(f"{size / MIB:.0f}" for size in (*sizes, row.held_bytes))]
             cells += [f"{row.seconds:.1f}", f"{row.whole_seconds:.1f}", row.verdict, "yes" if row.same_tokens else "NO"]
             print(line(cells, headings, markdown=False), flush=True)
             print(f"    {model.describe()}; it said last: {row.said}", flush=True)
     if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
-    return 0 if all(row.holds for row in rows) else 1
+        print(json.dumps([asdict(row) for row in results]))
+    return 0 if all(row.holds for row in results) else 1
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ import torch.distributed as dist
 
 from benchmarks.tables import headline, line
 from checkpoint import export
-from inference.decoder import TextBatch, footprint
+from inference.decoder import TextBatch, transformer
 from inference.fill_mask import fill_masks
 from inference.generation import Sampling, generate
 from inference.open_model import OpenModel, open_model
 from inference.scoring import log_likelihoods
-from inference.weights.plan import MIB
+from inference.weights.budget import MIB
 from tests import distributed
 from tests.models.test_huggingface import FAMILIES
 from tests.training.helpers import train_on_ranks
@@ -111,13 +111,13 @@ def results(model: OpenModel) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def no_room_for_buffers() -> Iterator[None]:
+def no_memory_for_buffers() -> Iterator[None]:
     """Budgets count nothing for what is the same whatever the model: they would all hold a tiny one."""
-    before, footprint.WORK_BYTES = footprint.WORK_BYTES, 0
+    before, transformer.WORK_BYTES = transformer.WORK_BYTES, 0
     try:
         yield
     finally:
-        footprint.WORK_BYTES = before
+        transformer.WORK_BYTES = before
 
 
 def with_budgets(
@@ -127,7 +127,7 @@ def with_budgets(
     memory, and how many passes there were. A collective call."""
     keys = [] if layout is None else [layout]
     found = {}
-    with no_room_for_buffers(), contextlib.redirect_stderr(io.StringIO()):
+    with no_memory_for_buffers(), contextlib.redirect_stderr(io.StringIO()):
         with open_model(folder, keys, device="cpu", precision=precision) as model:
             whole, weights = results(model), model.weights
             assert not weights.streams and weights.plan is not None
@@ -174,9 +174,9 @@ def _in_fp8(folder: Path) -> None:
     path, block = folder / "model.safetensors", FP8_BLOCK
     tensors, generator = _tensors(folder), torch.Generator().manual_seed(2)
     for name in [name for name in tensors if name.endswith("proj.weight") or "kv_a_proj" in name]:
-        rows, columns = tensors[name].shape
-        tensors[name] = (100 * torch.randn(rows, columns, generator=generator)).to(torch.float8_e4m3fn)
-        grid = -(-rows // block[0]), -(-columns // block[1])
+        num_rows, columns = tensors[name].shape
+        tensors[name] = (100 * torch.randn(num_rows, columns, generator=generator)).to(torch.float8_e4m3fn)
+        grid = -(-num_rows // block[0]), -(-columns // block[1])
         tensors[f"{name}_scale_inv"] = torch.rand(grid, generator=generator) * 1e-2 + 1e-4
     save_file(tensors, path, {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -338,19 +338,19 @@ def main() -> int:
     print(headline(HEADINGS, options.markdown), flush=True)
     begin = time.perf_counter()
     try:
-        rows = compare_all(
+        outcomes = compare_all(
             chosen, options.overrides, lambda row: print(line(_cells(row), HEADINGS, options.markdown), flush=True)
         )
     finally:
         distributed.shutdown()
-    good = sum(row.passed for row in rows)
+    good = sum(row.passed for row in outcomes)
     print(
-        f"\n{good} of {len(rows)} models have the same bits with each of {len(SHARES)} budgets, in "
+        f"\n{good} of {len(outcomes)} models have the same bits with each of {len(SHARES)} budgets, in "
         f"{time.perf_counter() - begin:.0f} s"
     )
     if options.json:
-        print(json.dumps({"shares": SHARES, "rows": [{**asdict(row), "passed": row.passed} for row in rows]}))
-    return 0 if good == len(rows) else 1
+        print(json.dumps({"shares": SHARES, "rows": [{**asdict(row), "passed": row.passed} for row in outcomes]}))
+    return 0 if good == len(outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def main() -> int:
         print(headline(headings, markdown=False))
         rate = options.rate * 1e6 or None
         rest = budget_arguments(options)
-        rows: list[RingSpeed | None] = []
+        results: list[RingSpeed | None] = []
         for family in options.models:
             model = make_models(folder, family, options.gigabytes, options.dtype, logical=True)
             limit = (options.limit or 0) * MIB
@@ -169,9 +169,9 @@ def main() -> int:
                 row = measure_speed(model, rest, limit, rate, options.rounds, options.tokens)
             except RuntimeError as error:
                 print(f"{error}", flush=True)
-                rows.append(None)
+                results.append(None)
                 continue
-            rows.append(row)
+            results.append(row)
             cells = [row.model, f"{row.weights_bytes / 1e9:.2f}", f"{row.limit_bytes / MIB:.0f}"]
             cells += [str(row.read_ahead_kib), f"{row.disk_rate / 1e6:.0f}"]
             cells += [f"{row.seconds[way]:.3f}" for way in (RING, MAPPING)]
@@ -181,8 +181,8 @@ def main() -> int:
             cells += ["same" if row.same_tokens else "OTHER", "; ".join(row.problems) or "met"]
             print(line(cells, headings, markdown=False), flush=True)
     if options.json:
-        print(json.dumps([None if row is None else asdict(row) for row in rows]))
-    return 0 if all(row is not None and not row.problems for row in rows) else 1
+        print(json.dumps([None if row is None else asdict(row) for row in results]))
+    return 0 if all(row is not None and not row.problems for row in results) else 1
 
 
 if __name__ == "__main__":

@@ -39,18 +39,18 @@ class Rounds:
     num_rounds: int
     num_dropped: int
 
-    def median(self, variant: str, part: str) -> float:
+    def median(self, variant: str, component: str) -> float:
         """Seconds."""
-        return statistics.median(self.seconds[variant][part])
+        return statistics.median(self.seconds[variant][component])
 
-    def speedup(self, variant: str, part: str, baseline: str) -> float:
+    def speedup(self, variant: str, component: str, baseline: str) -> float:
         """Median over rounds of the baseline's time by the variant's."""
-        pairs = zip(self.seconds[baseline][part], self.seconds[variant][part])
+        pairs = zip(self.seconds[baseline][component], self.seconds[variant][component])
         return statistics.median(base / own for base, own in pairs)
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of their median, were they normal."""
+    """Return the standard error of the values' median, assuming a normal distribution."""
     return 1.2533 * statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -102,7 +102,7 @@ def measure(
     for _ in range(warm_up):
         for name in names:
             cluster.call(_timed, function, variants[name])
-    cluster.call(_settle)
+    cluster.call(_freeze_objects)
     ours = {os.getpid(), *cluster.pids}
     seconds: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     clean = dropped = 0
@@ -114,7 +114,9 @@ def measure(
             before = Load.now(ours)
             results = cluster.call(_timed, function, variants[name])
             disturbed = disturbed or is_disturbed(before, Load.now(ours))
-            this_round[name] = {part: max(parts[part] for parts in results) for part in results[0]}
+            this_round[name] = {
+                component: max(components[component] for components in results) for component in results[0]
+            }
         if disturbed:
             dropped += 1
             if dropped > MAX_DROPPED * rounds + MAX_DROPPED:
@@ -123,9 +125,9 @@ def measure(
                 )
             continue
         clean += 1
-        for name, parts in this_round.items():
-            for part, value in parts.items():
-                seconds[name].setdefault(part, []).append(value)
+        for name, components in this_round.items():
+            for component, value in components.items():
+                seconds[name].setdefault(component, []).append(value)
     return Rounds(seconds, clean, dropped)
 
 
@@ -136,20 +138,23 @@ def measure_contenders(
     rounds: int,
     contenders: Callable[[Rounds], set[str]],
 ) -> Rounds:
-    """As `measure`, without warm-up, but after the first FOR_ALL rounds only the variants go on that `contenders` names
-    by them."""
+    """Measure all variants for FOR_ALL rounds without warm-up, then only those that `contenders` selects from these
+    rounds."""
     first = measure(cluster, function, variants, min(FOR_ALL, rounds), warm_up=0)
     left = contenders(first)
     going_on = {name: args for name, args in variants.items() if name in left}
     more = measure(cluster, function, going_on, rounds - first.num_rounds, warm_up=0)
     seconds = {
-        name: {part: values + more.seconds.get(name, {}).get(part, []) for part, values in parts.items()}
-        for name, parts in first.seconds.items()
+        name: {
+            component: values + more.seconds.get(name, {}).get(component, [])
+            for component, values in components.items()
+        }
+        for name, components in first.seconds.items()
     }
     return Rounds(seconds, rounds, first.num_dropped + more.num_dropped)
 
 
-def _settle() -> None:
+def _freeze_objects() -> None:
     """On a rank: what is there stays, so that collections are short from now on."""
     gc.collect()
     gc.freeze()

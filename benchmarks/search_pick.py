@@ -28,13 +28,11 @@ from benchmarks.emulated_step import measure
 from benchmarks.rounds import standard_error
 from benchmarks.tables import table
 from configs.schema import Config
-from simulator.clock.files import load
-from simulator.clock.hardware import Hardware
+from simulator.clock.hardware import Hardware, load_hardware
 from simulator.search.answer import LayoutAnswer
-from simulator.search.clock_timer import clock_timer
-from simulator.search.limits import memory_limits
-from simulator.search.runners import changes
-from simulator.search.search import layout_explorer, search_layout
+from simulator.search.search import changes, layout_explorer, search_layout
+from simulator.search.sizer import memory_limits
+from simulator.search.timer import clock_timer
 
 GIB = 2**30
 FIRST, DRAWN, SLOWEST, SEED = 4, 4, 2.0, 36
@@ -148,12 +146,12 @@ def run(pick: Pick, hardware: Hardware, rounds: int) -> Row:
     )
 
 
-def summary(rows: Sequence[Row]) -> dict[str, float]:
+def summary(case_rows: Sequence[Row]) -> dict[str, float]:
     """How many picks are near, and the worst."""
     return {
-        "cases": len(rows),
-        "near": sum(row.is_near for row in rows),
-        "worst_ratio": max((row.ratio for row in rows), default=1.0),
+        "cases": len(case_rows),
+        "near": sum(row.is_near for row in case_rows),
+        "worst_ratio": max((row.ratio for row in case_rows), default=1.0),
     }
 
 
@@ -166,11 +164,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     cases = [pick for number, pick in enumerate(picks()) if options.cases is None or number in options.cases]
-    hardware, rows = load(HARDWARE), list[Row]()
+    hardware, case_rows = load_hardware(HARDWARE), list[Row]()
     try:
         for pick in cases:
             row = run(pick, hardware, options.rounds)
-            rows.append(row)
+            case_rows.append(row)
             print(f"{row.case}: {row.ratio:.3f} +- {row.error:.3f}", file=sys.stderr, flush=True)
             if options.save is not None:
                 with options.save.open("a", encoding="utf-8") as file:
@@ -186,14 +184,14 @@ def main() -> int:
             f"{min(seconds for _, _, seconds in row.layouts):.3f}",
             f"{row.ratio:.3f} ± {row.error:.3f}",
         ]
-        for row in rows
+        for row in case_rows
     ]
     heads = ["case", "its first", "predicted s", "measured s", "fastest s", "ratio"]
     print(table(heads, cells, options.markdown))
-    result = summary(rows)
-    print(f"virtual accelerator; near {result['near']:.0f} of {len(rows)}, worst {result['worst_ratio']:.3f}")
+    result = summary(case_rows)
+    print(f"virtual accelerator; near {result['near']:.0f} of {len(case_rows)}, worst {result['worst_ratio']:.3f}")
     if options.json:
-        print(json.dumps(result | {"rows": [asdict(row) for row in rows]}))
+        print(json.dumps(result | {"rows": [asdict(row) for row in case_rows]}))
     return 0
 
 

@@ -116,10 +116,10 @@ def find(text: str, where: Any, columns: list[str] | None = None) -> Value:
     return values[0] if take is None else TAKES[take](values)
 
 
-def values_of(text: str, places: dict[str, Any], columns: dict[str, Any] | None = None) -> dict[str, Value]:
+def values_of(text: str, expressions: dict[str, Any], columns: dict[str, Any] | None = None) -> dict[str, Value]:
     """The named values; those that divide two others come last. `columns`: name -> heading, or headings."""
     found: dict[str, Value] = {}
-    for name, where in places.items():
+    for name, where in expressions.items():
         if isinstance(where, dict) and "divide" in where:
             upper, lower = where["divide"]
             found[name] = found[upper] / found[lower]
@@ -142,14 +142,14 @@ def figures(results: Path = RESULTS) -> list[Figure]:
             if claim["claim"] in {figure.claim for figure in found}:
                 raise ValueError(f"{claim['claim']!r} is claimed twice")
             text = (results / claim["file"]).read_text(encoding="utf-8")
-            for i, (machine, place) in enumerate(claim["machines"].items()):
-                place = place or {}
+            for i, (machine, span) in enumerate(claim["machines"].items()):
+                span = span or {}
                 try:
-                    part = section(text, place.get("under"), place.get("until"))
-                    values = values_of(part, claim["values"], claim.get("columns"))
+                    text_section = section(text, span.get("under"), span.get("until"))
+                    values = values_of(text_section, claim["values"], claim.get("columns"))
                 except NotFound as error:
                     raise NotFound(f"{claim['file']}, {claim['claim']!r} on {machine}: {error}") from None
-                said = claim["readme"].format(**values) if i == 0 and "readme" in claim else None
+                quoted = claim["readme"].format(**values) if i == 0 and "readme" in claim else None
                 found.append(
                     Figure(
                         group["title"],
@@ -158,7 +158,7 @@ def figures(results: Path = RESULTS) -> list[Figure]:
                         claim["command"],
                         claim["file"],
                         claim["figure"].format(**values),
-                        said,
+                        quoted,
                     )
                 )
     return found
@@ -191,10 +191,10 @@ def pages(results: Path = RESULTS) -> dict[str, str]:
     return pages
 
 
-def _page(title: str, words: list[str], rows: Iterable[Figure], about: dict[str, str], up: str) -> str:
-    parts = [f"# {title}", GENERATED, *words]
-    rows = list(rows)
-    for group in dict.fromkeys(figure.group for figure in rows):
+def _page(title: str, words: list[str], shown: Iterable[Figure], about: dict[str, str], up: str) -> str:
+    paragraphs = [f"# {title}", GENERATED, *words]
+    shown = list(shown)
+    for group in dict.fromkeys(figure.group for figure in shown):
         cells = [
             [
                 figure.claim,
@@ -203,15 +203,15 @@ def _page(title: str, words: list[str], rows: Iterable[Figure], about: dict[str,
                 f"`{figure.command}`",
                 f"[{figure.file}]({up}/benchmarks/results/{figure.file})",
             ]
-            for figure in rows
+            for figure in shown
             if figure.group == group
         ]
-        parts += [
+        paragraphs += [
             f"## {group}",
             textwrap.fill(about[group], 120),
             tables.table(["claim", "figure", "machine", "command", "file"], cells, True),
         ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def main() -> int:

@@ -94,11 +94,11 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*", default=[])
     arguments = parser.parse_args()
-    rows = [measure(name, arguments.ranks, arguments.steps, arguments.overrides) for name in arguments.experiments]
+    results = [measure(name, arguments.ranks, arguments.steps, arguments.overrides) for name in arguments.experiments]
     print(f"{device_name()}, torch {torch.__version__}")
-    print(tables.table(HEADINGS, [cells(row) for row in rows], markdown=False))
+    print(tables.table(HEADINGS, [cells(row) for row in results], markdown=False))
     if arguments.json:
-        print(json.dumps({"device": device_name(), "torch": torch.__version__, "rows": rows}))
+        print(json.dumps({"device": device_name(), "torch": torch.__version__, "rows": results}))
     return 0
 
 

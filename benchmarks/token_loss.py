@@ -27,9 +27,9 @@ import parallel.megatron
 from benchmarks.cluster import Cluster, ClusterError
 from benchmarks.rounds import measure, standard_error
 from benchmarks.tables import headline, line
-from models.loss.rows import predicted_rows, select_rows
+from models.loss.output_layer import predicted_rows, select_rows
 from models.loss.tiles import token_tile
-from models.loss.token_loss import Targets, VocabularyPart, token_loss
+from models.loss.token_loss import Targets, VocabularyShard, token_loss
 from parallel.dtypes import DTYPES
 
 MIB = 2**20
@@ -80,10 +80,10 @@ def build(case: LossCase) -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=case.ranks)
     rank, dtype = dist.get_rank(), DTYPES[case.precision]
     generator = torch.Generator().manual_seed(0)
-    rows = case.vocabulary // case.ranks
+    num_rows = case.vocabulary // case.ranks
     own_tokens = case.tokens // (case.ranks if case.sequence else 1)
-    weight = torch.nn.Parameter((torch.randn(rows, case.hidden, generator=generator) * 0.02).to(dtype))
-    weight.main_grad = torch.zeros(rows, case.hidden)  # type: ignore[attr-defined]
+    weight = torch.nn.Parameter((torch.randn(num_rows, case.hidden, generator=generator) * 0.02).to(dtype))
+    weight.main_grad = torch.zeros(num_rows, case.hidden)  # type: ignore[attr-defined]
     mask = torch.ones(1, case.tokens)
     if case.family == "bert":
         mask = (torch.arange(case.tokens) * MASKED % 1 < MASKED).float().unsqueeze(0)
@@ -91,11 +91,13 @@ def build(case: LossCase) -> None:
         case=case,
         hidden=torch.randn(own_tokens, 1, case.hidden, generator=generator).to(dtype).requires_grad_(),
         weight=weight,
-        bias=torch.nn.Parameter(torch.zeros(rows, dtype=dtype)) if case.family == "bert" else None,
+        bias=torch.nn.Parameter(torch.zeros(num_rows, dtype=dtype)) if case.family == "bert" else None,
         labels=torch.randint(0, case.vocabulary, (1, case.tokens), generator=generator),
         mask=mask,
         grad=torch.tensor(1.0) / mask.sum(),
-        part=VocabularyPart(parallel_state.get_tensor_model_parallel_group(), rank * rows, rows, case.sequence),
+        part=VocabularyShard(
+            parallel_state.get_tensor_model_parallel_group(), rank * num_rows, num_rows, case.sequence
+        ),
     )
 
 
@@ -103,25 +105,25 @@ def _full() -> torch.Tensor:
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
 
-    case, part = _state["case"], _state["part"]
+    case, shard = _state["case"], _state["part"]
     reduces = case.ranks > 1 and not case.sequence
     logits = linear(
-        _state["hidden"], _state["weight"], _state["bias"], False, reduces, case.sequence, None, None, part.group
+        _state["hidden"], _state["weight"], _state["bias"], False, reduces, case.sequence, None, None, shard.group
     )
     losses = vocab_parallel_cross_entropy(logits, _state["labels"].t().contiguous())
     return (losses.t() * _state["mask"]).sum()
 
 
 def _tiles() -> torch.Tensor:
-    case, part = _state["case"], _state["part"]
-    rows = predicted_rows(_state["mask"], part.ranks)
-    targets = Targets(_state["labels"], _state["mask"], rows, _state["grad"])
-    hidden = select_rows(_state["hidden"], rows, part.group.rank())
-    return token_loss(hidden, _state["weight"], _state["bias"], targets, part, token_tile(case.tokens))[0]
+    case, shard = _state["case"], _state["part"]
+    loss_rows = predicted_rows(_state["mask"], shard.ranks)
+    targets = Targets(_state["labels"], _state["mask"], loss_rows, _state["grad"])
+    hidden = select_rows(_state["hidden"], loss_rows, shard.group.rank())
+    return token_loss(hidden, _state["weight"], _state["bias"], targets, shard, token_tile(case.tokens))[0]
 
 
 def _pass(way: str) -> float:
-    """A forward and a backward pass; the loss."""
+    """Run a forward and a backward pass; return the loss."""
     loss = _full() if way == "full" else _tiles()
     (loss * _state["grad"]).backward()
     weight = _state["weight"]
@@ -137,7 +139,7 @@ def _clear() -> None:
 
 
 def timed(way: str) -> dict[str, float]:
-    """Seconds of a pass."""
+    """Return the seconds of both passes."""
     start = time.perf_counter()
     _pass(way)
     seconds = time.perf_counter() - start
@@ -146,7 +148,7 @@ def timed(way: str) -> dict[str, float]:
 
 
 def peak_bytes(way: str) -> tuple[int, float]:
-    """Most bytes of tensors at once, without inputs and gradients; and the loss."""
+    """Return the most bytes of tensors at once, without inputs and gradients, and the loss."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     tracker, device = MemTracker(), torch.device("cpu")
@@ -170,7 +172,7 @@ def peak_bytes(way: str) -> tuple[int, float]:
 
 
 def compare(case: LossCase, num_rounds: int) -> dict[str, Any]:
-    """Time and memory of both, the largest over the ranks."""
+    """Measure time and memory of both losses, the largest over the ranks."""
     with Cluster(1, ranks_per_node=case.ranks) as cluster:
         cluster.call(build, case)
         memory, losses = {}, {}
@@ -208,7 +210,7 @@ def _row(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Print a line a case."""
+    """Print a line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of cases, from 0")
     parser.add_argument("--rounds", type=int, default=7)

@@ -28,7 +28,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from configs.schema import ConfigError
 from data.tokenizer import load_tokenizer
-from data.tokenizer.formats.byte_pairs import byte_level_alphabet
+from data.tokenizer.formats.spec import byte_level_alphabet
 from data.tokenizer.probes import PROBES
 
 Files = dict[str, bytes]
@@ -49,7 +49,7 @@ RULES: list[tuple[str, Any]] = [
 
 
 def starts() -> dict[str, Files]:
-    """Small tokenizers, by format."""
+    """Return small tokenizers, by format."""
 
     def trained(model: Any, trainer: Any) -> Any:
         tokenizer = tokenizers.Tokenizer(model)
@@ -88,12 +88,12 @@ def starts() -> dict[str, Files]:
 
 
 def mutated(files: Files, rng: random.Random) -> tuple[Files, str]:
-    """A tokenizer with one file changed, and how."""
+    """Change one file of a tokenizer; return it with the kind of change."""
     name = rng.choice(list(files))
-    content, ways = files[name], ["bytes", "cut", "doubled", "empty", "numbers"]
+    content, edits = files[name], ["bytes", "cut", "doubled", "empty", "numbers"]
     if name.endswith(".json"):
-        ways += ["value"] * 6 + ["deep"] + ["rule"] * 4 * (name == "tokenizer.json")
-    way = rng.choice(ways)
+        edits += ["value"] * 6 + ["deep"] + ["rule"] * 4 * (name == "tokenizer.json")
+    way = rng.choice(edits)
     first, second = sorted(rng.randrange(len(content) + 1) for _ in range(2))
     if way == "bytes":
         changed = bytearray(content)
@@ -108,8 +108,8 @@ def mutated(files: Files, rng: random.Random) -> tuple[Files, str]:
         content = b""
     elif way == "numbers":
         digits = [i for i, byte in enumerate(content) if 48 <= byte < 58]
-        place = rng.choice(digits or [0])
-        content = content[:place] + rng.choice([b"999999999", b"-7", b"9" * 5000]) + content[place + 1 :]
+        position = rng.choice(digits or [0])
+        content = content[:position] + rng.choice([b"999999999", b"-7", b"9" * 5000]) + content[position + 1 :]
     elif way == "deep":
         content = content[:first] + b"[" * 100_000 + content[first:]
     else:
@@ -125,7 +125,7 @@ def mutated(files: Files, rng: random.Random) -> tuple[Files, str]:
 
 
 def _exchange(tree: Any, rng: random.Random) -> None:
-    """Give a random place of a JSON tree another value, or a name another text."""
+    """Replace a random value of a JSON tree, or a random key."""
     while True:
         keys = list(tree) if isinstance(tree, dict) else range(len(tree))
         if not keys:
@@ -160,7 +160,7 @@ def outcome(folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns 1 where a case was neither read nor refused."""
+    """Run the command line; return 1 if a case was neither read nor refused."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenizer_mutations", description=__doc__)
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)

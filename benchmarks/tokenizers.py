@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tokenizer_texts import TEXTS
 from configs.tokenizer_files import (
     BYTE_PAIRS,
     JSON,
@@ -29,9 +28,64 @@ from configs.tokenizer_files import (
     format_of,
 )
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokenizer.pieces import NotConvertible
+from data.tokenizer.sentencepiece_json import NotConvertible
 
 Encode = Callable[[str], list[int]]
+# Texts on which readers of the same vocabulary differ, by name.
+TEXTS: dict[str, str] = {
+    "empty": "",
+    "one space": " ",
+    "spaces around": "  two before, three after   ",
+    "runs of spaces": "a  b   c    d     e      f       g" + " " * 17 + "h" + " " * 64 + "i" + " " * 131 + "j",
+    "tabs and lines": "x\ty\t\tz\n\n\nnext\r\nlast\r\r\n\n \n\t \n",
+    "code": "def f(x):\n    if x<3 and x>=-1:\n        return {'a': [x[0]], \"b\": x**2}  # it's\n\n\n",
+    "contractions": "I'm WE'LL they'd've o'clock 'tis it\u2019s DON'T 'S 's it'\u017f",
+    "numbers": "0 1 12 123 1234 12345 1234567890 3.14159 1e-5 \u00bd \u2167 \u0663\u0664\u0665 \u3007",
+    "signs": "!!! ??? ... --- *** ((((a)))) <<<>>> [[[x]]] {}{}{} //// \\\\ ~~~ ### @@@ $$ %% ^^ && ||",
+    "control tokens": "</s><s> <|endoftext|> [MASK] [CLS] <pad><unk> <|begin_of_text|> [INST] <mask> </s",
+    "byte tokens": "<0x41> <0x0A><0xFF> <0xZZ> <SPECIAL_20> <|reserved_token_1|>",
+    "the space mark": "\u2581 a\u2581b \u2581\u2581c\u2581",
+    "Chinese": (
+        "\u4eba\u5de5\u667a\u80fd\u5728\u4e2d\u56fd\uff0c\u53d1\u5c55\u5f97\u5f88\u5feb\u3002abc\u4e2d\u6587d"
+        "ef \u3000 \u7e41\u9ad4"
+    ),
+    "Japanese": (
+        "\u5410\u8f29\u306f\u732b\u3067\u3042\u308b\u3002\u540d\u524d\u306f\u307e\u3060\u7121\u3044\u3002"
+        "\u30ab\u30bf\u30ab\u30ca \uff76\uff9e \u30ac\u30d3"
+    ),
+    "Korean": (
+        "\ud55c\uad6d\uc5b4 \ubb38\uc7a5\uc785\ub2c8\ub2e4. \u1112\u1161\u11ab\u1100\u1173\u11af \u314b\u314b\u314b"
+    ),
+    "Arabic and Hebrew": (
+        "\u0627\u0644\u0639\u0631\u0628\u064a\u0629\u064f \u0645\u0650\u0646 \u05e2\u05b4\u05d1\u05b0\u05e8"
+        "\u05b4\u05d9\u05ea \u200f(\u0628)\u200e"
+    ),
+    "Indic and Thai": (
+        "\u0939\u093f\u0928\u094d\u0926\u0940 \u0915\u094d\u200d\u0937 \u0ba4\u0bae\u0bbf\u0bb4\u0bcd \u0e44"
+        "\u0e17\u0e22\u0e44\u0e21\u0e48\u0e21\u0e35\u0e27\u0e23\u0e23\u0e04"
+    ),
+    "Cyrillic and Greek": (
+        "\u041f\u0440\u0438\u0432\u0435\u0442, \u041c\u0418\u0420! \u0451\u0436\u0438\u043a \u0395\u03bb"
+        "\u03bb\u03ac\u03c2 \u03a3\u03c2 \u0130\u0131"
+    ),
+    "emoji": (
+        "\U0001f600\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 \U0001f1e9\U0001f1ea\U0001f44d"
+        "\U0001f3fd \u2764\ufe0f 1\ufe0f\u20e3"
+    ),
+    "combining marks": "e\u0301 a\u0323\u0302 o\u0302\u0323 x\u0301\u0327 \u00e9 \u1ed9 Z\u0351\u036b\u0343 \u212b",
+    "compatibility": (
+        "\ufb01ne \ufb03 \uff21\uff22\uff23 \uff11\uff12 \u2460 \u2122 \u00b2 \u01c4 \u337f \u1e9e \u2075"
+        "\u2044\u2086 \u00a8a"
+    ),
+    "control characters": "a\x00b\x01c\x07d\x1b[0m\x7f\x85e\x9ff\u00adg",
+    "odd spaces": "a\u00a0b\u2003c\u2009d\u200be\u202ff\u3000g\u2028h\u2029i\ufeffj\u1680k\u180el\u2060m",
+    "rare points": "\ufffd\ufffe\U0010ffff\ue000 \U0001d54f\U0001d4d0 \U00020000 \u0378 \u1885",
+    "a long word": "pneumonoultramicroscopicsilicovolcanoconiosis" * 7 + "\u00df" * 99 + "ab" * 200 + "a" * 333,
+    "mixed": (
+        "\tHTTPServer2Go\u2014na\u00efve caf\u00e9's \u201cquote\u201d... 50% of $1,234.56\u20ac @user #tag h"
+        "ttp://x.y/?q=1&r=%20 \u00a9\n"
+    ),
+}
 
 
 def _transformers(name: str, file: Path) -> Encode:
@@ -51,7 +105,7 @@ def _mistral(file: Path) -> Encode:
 
 
 def _ranks(file: Path) -> tuple[str, Encode]:
-    """The library that a tiktoken file comes from."""
+    """Load the library that a tiktoken file was made for."""
     name = file.parent.name
     if name in ("llama3", "llama4"):
         llama = importlib.import_module(f"llama_models.{name}.tokenizer").Tokenizer(file)
@@ -68,7 +122,7 @@ def _ranks(file: Path) -> tuple[str, Encode]:
 
 
 def _library(file: Path) -> tuple[str, Encode]:
-    """The library that a tokenizer's file comes from, by name, and its encoding of plain text."""
+    """Return the name of the library that a tokenizer's file was made for, and its encoding of plain text."""
     kind = format_of(file)
     if kind == TIKTOKEN:
         return _ranks(file)
@@ -84,8 +138,7 @@ def _library(file: Path) -> tuple[str, Encode]:
 
 
 def _exported(tokenizer: Tokenizer, source: Path, folder: Path) -> Encode | None:
-    """What transformers makes of the tokenizer of a run that is exported; None where the export says that there is none
-    to make."""
+    """Return the encoding of transformers with the exported tokenizer of a run; None if the export has no tokenizer."""
     kept = tokenizer.kept_files()
     if kept is None:
         copy_tokenizer(source, folder)
@@ -99,7 +152,7 @@ def _exported(tokenizer: Tokenizer, source: Path, folder: Path) -> Encode | None
 
 
 def compare(folder: Path) -> tuple[list[str], bool]:
-    """A row of the table, and whether every text has equal tokens everywhere, or it is said that it has not."""
+    """Return a row of the table, and whether all texts have equal tokens everywhere, or a note on the difference."""
     core = core_file(folder)
     assert core is not None, folder
     library, theirs = _library(core)
@@ -109,16 +162,16 @@ def compare(folder: Path) -> tuple[list[str], bool]:
     inner = [_inner(tokenizer, tokenizer.encode_prompt(text)) for text in TEXTS.values()]
     with tempfile.TemporaryDirectory() as temporary:
         exported = _exported(tokenizer, folder, Path(temporary))
-        ways = {
+        variants = {
             "training": [tokenizer.encode_array(text).tolist() for text in TEXTS.values()],
             "batches": batch,
             "prompts": inner,
             "exported": [] if exported is None else [exported(text) for text in TEXTS.values()],
         }
     cells, good = [], True
-    for way, found in ways.items():
-        # what is exported of a tokenizer that is read in another way, and said to be, is as it is read
-        wanted = ways["training"] if way == "exported" and tokenizer.notes() else list(expected.values())
+    for way, found in variants.items():
+        # a tokenizer that is read differently, with a note, is exported as it is read
+        wanted = variants["training"] if way == "exported" and tokenizer.notes() else list(expected.values())
         wrong = [name for name, ids, right in zip(TEXTS, found, wanted, strict=False) if ids != right]
         said = "said to differ" if tokenizer.notes() else "not"
         cells.append(f"{len(found) - len(wrong)}" + (f" ({said}: {', '.join(wrong)})" if wrong else ""))
@@ -129,7 +182,7 @@ def compare(folder: Path) -> tuple[list[str], bool]:
 
 
 def _inner(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """A prompt without the special tokens around it."""
+    """Return a prompt without the special tokens around it."""
     around = tokenizer.encode_prompt("")
     before = next((n for n in range(len(around), -1, -1) if ids[:n] == around[:n]), 0) if around else 0
     if not around:
@@ -139,7 +192,7 @@ def _inner(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns 1 where a tokenizer comes apart from its library and does not say so."""
+    """Run the command line; return 1 if a tokenizer differs from its library without a note."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenizers", description=__doc__.partition("\n\n")[0])
     parser.add_argument("folder", type=Path, help="a folder of folders, each with a tokenizer")
     options = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ FORWARD, BACKWARD = 4.0, 10.0  # operations of attention for a pair of rows and 
 
 
 class Device:
-    """What the process's products take their time from. One for all of them: a device does one thing after the
+    """The clock of the process's products. One for all of them: a device does one thing after the
     other."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Device:
         self.num_products = 0
 
     def work(self, flops: float) -> None:
-        """Return when a product would be over."""
+        """Return when a product would be finished."""
         self.num_products += 1
         self.clock.work(flops)
 
@@ -49,8 +49,8 @@ class _Experts(VirtualAccelerator):
         self.clock = DEVICE.clock
 
 
-def _product(rows: torch.Tensor, columns: torch.Tensor) -> None:
-    DEVICE.work(2.0 * rows.numel() * columns.size(-1))
+def _product(left: torch.Tensor, columns: torch.Tensor) -> None:
+    DEVICE.work(2.0 * left.numel() * columns.size(-1))
 
 
 def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def _bmm_out(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> t
 
 
 def pairs(queries: int, keys: int, causal: bool) -> float:
-    """Of a query and a key that attend to each other."""
+    """Return the number of pairs of a query and a key that attend to each other."""
     if not causal:
         return float(queries * keys)
     both = min(queries, keys)
@@ -117,11 +117,11 @@ def _attention(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    samples, heads, rows, width = query.shape
-    DEVICE.work(FORWARD * samples * heads * width * pairs(rows, key.size(2), is_causal))
+    samples, heads, num_rows, width = query.shape
+    DEVICE.work(FORWARD * samples * heads * width * pairs(num_rows, key.size(2), is_causal))
     # In the memory order that the real kernel gives: its callers transpose it.
-    output = query.new_zeros(samples, rows, heads, width).transpose(1, 2)
-    return output, query.new_zeros(samples, heads, rows, dtype=torch.float32)
+    output = query.new_zeros(samples, num_rows, heads, width).transpose(1, 2)
+    return output, query.new_zeros(samples, heads, num_rows, dtype=torch.float32)
 
 
 def _attention_backward(
@@ -137,8 +137,8 @@ def _attention_backward(
     attn_mask: torch.Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    samples, heads, rows, width = query.shape
-    DEVICE.work(BACKWARD * samples * heads * width * pairs(rows, key.size(2), is_causal))
+    samples, heads, num_rows, width = query.shape
+    DEVICE.work(BACKWARD * samples * heads * width * pairs(num_rows, key.size(2), is_causal))
     return tuple(
         each.new_zeros(each.size(0), each.size(2), each.size(1), each.size(3)).transpose(1, 2)
         for each in (query, key, value)
@@ -160,7 +160,7 @@ _installed: list[Any] = []
 
 
 def install(flops_per_second: float) -> None:
-    """From now on this process's products take a virtual accelerator's time. May be called again, for another rate."""
+    """Make this process's products take a virtual accelerator's time. May be called again, for another rate."""
     DEVICE.clock.flops_per_second = flops_per_second
     if _installed:
         return
@@ -184,7 +184,7 @@ def install(flops_per_second: float) -> None:
 
 
 def use_for_experts(chunks: Iterable[torch.nn.Module]) -> None:
-    """The experts of all MoE layers take the device's time, too."""
+    """Make the experts of all MoE layers take the device's time, too."""
     for layer in layers_of(list(chunks)).values():
         before, layer.expert_compute = layer.expert_compute, _Experts()
         layer.expert_compute.link, layer.expert_compute.streamed = before.link, before.streamed
@@ -192,8 +192,8 @@ def use_for_experts(chunks: Iterable[torch.nn.Module]) -> None:
 
 @functools.cache
 def even_choice(tokens: int, experts: int) -> torch.Tensor:
-    """Logits [tokens, experts] by which each expert is chosen as often as the others, whatever top-k is: each block of
-    as many tokens as there are experts is a Latin square of a permutation of its own."""
+    """Return logits [tokens, experts] by which each expert is chosen as often as the others, whatever top-k is: each
+    block of as many tokens as there are experts is a Latin square of a permutation of its own."""
     generator = torch.Generator().manual_seed(tokens)
     shifts = torch.arange(experts)
     order = (shifts[:, None] + shifts[None, :]) % experts

@@ -52,7 +52,7 @@ Step = Callable[[dict[str, torch.Tensor]], float]
 
 
 def sides_of(dtype: str) -> list[str]:
-    """Of a case in this precision, ours first."""
+    """Return the sides of a case in this precision, ours first."""
     return ["ours", "eager", *(["autocast"] if dtype == "bf16" else []), "compiled"]
 
 
@@ -95,8 +95,8 @@ def _theirs(side: str, folder: Path, config: Config) -> Step:
 
 
 def measure(case: str, rounds: int, overrides: list[str], sides: list[str] | None = None) -> dict[str, Any]:
-    """One case on every rank of the job, with these of its `sides` beside ours. Raises RuntimeError where the sides'
-    first losses differ."""
+    """Measure a case on every rank of the job, with these `sides` in addition to ours. Raises RuntimeError if the
+    sides' first losses differ."""
     preset, dtype = CASES[case]
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     sizes = [f"training.micro_batch_size={MICRO_BATCH}", f"training.global_batch_size={MICRO_BATCH * ranks}"]
@@ -111,9 +111,9 @@ def measure(case: str, rounds: int, overrides: list[str], sides: list[str] | Non
         ]
     )
     validate(config, ranks)
-    place = topology.initialize(config)
-    engine = Engine(config, place, VOCAB_SIZE)
-    batches = made_up_batches(config, rounds + WARM_UP, VOCAB_SIZE, seed=place.data.rank)
+    run_topology = topology.initialize(config)
+    engine = Engine(config, run_topology, VOCAB_SIZE)
+    batches = made_up_batches(config, rounds + WARM_UP, VOCAB_SIZE, seed=run_topology.data.rank)
     with tempfile.TemporaryDirectory() as folder:
         steps = {"ours": _ours(engine)}
         exported = _export(engine, Path(folder))
@@ -146,7 +146,7 @@ def measure(case: str, rounds: int, overrides: list[str], sides: list[str] | Non
 
 
 def _slowest(seconds: float) -> float:
-    """Of all ranks' times."""
+    """Combine the times of all ranks."""
     longest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return longest.item()
@@ -167,14 +167,14 @@ def _export(engine: Engine, folder: Path) -> Path:
 
 
 def ratio(theirs: list[float], ours: list[float]) -> list[float]:
-    """Mean of the rounds' ratios, and two standard errors of it."""
+    """Return the mean of the rounds' ratios, and two standard errors of it."""
     ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
     return [statistics.mean(ratios), 2 * statistics.stdev(ratios) / len(ratios) ** 0.5]
 
 
 def show(results: list[dict[str, Any]], markdown: bool) -> str:
-    """One line for each case and side."""
-    rows = [
+    """Return the table: one line for each case and side."""
+    table_rows = [
         [
             result["case"],
             str(result["ranks"]),
@@ -185,7 +185,7 @@ def show(results: list[dict[str, Any]], markdown: bool) -> str:
         for result in results
         for side, speed in result["tokens_per_second"].items()
     ]
-    return table(["case", "ranks", "side", "tokens/s", "their time / ours"], rows, markdown)
+    return table(["case", "ranks", "side", "tokens/s", "their time / ours"], table_rows, markdown)
 
 
 def main() -> int:

@@ -51,7 +51,7 @@ WIDEST = 50.0  # standard deviation of a log-normal popularity
 
 @dataclass(frozen=True)
 class Size:
-    """What counts are of."""
+    """Sizes of the counts."""
 
     ranks: int = 4
     experts: int = 32
@@ -62,13 +62,13 @@ class Size:
 
 
 def is_workload(name: str) -> bool:
-    """Whether `counts` knows it."""
+    """Whether `counts` knows this name."""
     kind, at, ratio = name.partition("@")
     return name in MEGATRON or (kind in POPULARITIES and (not at or ratio.replace(".", "", 1).isdigit()))
 
 
 def counts(name: str, size: Size, steps: int) -> Iterator[Integers]:
-    """The counts of each step [1, M, R, E]. Raises ConfigError where no popularity has the ratio."""
+    """Yield the counts of each step [1, M, R, E]. Raises ConfigError if no popularity has the ratio."""
     if name in MEGATRON:
         for step in range(steps):
             yield _cut(name, routing(name, size, step), size)[None]
@@ -81,7 +81,7 @@ def counts(name: str, size: Size, steps: int) -> Iterator[Integers]:
 
 
 def routing(name: str, size: Size, step: int) -> Integers:
-    """The experts of all tokens of a step [N, K], one of W0 to W7."""
+    """Return the experts of all tokens of a step [N, K], one of W0 to W7."""
     experts, top_k = size.experts, size.top_k
     tokens = np.arange(size.micro_batches * size.ranks * size.tokens)
     if name == "W0":
@@ -109,21 +109,21 @@ def _rng(name: str, *numbers: int) -> np.random.Generator:
     return np.random.default_rng([zlib.crc32(name.encode()), *numbers])
 
 
-def _distinct(rows: int, number: int, of: int, rng: np.random.Generator) -> Integers:
-    """[rows, number]: different ones of so many, every choice as likely (Floyd's method)."""
-    result = np.empty((rows, number), dtype=np.int64)
+def _distinct(num_rows: int, number: int, of: int, rng: np.random.Generator) -> Integers:
+    """Draw distinct numbers below `of`, uniformly (Floyd's method): [num_rows, number]."""
+    result = np.empty((num_rows, number), dtype=np.int64)
     for index in range(number):
         last = of - number + index
-        draw = rng.integers(0, last + 1, rows)
+        draw = rng.integers(0, last + 1, num_rows)
         taken = (result[:, :index] == draw[:, None]).any(1)
         result[:, index] = np.where(taken, last, draw)
     return result
 
 
 def _cut(name: str, ids: Integers, size: Size) -> Integers:
-    """[M, R, E] of the tokens of a step, in order."""
-    parts = np.arange(1, size.ranks + 1) if name == "W4" else np.ones(size.ranks, dtype=np.int64)
-    ends = size.ranks * size.tokens * parts.cumsum() // parts.sum()
+    """Return the counts [M, R, E] of the tokens of a step, in order."""
+    shares = np.arange(1, size.ranks + 1) if name == "W4" else np.ones(size.ranks, dtype=np.int64)
+    ends = size.ranks * size.tokens * shares.cumsum() // shares.sum()
     result = np.empty((size.micro_batches, size.ranks, size.experts), dtype=np.int64)
     for batch, chosen in zip(result, np.split(ids, size.micro_batches)):
         for rank, own in enumerate(np.split(chosen, ends[:-1])):
@@ -161,7 +161,7 @@ def _popularities(kind: str, size: Size, ratio: float | None, rng: np.random.Gen
 
 
 def _shares(logs: Floats, top_k: int) -> Floats:
-    """Popularity with the sum 1, none above 1 / top_k: a token has an expert once."""
+    """Return a popularity with the sum 1, and none above 1 / top_k: a token has an expert once."""
     shares = np.exp(logs - logs.max())
     shares /= shares.sum()
     for _ in range(top_k):  # each round fixes one more at the bound, or none
@@ -173,7 +173,7 @@ def _shares(logs: Floats, top_k: int) -> Floats:
 
 
 def _scale(logs: Floats, ratio: float, size: Size) -> float | None:
-    """How wide logarithms must be for that max/mean over ranks; None: they are never."""
+    """Return the spread of logarithms for that max/mean over ranks; None if there is none."""
 
     def of(scale: float) -> float:
         loads = _shares(scale * logs, size.top_k).reshape(size.ranks, -1).sum(1)
@@ -191,7 +191,8 @@ def _scale(logs: Floats, ratio: float, size: Size) -> float | None:
 
 
 def _draw(shares: Floats, size: Size, rng: np.random.Generator) -> Integers:
-    """[R, E] of each rank's tokens: top_k assignments each, no expert twice in a token, so none above the tokens."""
+    """Return the counts [R, E] of each rank's tokens: top_k assignments each, no expert twice in a token, so none
+    above the tokens."""
     drawn = rng.multinomial(size.tokens * size.top_k, shares, size.ranks)
     for row in drawn:
         while (over := int((row - size.tokens).clip(0).sum())) > 0:

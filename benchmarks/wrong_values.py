@@ -33,7 +33,7 @@ MODELS = ("quickstart", "gpt_tiny", "gpt_moe_tiny", "bert_moe_tiny", "gpt2_124m"
 
 
 def in_process(model: str) -> tuple[Counter[str], list[str]]:
-    """How many values of each kind were right, and a line for each that was not."""
+    """The number of values of each kind that were handled well, and a line for each other."""
     presets, right, faults = wrong_values.presets_of(model), Counter[str](), []
     legal: dict[tuple[str, ...], str] = {}
 
@@ -63,7 +63,7 @@ def in_process(model: str) -> tuple[Counter[str], list[str]]:
 
 
 def start(wrong: WrongValue) -> dict[str, Any]:
-    """One start on two ranks; what it ended with."""
+    """Start a run on two ranks; return its exit status and output."""
     command = [
         "bash",
         "launch/torchrun.sh",
@@ -93,7 +93,7 @@ def start(wrong: WrongValue) -> dict[str, Any]:
 
 
 def sample(count: int, seed: int) -> list[WrongValue]:
-    """Values of so many keys, the five main kinds in turn."""
+    """Return values for a sample of keys, the five main kinds in turn."""
     random_keys = random.Random(seed)
     by_kind = {
         kind: [w for key in KEYS.values() for w in wrong_values.wrong_values(key) if w.kind == kind]
@@ -111,7 +111,7 @@ def sample(count: int, seed: int) -> list[WrongValue]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run both parts; the exit status, 1 where anything was not as it should be."""
+    """Run both parts; return the exit status: 1 if any value was handled wrongly."""
     parser = argparse.ArgumentParser(
         prog="benchmarks.wrong_values", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

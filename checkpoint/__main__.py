@@ -1,13 +1,14 @@
-"""Checkpoints that are whole or not there, and that load into any layout: python -m checkpoint ls|verify|show|convert
-PATH.
+"""Look at the checkpoints of a run: python -m checkpoint ls|verify|show|convert PATH.
+
+A checkpoint is either whole or absent, and loads into any layout.
 
 A checkpoint is a folder `step_0000100` with a safetensors file per rank that wrote (weights, optimizer state, random
-number states: boxes of global tensors, in which layouts meet), `state.json` (step, model, layout), `config.yaml` and,
-written last, `manifest.json` (every file with its size and checksum). It is written under a temporary name and renamed
-when complete, so a name without `.tmp` was complete once; the manifest tells whether it still is. Nothing in it is ever
-unpickled.
+number states: boxes of global tensors, which do not depend on the layout), `state.json` (step, model, layout),
+`config.yaml` and, written last, `manifest.json` (every file with its size and checksum). It is written under a
+temporary name and renamed when complete, so a name without `.tmp` was complete once; the manifest shows whether it
+still is. Nothing in it is ever unpickled.
 
-checkpoint/state.py says what is in it, shards.py how tensors get there, saver.py when, manifest.py whether it is good.
+checkpoint/state.py has its content, shards.py the files of tensors, saver.py the saving, manifest.py the checks.
 """
 
 from __future__ import annotations
@@ -16,15 +17,25 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from checkpoint import manifest, safetensors_header
-from checkpoint.logical.verify import is_folder_of_weights, lacking_in, problems_in
-from checkpoint.state_file import in_words, read_state
+from checkpoint.logical.names import lacking_weights
+from checkpoint.state_file import describe_layout, read_state
 from configs import command
+from configs.checksums import FOLDER_SUMS
+from configs.compose import load
+from configs.schema import ConfigError
+from configs.weights import check_files
+from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
+from models.weight_files.expected import logical_shapes
+
+if TYPE_CHECKING:
+    from models.folder import Reader
 
 
 def show_list(path: Path) -> int:
-    """Print step, size, age and state of each checkpoint, with every byte read; 1 if one is not good."""
+    """Read every byte of each checkpoint and print step, size, age and state; return 1 if one is not good."""
     print(f"{'step':>9} {'size':>10} {'age':>8}  state")
     bad = 0
     for folder in reversed(manifest.checkpoints_at(path)):
@@ -40,8 +51,8 @@ def show_list(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Print all that is wrong with each checkpoint, or with a folder of weights or of Hugging Face, with every byte
-    read; 1 if anything is."""
+    """Read every byte of each checkpoint, or of a folder of weights or of Hugging Face, and print all problems; return
+    1 if there is any."""
     bad = 0
     of_weights = is_folder_of_weights(path)
     also = ", or a folder of weights or of Hugging Face"
@@ -53,15 +64,73 @@ def verify(path: Path) -> int:
     return int(bad > 0)
 
 
+def lacking_in(folder: Path) -> list[str]:
+    """Return a line for each weight that a checkpoint lacks. Its files are as its manifest says."""
+    try:
+        shapes = logical_shapes(load(folder / manifest.CONFIG), read_state(folder)["vocab_size"])
+        names = (name for name in manifest.read(folder) if name.endswith(safetensors_header.SUFFIX))
+        entries = [entry for name in names for entry in safetensors_header.read(folder / name).values()]
+    except (OSError, ValueError) as error:
+        return [" ".join(str(error).split())]
+    return lacking_weights(entries, shapes)
+
+
+def is_folder_of_weights(path: Path) -> bool:
+    """Whether a path is a Hugging Face folder or one of logical weights, and neither a run nor a checkpoint."""
+    try:
+        kind = manifest.kind_of_model(path)
+    except ConfigError:
+        return False
+    return kind == "huggingface" or (
+        kind == "weights" and any((path / name).exists() for name in (SINGLE_NAME, INDEX_NAME, FOLDER_SUMS))
+    )
+
+
+def problems_in(path: Path) -> list[str]:
+    """Read every byte of a folder of weights and return a line for each problem: damaged files, missing tensors, NaN
+    and Inf."""
+    from checkpoint.logical.reader import open_logical  # imports torch
+
+    try:
+        if manifest.kind_of_model(path) == "weights":
+            check_files(path, slice(None))
+        reader = open_logical(path)
+    except ConfigError as error:
+        return [str(error)]
+    assert reader.files is not None
+    found = [problem for name in reader.files.all_names() if (problem := _problem_with(reader.files, name))]
+    reader.close()
+    return found
+
+
+def _problem_with(files: Reader, name: str) -> str | None:
+    import torch
+
+    from models.weight_files.stored_tensors import bands_of
+
+    try:
+        for band in bands_of(files.stored(name)):
+            if band.is_floating_point() and band.numel() > 0:
+                low, high = (band if band.dtype.itemsize > 1 else band.float()).aminmax()  # NaN if any is
+                if not torch.isfinite(low) or not torch.isfinite(high):
+                    return f"tensor {name} holds NaN or Inf."
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def show(path: Path) -> int:
-    """Print what the newest good checkpoint of a run, or a given one, holds. Raises ConfigError."""
+    """Print the content of a run's newest good checkpoint, or of a given one. Raises ConfigError."""
     folder = manifest.good_checkpoint_at(path)
     state, files = read_state(folder), manifest.read(folder)
     print(
         f"{folder}: step {state['step']}, {state['consumed_samples']} samples, "
         f"{_size(sum(entry.size for entry in files.values()))}"
     )
-    print(f"precision {state['precision']}, vocabulary {state['vocab_size']}, written by {in_words(state['layout'])}")
+    print(
+        f"precision {state['precision']}, vocabulary {state['vocab_size']}, "
+        f"written by {describe_layout(state['layout'])}"
+    )
     for section, values in state["architecture"].items():
         print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
     print(f"config: {folder / manifest.CONFIG}")
@@ -81,8 +150,8 @@ def show(path: Path) -> int:
 def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
     """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises
     ConfigError."""
-    manifest.checkpoints_at(path)  # a wrong path is told at once
-    import torch  # as the rest: seconds that people who look at checkpoints need not wait for
+    manifest.checkpoints_at(path)  # a wrong path is an error at once
+    import torch  # imported here, because the other commands must not wait for it
 
     from checkpoint import export
 

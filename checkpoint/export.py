@@ -1,7 +1,7 @@
-"""Take the model out of a run: `python -m checkpoint.export RUN_OR_CHECKPOINT OUT_FOLDER`.
+"""Export the model of a run: `python -m checkpoint.export RUN_OR_CHECKPOINT OUT_FOLDER`.
 
 Writes a folder of logical weights with its config and the tokenizer, from a checkpoint of any layout, on one process.
-No model is built: tensors pass one at a time.
+No model is built: tensors are copied one at a time.
 `checkpoint.weights=OUT_FOLDER` starts another run from it; `python -m models.convert export` makes a Hugging Face
 folder of it.
 """
@@ -21,7 +21,7 @@ from configs.checksums import write_folder_sums
 from configs.compose import load
 from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer, tokenizer_files
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokenizer.pieces import NotConvertible
+from data.tokenizer.sentencepiece_json import NotConvertible
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
     """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype`
     (None: as the model has them; biases of routers stay in fp32), with the run's tokenizer. Returns the checkpoint.
-    Raises ConfigError, and OSError where the disk fails."""
+    Raises ConfigError, and OSError if the disk fails."""
     good, tokenizer = _checked(source)
     from checkpoint.logical.reader import open_checkpoint
-    from models import folder as folders  # imports torch, as the one before: seconds that --help need not wait for
+    from models import folder as folders  # these import torch: --help must not wait for it
 
     with folders.new_folder(target) as partial:
         special = _write_tokenizer(tokenizer, good, partial)
@@ -52,7 +52,7 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
 
 
 def export_huggingface(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the same to a new Hugging Face folder. Raises ConfigError also where no family has such a model."""
+    """Write the same weights to a new Hugging Face folder. Raises ConfigError also if no family has such a model."""
     good, tokenizer = _checked(source)
     from checkpoint.logical.reader import open_checkpoint
     from models import convert
@@ -61,57 +61,54 @@ def export_huggingface(source: Path, target: Path, dtype: torch.dtype | None = N
     with folders.new_folder(target) as partial, tempfile.TemporaryDirectory(dir=partial) as between:
         special = _write_tokenizer(tokenizer, good, Path(between))
         if special is None:
-            _say(f"{good} has no tokenizer: the Hugging Face folder does not say which tokens begin and end a text.")
+            _print_note(
+                f"{good} has no tokenizer: the Hugging Face folder does not say which tokens begin and end a text."
+            )
         files = {**tokenizer_files(Path(between)), **tokenizer_files(Path(between) / FOR_TRANSFORMERS)}
         progress.begin(f"Reading {good}")
         reader = open_checkpoint(good)
         config = folders.config_from(description(reader.config, reader.vocab_size))
-        convert.export_model(convert.LeavingModel(config, reader, files, special, dtype), partial)
+        convert.export_model(convert.ExportedModel(config, reader, files, special, dtype), partial)
         reader.close()
     return good
 
 
 def _checked(source: Path) -> tuple[Path, Path | None]:
-    """The checkpoint that a path stands for, and its tokenizer. Raises ConfigError."""
+    """Return the good checkpoint of a path, and its tokenizer. Raises ConfigError."""
     progress.begin(f"Checking {source}")
     good = manifest.good_checkpoint_at(source)
     return good, kept_tokenizer.of_checkpoint(good)
 
 
 def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, int | None] | None:
-    """Write a checkpoint's tokenizer, where there is one; which tokens are special then."""
+    """Write a checkpoint's tokenizer, if it has one, and return its special tokens under Hugging Face's names."""
     if path is None:
         return None
     family = load(good / manifest.CONFIG).model.family
-    words = load_tokenizer(path, tried=True)
+    tokenizer = load_tokenizer(path, tried=True)
     copy_tokenizer(path, folder)
-    _write_for_transformers(words, family, folder)
-    return _special_tokens(words, family)
+    _write_for_transformers(tokenizer, family, folder)
+    if family == "bert":
+        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad}
+    # In training each document ends with the tokenizer's `eod`, and the next follows.
+    return {"bos_token_id": tokenizer.before_text, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
 
 
 def _write_for_transformers(tokenizer: Tokenizer, family: str, folder: Path) -> None:
-    """Beside a tokenizer that transformers cannot read: one that it can, or a line on why there is none."""
+    """For a tokenizer that transformers cannot read, write an equal one that it can, or print why there is none."""
     try:
         files = tokenizer.for_transformers(family)
     except NotConvertible as reason:
         text = f"transformers may treat texts in another way: {tokenizer.path} has no equal tokenizer.json, as {reason}"
-        _say(f"{text}.")
+        _print_note(f"{text}.")
         return
     for name, text in files.items():
         (folder / FOR_TRANSFORMERS).mkdir(exist_ok=True)
         (folder / FOR_TRANSFORMERS / name).write_text(text, encoding="utf-8")
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
-
-
-def _special_tokens(tokenizer: Tokenizer, family: str) -> dict[str, int | None]:
-    """What the run was trained with, under Hugging Face's names: each document ends with the tokenizer's `eod`, and the
-    next follows."""
-    if family == "bert":
-        return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": tokenizer.pad}
-    return {"bos_token_id": tokenizer.before_text, "eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.pad}
 
 
 def main(arguments: list[str] | None = None) -> int:

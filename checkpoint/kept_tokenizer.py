@@ -1,8 +1,8 @@
-"""The tokenizer that a run keeps beside its checkpoints, known by content: a checkpoint's tokens mean nothing with
-another one.
+"""The tokenizer that a run stores next to its checkpoints, identified by content: with another one a checkpoint's
+tokens mean nothing.
 
-`run_dir/tokenizer` is the newest; one that was exchanged by name (`checkpoint.accept_changes`) stays, as
-`tokenizer-DIGEST`, for the checkpoints that were trained with it.
+`run_dir/tokenizer` is the newest; one that was replaced (`checkpoint.accept_changes`) stays, as `tokenizer-DIGEST`, for
+the checkpoints that were trained with it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def digest_of(checkpoint: Path) -> str | None:
 
 
 def of_checkpoint(checkpoint: Path) -> Path | None:
-    """The kept tokenizer that a checkpoint was trained with; None where none is kept beside it.
+    """Return the folder of the tokenizer that a checkpoint was trained with; None if the run stores no tokenizer.
 
-    Raises ConfigError where one is kept, and none is the checkpoint's.
+    Raises ConfigError if the run stores tokenizers, but not the checkpoint's.
     """
     run_dir, wanted = checkpoint.absolute().parent.parent, digest_of(checkpoint)
     kept = [run_dir / FOLDER, *run_dir.glob(f"{FOLDER}-*")]
@@ -40,28 +40,28 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
         if tokenizer_digest(folder, tried=True) == wanted:
             return folder
     raise ConfigError(
-        f"{core_file(kept[0]) or kept[0]} has other content than the tokenizer that checkpoint {checkpoint} was "
+        f"{core_file(kept[0]) or kept[0]} differs from the tokenizer that checkpoint {checkpoint} was "
         "trained with: its weights would read other tokens. Put the run's own tokenizer back."
     )
 
 
 def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Keep a run's tokenizer in `tokenizer`, from which one of other content moves away first. Raises OSError."""
+    """Store a run's tokenizer in `tokenizer`, after renaming one of other content. Raises OSError."""
     folder = run_dir / FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         old = tokenizer_digest(folder, tried=True)
         if old == tokenizer.digest:
             return
-        place = run_dir / f"{FOLDER}-{old[:8]}"
-        if place.exists():  # exchanged before, and back
+        renamed = run_dir / f"{FOLDER}-{old[:8]}"
+        if renamed.exists():  # replaced before
             shutil.rmtree(folder)
         else:
-            folder.rename(place)
+            folder.rename(renamed)
     between = files.temporary(folder)
     with files.writing(folder):
         try:
             _write(tokenizer, between)
-            files.sync(between)  # before its name: else a disk that fails may keep the name and lose what is in it
+            files.sync(between)  # before the rename: else a failing disk may keep the name and lose the content
             between.replace(folder)
         except OSError:
             shutil.rmtree(between, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Which checkpoints a run has, and whether they are whole. Reads files only: imports in no time, before torch.
+"""The checkpoints of a run, and checks that they are complete. Reads files only, without torch.
 
-A checkpoint folder is good if its manifest, which was written last, names every file with its size and checksum, and
-all of them are so. The checksum is XXH3 (128 bits): 10 GB/s on one core, where CRC-32 and SHA-256 make 0.5 to 2, so
-that it can be checked at every save and every start. It finds damage, not forgery; for that, nothing that is loaded can
-be code.
+A checkpoint folder is good if its manifest, which is written last, names every file, and all have the size and checksum
+in it. The checksum is XXH3 (128 bits): 10 GB/s on one core, compared with 0.5 to 2 for CRC-32 and SHA-256, so it can be
+checked at every save and every start. It finds damage, not forgery; against forgery, nothing that is loaded can be
+code.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 STATE = "state.json"
 CONFIG = "config.yaml"
-TEMPORARY = ".tmp"  # being written, or being deleted
-REPLACED = ".replaced"  # a checkpoint whose step was saved anew: goes when the new one is in its place
+TEMPORARY = ".tmp"  # suffix of a folder that is being written or deleted
+REPLACED = ".replaced"  # suffix of a checkpoint whose step was saved again: deleted after the new one is renamed
 Check = Callable[[Path], str | None]
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of a step's checkpoint."""
     return run_dir / "checkpoints" / f"step_{step:07d}"
 
 
@@ -43,7 +43,7 @@ def write(folder: Path, step: int, files: dict[str, FileSum], buffer: memoryview
 
 
 def write_text(path: Path, text: str, buffer: memoryview | None = None) -> FileSum:
-    """Write a small file through to the disk, and sum it up as `sum_of`. Raises OSError."""
+    """Write a small file through to the disk and return its checksum, as `sum_of`. Raises OSError."""
     with writing(path), open(path, "wb") as stream:
         stream.write(text.encode())
         stream.flush()
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str, buffer: memoryview | None = None) -> FileS
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut. Raises OSError."""
+    """Make renames and new files of a folder survive a power cut. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,47 +61,48 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, FileSum]:
-    """The files that a folder's manifest names. Raises ValueError, in words, where there is no whole manifest."""
+    """Return the files that a folder's manifest names. Raises ValueError, with a message for users, if it is not
+    whole."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
-            raise _Refused(f"its format ({content['format']}) is not the one this version reads ({FORMAT})")
+            raise _Invalid(f"its format ({content['format']}) is not the one this version reads ({FORMAT})")
         if content.pop(SUM) != own_sum(content):
-            raise _Refused(f"its {MANIFEST} does not have the checksum that stands in it")
+            raise _Invalid(f"its {MANIFEST} does not have the checksum that stands in it")
         number = folder.name.removeprefix("step_")
         if number.isdigit() and folder.name != number and int(number) != content["step"]:
-            raise _Refused(f"its {MANIFEST} is that of step {content['step']}")
+            raise _Invalid(f"its {MANIFEST} is that of step {content['step']}")
         files = {name: FileSum(**entry) for name, entry in content["files"].items()}
     except FileNotFoundError:
-        raise _Refused(f"it has no {MANIFEST}") from None
-    except _Refused:
+        raise _Invalid(f"it has no {MANIFEST}") from None
+    except _Invalid:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _Refused(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise _Invalid(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     missing = {STATE, CONFIG} - files.keys()
     if missing or any(Path(name).name != name for name in files):
-        raise _Refused(
+        raise _Invalid(
             f"its {MANIFEST} " + (f"does not name {min(missing)}" if missing else "names files of other folders")
         )
     return files
 
 
-class _Refused(ValueError):
-    """Why a manifest is none, in words."""
+class _Invalid(ValueError):
+    """The reason why a manifest is invalid, for the user."""
 
 
 def problem_with(folder: Path) -> str | None:
-    """Why the folder is no complete checkpoint, by names and sizes alone, in one line; None if it is one."""
+    """Return the reason, in one line, why a folder is no complete checkpoint, from names and sizes alone, or None."""
     return next(iter(_problems(folder, content=False)), None)
 
 
 def verify(folder: Path) -> str | None:
-    """Why the folder is no good checkpoint, with every byte read, in one line; None if it is one."""
+    """Return the reason, in one line, why a folder is no good checkpoint, with every byte read, or None."""
     return next(iter(problems(folder)), None)
 
 
 def problems(folder: Path) -> list[str]:
-    """All that is wrong with a checkpoint folder, with every byte read."""
+    """Return all problems of a checkpoint folder, with every byte read."""
     return _problems(folder, content=True)
 
 
@@ -119,8 +120,7 @@ def _problems(folder: Path, content: bool) -> list[str]:
 
 
 def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
-    """A line for each file that is as the manifest says but not what it should be, and for tensors that are not
-    complete."""
+    """Return a line for each file that matches the manifest but has invalid content, and for incomplete tensors."""
     found: list[str] = []
     entries: list[safetensors_header.Entry] = []
     for name in files:
@@ -140,13 +140,13 @@ def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
 
 
 def all_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoint folders below a run folder, newest first, good or not, whichever run wrote them."""
+    """Return all checkpoint folders in a run folder, newest first, good or not, of any run."""
     folders = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def run_of(folder: Path) -> str | None:
-    """The id of the run that wrote a checkpoint; None where its state is damaged."""
+    """Return the id of the run that wrote a checkpoint; None if its state is damaged."""
     try:
         found = json.loads((folder / STATE).read_bytes()).get("run")
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -155,11 +155,11 @@ def run_of(folder: Path) -> str | None:
 
 
 def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
-    """The checkpoints in a run folder that another run wrote, newest first, each with why. Raises ConfigError for a
-    broken run.json."""
+    """Return the checkpoints in a run folder that another run wrote, newest first, each with the reason. Raises
+    ConfigError for a damaged run.json."""
     held = record.read(run_dir)
     found = [(folder, run_of(folder)) for folder in all_checkpoints(run_dir)]
-    # A damaged one does not say whose it is, and is passed over for its damage.
+    # A damaged checkpoint has no reliable run id, and is passed over for its damage.
     own = None if held is None else held.id
     found = [(folder, run) for folder, run in found if run == own or not _is_state_damaged(folder)]
     if held is None:
@@ -169,7 +169,7 @@ def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
 
 
 def _is_state_damaged(folder: Path) -> bool:
-    """Whether a checkpoint's manifest is whole, and its state is not what that says."""
+    """Whether a checkpoint's manifest is whole, and its state does not match it."""
     try:
         return sum_of(folder / STATE) != read(folder)[STATE]
     except ValueError:
@@ -179,8 +179,8 @@ def _is_state_damaged(folder: Path) -> bool:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoints of a folder's run, newest first, good or not; none that another run wrote. Raises ConfigError
-    where it cannot be told which run that is."""
+    """Return the checkpoints of a folder's own run, newest first, good or not. Raises ConfigError if the folder's run
+    is ambiguous."""
     foreign = foreign_checkpoints(run_dir)
     if foreign and record.read(run_dir) is None:
         several = " and ".join(f"{folder.name} ({why})" for folder, why in foreign)
@@ -192,8 +192,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def checkpoints_at(path: Path, also: str = "") -> list[Path]:
-    """The checkpoints that a path stands for, newest first, good or not: all of a run, or one. Raises ConfigError,
-    which says what else (`also`) the caller takes, where there are none."""
+    """Return the checkpoints at a path, newest first, damaged ones included: all of a run, or one. Raises ConfigError
+    if there are none; `also`: other kinds of paths that the caller accepts, for the message."""
     found = list_checkpoints(path.parent if path.name == "checkpoints" else path)
     if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
         found = [path]
@@ -208,8 +208,8 @@ def checkpoints_at(path: Path, also: str = "") -> list[Path]:
 
 
 def kind_of_model(path: Path) -> str:
-    """What a trained model's folder is: huggingface, checkpoint (also a run) or weights. Raises ConfigError for what is
-    none."""
+    """Return the kind of a trained model's folder: huggingface, checkpoint (also a run) or weights. Raises ConfigError
+    for any other path."""
     if (path / "config.json").exists():
         return "huggingface"
     if any((path / name).exists() for name in (MANIFEST, STATE, "checkpoints")):
@@ -223,11 +223,8 @@ def kind_of_model(path: Path) -> str:
 
 
 def good_checkpoint_at(path: Path) -> Path:
-    """The newest checkpoint of a run, or the given one, with every byte checked; says on standard error what it passed
-    over.
-
-    Raises ConfigError where there is none.
-    """
+    """Return a run's newest good checkpoint, or the given one, with every byte checked; print on standard error which
+    were passed over. Raises ConfigError if there is none."""
     good, passed_over = newest_good(checkpoints_at(path), verify)
     if good is None:
         raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}.")
@@ -237,9 +234,9 @@ def good_checkpoint_at(path: Path) -> Path:
 
 
 def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[str]]:
-    """The first folder that `check` finds nothing wrong with, and a line for each before it.
+    """Return the first folder without a problem according to `check`, and a line for each folder before it.
 
-    Damaged ones are passed over. One that another version of the code wrote is not understood: raises ConfigError.
+    Damaged ones are passed over. Raises ConfigError for one in another version's format.
     """
     passed_over: list[str] = []
     for folder in folders:
@@ -255,7 +252,7 @@ def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[st
 
 
 def is_of_other_format(folder: Path) -> bool:
-    """Whether a whole manifest is there, of a format that this version does not read."""
+    """Whether a folder has a whole manifest, in a format that this version does not read."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         found = content.pop(SUM)
@@ -265,7 +262,7 @@ def is_of_other_format(folder: Path) -> bool:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Give a complete checkpoint its name. One that is there already stays until then, whatever moment a kill picks.
+    """Rename a complete checkpoint to its final name. An existing one stays until then, also if the job is killed.
     Raises OSError."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
@@ -277,10 +274,9 @@ def put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Take up where a killed job stopped: delete half-written and half-deleted checkpoints, give a replaced one its
-    name back.
+    """Clean up after a killed job: delete half-written and half-deleted checkpoints, rename a replaced one back.
 
-    Only for who holds the run's folder, and while no save is under way. Raises OSError.
+    Only for the holder of the run's folder, and while no save is in progress. Raises OSError.
     """
     for replaced in (run_dir / "checkpoints").glob(f"step_*{REPLACED}"):
         folder = replaced.with_name(replaced.name.removesuffix(REPLACED))
@@ -293,8 +289,8 @@ def tidy(run_dir: Path) -> None:
 
 
 def prune(newest: Path, keep: int, keep_every: int) -> None:
-    """Delete checkpoints older than `newest`, which was just verified: all but `keep` in all (0 keeps all), and but
-    each `keep_every`-th step (0: none). What is not whole is left for its owner to look at. Raises OSError."""
+    """Delete checkpoints older than `newest`, which was just verified, except the newest `keep` in total (0 keeps all)
+    and each `keep_every`-th step (0: none). Incomplete ones are left for their owner to look at. Raises OSError."""
     if keep == 0:
         return
     siblings = list_checkpoints(newest.parent.parent)

@@ -1,7 +1,7 @@
-"""`run_dir/run.json`: which run a folder holds, how it was asked to start, and who is at work on it. Reads and writes
-small files only.
+"""`run_dir/run.json`: the id of the folder's run, how it was started, and the process that works on it. Reads and
+writes small files only.
 
-A run keeps its id for life; its checkpoints carry it, so that nobody takes another run's for its own.
+A run keeps its id for life; its checkpoints contain it, so that checkpoints of different runs are not confused.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from configs.schema import Config, ConfigError
 RECORD = "run.json"
 METRICS = "metrics.jsonl"
 EVENTS = "events.jsonl"
-TAIL_BYTES = 1 << 20  # of metrics.jsonl, in which its last whole line lies
-HEARTBEAT = 10.0  # seconds between two signs of life
-SILENCE = 6 * HEARTBEAT  # without one, a process on another host is taken for dead
-SAME_START = 2.0  # seconds by which two readings of one process's start may differ: clocks are set
+TAIL_BYTES = 1 << 20  # at the end of metrics.jsonl, which contain its last whole line
+HEARTBEAT = 10.0  # seconds between two heartbeats
+SILENCE = 6 * HEARTBEAT  # seconds without a heartbeat after which a process on another host counts as dead
+SAME_START = 2.0  # seconds by which two readings of a process's start may differ, because clocks are adjusted
 
 
 @dataclass(frozen=True)
 class Record:
-    """What run.json says."""
+    """The content of run.json."""
 
     id: str  # 8 hexadecimal digits
     resume: str  # checkpoint.resume of the run's first start: auto, never, or an absolute path
     weights: str | None = None  # checkpoint.weights of that start, absolute
-    checkpoint: str | None = None  # of another run, that this one began from; absolute
+    checkpoint: str | None = None  # of another run, from which this one started; absolute
     created: float = 0.0
-    saved: int = 0  # step of the newest checkpoint that was announced; 0: none was
+    saved: int = 0  # step of the newest checkpoint that was announced; 0: none
     host: str = ""
     pid: int = 0
-    process_started: float = 0.0  # seconds since 1970, as the kernel has it
+    process_started: float = 0.0  # seconds since 1970, from the kernel
     heartbeat: float = 0.0
 
     @property
-    def began(self) -> str:
-        """How the run began, in words."""
+    def origin_text(self) -> str:
+        """A description of how the run started."""
         if self.checkpoint is not None:
             return f"started from {self.checkpoint}"
         return "started fresh" if self.weights is None else f"started from the weights {self.weights}"
@@ -63,8 +63,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def way(config: Config) -> tuple[str, str | None]:
-    """How a command asks a run to start: `checkpoint.resume` and `checkpoint.weights`, with paths made absolute."""
+def requested_start(config: Config) -> tuple[str, str | None]:
+    """Return `checkpoint.resume` and `checkpoint.weights`, with paths made absolute."""
     resume, weights = config.checkpoint.resume, config.checkpoint.weights
     return (
         resume if resume in ("auto", "never") else str(Path(resume).resolve()),
@@ -73,14 +73,14 @@ def way(config: Config) -> tuple[str, str | None]:
 
 
 def new(config: Config, checkpoint: Path | None) -> Record:
-    """The record of a run that begins now, from a checkpoint of another run or from none."""
-    resume, weights = way(config)
+    """Return the record of a run that starts now, from a checkpoint of another run or from none."""
+    resume, weights = requested_start(config)
     start = None if checkpoint is None else str(checkpoint.resolve())
     return Record(secrets.token_hex(4), resume, weights if start is None else None, start, created=time.time())
 
 
 def read(run_dir: Path) -> Record | None:
-    """The record of a folder's run; None where there is none. Raises ConfigError for one that cannot be read."""
+    """Return the record of a folder's run, or None. Raises ConfigError for a record that cannot be read."""
     path = run_dir / RECORD
     try:
         content = checksums.read_summed(path)
@@ -100,17 +100,17 @@ def read(run_dir: Path) -> Record | None:
 
 
 def write(run_dir: Path, record: Record) -> None:
-    """Put a record in place, whole or not at all. Raises OSError."""
+    """Write a record atomically. Raises OSError."""
     checksums.write_summed(run_dir / RECORD, asdict(record))
 
 
 def this_process() -> dict[str, Any]:
-    """Host, pid and start of the process that asks, as `is_alive` compares them."""
+    """Return host, pid and start time of this process, as `is_alive` compares them."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "process_started": psutil.Process().create_time()}
 
 
 def is_alive(record: Record) -> bool:
-    """Whether the process that the record names is still at work: on this host by its pid and start, elsewhere by its
+    """Whether the record's process is still running: on this host by its pid and start time, elsewhere by its
     heartbeat."""
     if record.host != socket.gethostname():
         return time.time() - record.heartbeat < SILENCE
@@ -121,10 +121,10 @@ def is_alive(record: Record) -> bool:
 
 
 class Keeper:
-    """Keeps the record of the run that this process works on, with a sign of life every HEARTBEAT seconds."""
+    """Maintains the record of the run that this process works on, with a heartbeat every HEARTBEAT seconds."""
 
     def __init__(self, run_dir: Path, record: Record):
-        """Raises OSError where the record cannot be written."""
+        """Raises OSError if the record cannot be written."""
         self._run_dir, self._lock, self._ended = run_dir, threading.Lock(), threading.Event()
         self.record = dataclasses.replace(record, **this_process())
         self.note()
@@ -132,24 +132,24 @@ class Keeper:
         self._thread.start()
 
     def note(self, **facts: Any) -> None:
-        """Write fields of the record, and that the run is alive. Raises OSError."""
+        """Write fields of the record, and a heartbeat. Raises OSError."""
         with self._lock:
             self.record = dataclasses.replace(self.record, **facts, heartbeat=time.time())
             write(self._run_dir, self.record)
 
     def _beat(self) -> None:
         while not self._ended.wait(HEARTBEAT):
-            with contextlib.suppress(OSError):  # a full disk is told by who has something to lose
+            with contextlib.suppress(OSError):  # the writers of data report a full disk
                 self.note()
 
     def close(self) -> None:
-        """No more signs of life."""
+        """End the heartbeats."""
         self._ended.set()
         self._thread.join(HEARTBEAT)
 
 
 def last_step(run_dir: Path) -> int:
-    """The last step that metrics.jsonl holds; 0 where it holds none."""
+    """Return the last step in metrics.jsonl; 0 if it has none."""
     try:
         with open(run_dir / METRICS, "rb") as stream:
             stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
@@ -160,5 +160,5 @@ def last_step(run_dir: Path) -> int:
         try:
             return int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
-            continue  # the end of a line that a kill cut off
+            continue  # a line that a kill cut off
     return 0

@@ -1,5 +1,7 @@
-"""How a run starts: alone in its folder, and from the newest checkpoint that all ranks together found good;
-checkpoint/start.py decides."""
+"""The start of a job, on all ranks: the lock of its run folder, and the checkpoint that it resumes from.
+
+The ranks check the checkpoint together; checkpoint/start.py decides.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,19 @@ from configs import checksums, files
 from configs.changes import Change
 from configs.schema import Config, ConfigError
 from data.identity import Difference, Identity
-from parallel.refusal import raise_together
+from parallel.joint_errors import raise_together
 
 LOCK = "job.lock"
-GRACE = 3.0  # seconds that a job which was just killed has to let go of its folder
+GRACE = 3.0  # seconds for a job that was just killed to release its folder
 
 
 class Claim:
-    """Rank 0's hold on a run's folder: a lock on a file that names the holder. The kernel lets go of it when the
+    """Rank 0's lock of a run's folder: a locked file that names the holder. The kernel releases the lock when the
     process dies."""
 
     def __init__(self, run_dir: Path):
-        """Wait at most GRACE seconds for the lock. Raises ConfigError where another job holds it, or the folder cannot
-        be written."""
+        """Wait at most GRACE seconds for the lock. Raises ConfigError if another job holds it, or the folder cannot be
+        written."""
         self._run_dir = run_dir
         self._keeper: Keeper | None = None
         path = run_dir / LOCK
@@ -84,12 +86,12 @@ class Claim:
         self._keeper = Keeper(self._run_dir, record)
 
     def note_saved(self, step: int) -> None:
-        """A checkpoint of this step is announced: a later start must find one. Raises OSError."""
+        """Record that the checkpoint of this step was announced: a later start must find one. Raises OSError."""
         if self._keeper is not None:
             self._keeper.note(saved=step)
 
     def release(self) -> None:
-        """Let another job have the folder."""
+        """Release the folder for other jobs."""
         if self._keeper is not None:
             self._keeper.close()
         self._file.close()
@@ -103,7 +105,7 @@ def _holder(text: str) -> str:
 
 
 def claim(run_dir: Path) -> Claim | None:
-    """Keep other jobs out of the folder; on rank 0 the hold on it. A collective call. Raises ConfigError on every
+    """Lock the folder against other jobs; returns the claim on rank 0. A collective call. Raises ConfigError on every
     rank."""
     held, problem = None, None
     if dist.get_rank() == 0:
@@ -116,38 +118,38 @@ def claim(run_dir: Path) -> Claim | None:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """How this job starts, and what is otherwise than the checkpoint says; the same on every rank."""
+class Resumption:
+    """How this job starts, and its differences from the checkpoint; the same on every rank."""
 
     start: Start
     settings: list[Change]
     data: list[Difference]
 
 
-def find(config: Config, vocab_size: int, identity: Identity, passed_over: Callable[[Path, str], None]) -> Beginning:
-    """How the command starts, with every byte of its checkpoint read, each by one of the ranks, and everything compared
-    that the checkpoint was trained with. Rank 0 tells `passed_over` the run's folder and a line for each checkpoint
-    that is not good.
+def find(config: Config, vocab_size: int, identity: Identity, passed_over: Callable[[Path, str], None]) -> Resumption:
+    """Decide how the command starts, check every byte of its checkpoint, each on one of the ranks, and compare model,
+    settings and data with it. Rank 0 calls `passed_over` with the run's folder and a line for each checkpoint that is
+    not good.
 
     A collective call. Raises ConfigError on every rank.
     """
 
-    def decide() -> Beginning:
+    def decide() -> Resumption:
         found = start.find(config, _check_together)
         for line in found.passed_over:
             passed_over(Path(config.run_dir), line)
         if found.checkpoint is not None:
             start.check_model(config, vocab_size, found.checkpoint)
-        return Beginning(found, start.changed_settings(config, found), start.changed_data(config, found, identity))
+        return Resumption(found, start.changed_settings(config, found), start.changed_data(config, found, identity))
 
     answer = _with_checks(decide)
-    assert isinstance(answer, Beginning)
+    assert isinstance(answer, Resumption)
     return answer
 
 
 def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | None:
-    """The newest checkpoint of the run in a folder that is good, every byte of it read; None where there is none.
-    `passed_over`: as in `find`. A collective call."""
+    """Return the newest good checkpoint of a folder's run, every byte of it checked, or None. `passed_over`: as in
+    `find`. A collective call."""
 
     def look() -> Path | None:
         good, lines = manifest.newest_good(manifest.list_checkpoints(run_dir), _check_together)
@@ -160,15 +162,15 @@ def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | No
 
 
 def _with_checks(work: Callable[[], Any]) -> Any:
-    """Do `work` on rank 0, which may call `_check_together`, while the other ranks check with it. Raises ConfigError on
-    every rank."""
+    """Do `work` on rank 0, which may call `_check_together`, while the other ranks check with it; return its result on
+    all ranks. Raises ConfigError on every rank."""
     answer, problem = None, None
     if dist.get_rank() == 0:
         try:
             answer = work()
-        except (OSError, ValueError) as error:  # ConfigError, or a file that went away meanwhile
+        except (OSError, ValueError) as error:  # ConfigError, or a file that vanished meanwhile
             problem = str(error)
-        _broadcast(None)  # no more to check
+        _broadcast(None)  # nothing more to check
     else:
         while (candidate := _broadcast(None)) is not None:
             _check_share(*candidate)
@@ -177,7 +179,7 @@ def _with_checks(work: Callable[[], Any]) -> Any:
 
 
 def _check_together(folder: Path) -> str | None:
-    """On rank 0, while the other ranks are in `find`: what is wrong with a checkpoint."""
+    """Return the problem of a checkpoint, if any. Called on rank 0, while the other ranks are in `_with_checks`."""
     problem = manifest.problem_with(folder)
     if problem is not None or dist.get_world_size() == 1:
         return problem or manifest.verify(folder)
@@ -188,7 +190,7 @@ def _check_together(folder: Path) -> str | None:
 
 
 def _check_share(folder: Path, files: dict[str, checksums.FileSum]) -> list[str]:
-    """What any rank found wrong with the files; each reads some of them."""
+    """Return the problems of the files that all ranks found; each reads some of them."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: list[Any] = [None] * world_size
     dist.all_gather_object(found, checksums.wrong_files(folder, files, sorted(files)[rank::world_size]))
@@ -196,6 +198,6 @@ def _check_share(folder: Path, files: dict[str, checksums.FileSum]) -> list[str]
 
 
 def _broadcast(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]

@@ -1,8 +1,8 @@
-"""The files of a run's folder that grow while it trains, as a checkpoint found them: their length, and what was in
-them. A resume compares, so that damage to them is named.
+"""Sizes and checksums of the files in a run's folder that grow while it trains, as a checkpoint stores them. A resumed
+run compares them, so that damage is reported.
 
-A byte is hashed once in a process, however often a checkpoint is written. Files are only appended to, but where a run
-goes back to an older checkpoint (training/resilience/recovery.py): then `forget`.
+A byte is hashed once per process, however often a checkpoint is written. Files are only appended to, except when a run
+goes back to an older checkpoint (training/resilience/recovery.py), which calls `forget`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-# As glob has them: the metrics, the events, the plans of placement, the traces of routing.
+# Glob patterns: the metrics, the events, the plans of placement, the traces of routing.
 GROWING = ("metrics.jsonl", "events.jsonl", "placement_*.plans", "routing*.trace")
-# Written anew as a whole: a checkpoint knows that they are there. They hold a checksum of themselves.
+# Rewritten as a whole: a checkpoint records that they exist. They contain their own checksum.
 SUMMED = ("experts_chosen.json", "layout_chosen.json", "skipped_samples.json")
 BLOCK = 1 << 22  # bytes that are read at once
 
@@ -27,15 +27,15 @@ class _Hashed:
 
 
 class GrowingFiles:
-    """The growing files of a run's folder, as far as they have been hashed."""
+    """The growing files of a run's folder, and the hash state of each."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._hashed: dict[str, _Hashed] = {}
 
     def sums(self) -> dict[str, dict[str, Any]]:
-        """Size in bytes and XXH3 (128 bits) of each file as it is now, by name; what grows meanwhile counts or not. A
-        file that cannot be read is left out: whoever writes it says so."""
+        """Return the current size in bytes and XXH3 (128 bits) of each file, by name. Bytes that are appended meanwhile
+        may be missing. A file that cannot be read is left out: its writer reports the error."""
         found: dict[str, dict[str, Any]] = {}
         for path in sorted({path for pattern in GROWING for path in self._run_dir.glob(pattern)}):
             try:
@@ -51,13 +51,12 @@ class GrowingFiles:
         return found | {name: {"size": 0} for name in SUMMED if (self._run_dir / name).exists()}
 
     def forget(self) -> None:
-        """Hash all again: the run has taken lines off the files."""
+        """Hash all files anew, because the run has removed lines from them."""
         self._hashed.clear()
 
 
 def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
-    """Describe each file that does not begin with what a checkpoint found in it, in a few words each; `sums` as it
-    kept them."""
+    """Describe in a few words each file that does not begin with the content that a checkpoint recorded in `sums`."""
     found = []
     for name, entry in sums.items():
         path = run_dir / name
@@ -78,7 +77,7 @@ def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _update(hashed: _Hashed, path: Path, size: int) -> None:
-    """Hash what a file has up to `size`. Raises OSError."""
+    """Hash a file up to byte `size`. Raises OSError."""
     with open(path, "rb") as stream:
         stream.seek(hashed.size)
         while hashed.size < size and (block := stream.read(min(BLOCK, size - hashed.size))):

@@ -1,8 +1,8 @@
-"""The header of a checkpoint's tensor files, without torch: which box of which global tensor lies where.
+"""The header of a checkpoint's tensor files: the boxes of global tensors and their bytes. Without torch.
 
 The files are safetensors (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, then the bytes of
-the tensors. What safetensors lacks, the place of each tensor in a global one, stands in its metadata under `boxes`. So
-every rank writes what it holds without asking the others, any safetensors reader opens the files, and nothing in them
+the tensors. What safetensors lacks, the offset of each tensor in a global one, is stored in its metadata under `boxes`.
+So every rank writes its tensors without asking the others, any safetensors reader opens the files, and nothing in them
 can be code.
 """
 
@@ -23,14 +23,14 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: `shape` (as stored) is the box of the global tensor `key` that starts at `offset`.
+    """One tensor of a file: the box of shape `shape` (as stored) of the global tensor `key` that starts at `offset`.
 
-    The global tensor may have more dimensions, in front, in which the box is one wide. The bytes lie at [start, end) of
-    the file's body.
+    The global tensor may have more leading dimensions, in which the box is one wide. The bytes are [start, end) of the
+    file's body.
     """
 
     key: str
-    dtype: str  # in the words of safetensors
+    dtype: str  # in safetensors' names
     shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -39,7 +39,7 @@ class Entry:
 
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """The header with its length in front, padded so that the body starts at a multiple of 8 bytes."""
+    """Return the header behind its length, padded so that the body starts at a multiple of 8 bytes."""
     content: dict[str, Any] = {}
     boxes = {}
     for i, entry in enumerate(entries):
@@ -54,14 +54,13 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """The entries of a file by the names that they have in it. Raises ValueError where it is no such file, or
-    OSError."""
+    """Return the entries of a file, by their names in it. Raises ValueError for any other file, and OSError."""
     return read_all(path)[1]
 
 
 def read_all(path: Path) -> tuple[SafetensorsHeader, dict[str, Entry]]:
-    """The header of a file and its entries by the names that they have in it. Raises ValueError where it is no such
-    file, or OSError."""
+    """Return the header of a file and its entries, by their names in it. Raises ValueError for any other file, and
+    OSError."""
     header = read_header(path)
     try:
         boxes = json.loads(header.metadata["boxes"])
@@ -84,8 +83,8 @@ def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offse
 
 
 def incomplete(entries: Iterable[Entry]) -> str | None:
-    """Describe the first global tensor whose elements the entries of all files do not hold once each; None if they hold
-    all."""
+    """Describe the first global tensor of which the entries of all files do not hold each element once; None if all are
+    complete."""
     held: dict[str, list[Entry]] = {}
     for entry in entries:
         of_key = held.setdefault(entry.key, [])

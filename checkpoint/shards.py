@@ -1,8 +1,8 @@
-"""Tensors on their way to a checkpoint's files and back: a snapshot in host memory, one file per rank, and a reader of
-boxes. State off the device is in no snapshot: it is read bucket by bucket while the file is written.
+"""A checkpoint's tensor files: a writer with a snapshot in host memory, one file per rank, and a reader of boxes.
 
-What goes in and out are Megatron's ShardedTensors: views into this rank's tensors, each a box of a global tensor.
-Layouts meet in the global tensors: a reader fills any box from whatever boxes were written.
+Both take Megatron's ShardedTensors: views into this rank's tensors, each a box of a global tensor. The reader fills any
+box from the boxes that were written, whatever the layouts. Offloaded state is not part of the snapshot: it is read
+bucket by bucket while the file is written.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from configs.schema import ConfigError
 from memory.copy_stream import SAVES
 from memory.host_link import HostLink
 from memory.read_only_file import ReadOnlyFile
-from models.weight_files.safetensors_file import TORCH_DTYPES
-from optim.tiers.state_snapshot import StateSnapshot
-from optim.tiers.stored import StoredTensor
+from models.weight_files.tensor_files import TORCH_DTYPES
+from optim.offload.records import StateSnapshot
+from optim.state import StoredTensor
 from parallel.dtypes import SAFETENSORS_NAMES
 
-BAND_BYTES = 4 * 2**20  # of rows that are read at once where some of their columns are wanted
+BAND_BYTES = 4 * 2**20  # of matrix rows that are read at once, if only some of their columns are needed
 
 
 class SaveCancelled(Exception):
@@ -41,39 +41,40 @@ class SaveCancelled(Exception):
 
 
 class NotFinite(Exception):
-    """A tensor that holds NaN or Inf, by name: what was saved could never be gone on with, and would displace what
-    can."""
+    """The name of a tensor with NaN or Inf. Such a checkpoint could not be resumed, and would displace older ones."""
 
 
 class ShardWriter:
-    """A rank's part of a checkpoint: what is on the device is copied to host memory, which every save uses again. It is
-    the link's, which fills at full speed; where that has no room, a GPU's save takes longer. State off the device is
-    read while the file is written."""
+    """Writes a rank's file of a checkpoint. Tensors on the device are copied to host memory, which every save reuses.
+
+    It is the link's pinned memory, for copies at full speed; without it a GPU's snapshot takes longer. Offloaded state
+    is read while the file is written.
+    """
 
     def __init__(self, link: HostLink):
         self._link = link
         self.header = b""
-        self.buffer = new_buffer()  # in which each save's files are read back, one after the other
+        self.buffer = new_buffer()  # for reading files back, one at a time
         self._body, self._is_pinned = torch.empty(0, dtype=torch.uint8), False
-        self._copies: list[tuple[str, int, torch.Tensor]] = []  # name, place in the file's body, where it was copied to
-        self._stored: list[tuple[int, StoredTensor]] = []  # place in the file's body, box
-        self._hold: StateSnapshot | None = None
+        self._host_copies: list[tuple[str, int, torch.Tensor]] = []  # name, offset in the file's body, data
+        self._stored: list[tuple[int, StoredTensor]] = []  # offset in the file's body, box
+        self._offloaded: StateSnapshot | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that it keeps."""
+        """Bytes of host memory that the writer holds."""
         return self._body.numel()
 
-    def take(self, tensors: Sequence[ShardedTensor], hold: StateSnapshot | None = None) -> None:
-        """Copy the tensors as they are now. Returns when the copies are done: the originals may change then.
+    def take(self, tensors: Sequence[ShardedTensor], offloaded: StateSnapshot | None = None) -> None:
+        """Copy the tensors' current values. After the return the originals may change.
 
-        `hold` keeps the buckets of StoredTensors as they are until they are written.
+        offloaded: keeps the buckets of StoredTensors unchanged until they are written.
         """
-        self._hold = hold
-        # Wide elements first: each tensor then starts at a multiple of its element size.
+        self._offloaded = offloaded
+        # Wide elements first, so that each tensor starts at a multiple of its element size.
         order = sorted(tensors, key=lambda tensor: -tensor.data.element_size())
         ends = list(itertools.accumulate((tensor.data.nbytes for tensor in order), initial=0))
-        self._copy([(tensor, start) for tensor, start in zip(order, ends) if not isinstance(tensor, StoredTensor)])
+        self._copy_to_host([(each, start) for each, start in zip(order, ends) if not isinstance(each, StoredTensor)])
         self._stored = [(start, tensor) for tensor, start in zip(order, ends) if isinstance(tensor, StoredTensor)]
         self.header = safetensors_header.encode(
             safetensors_header.Entry(
@@ -88,35 +89,35 @@ class ShardWriter:
             for t, start, end in zip(order, ends, ends[1:])
         )
 
-    def _copy(self, tensors: list[tuple[ShardedTensor, int]]) -> None:
+    def _copy_to_host(self, tensors: list[tuple[ShardedTensor, int]]) -> None:
         ends = list(itertools.accumulate((tensor.data.nbytes for tensor, _ in tensors), initial=0))
         if self._body.numel() < ends[-1]:
-            self._body = torch.empty(0, dtype=torch.uint8)  # its bytes are free
+            self._body = torch.empty(0, dtype=torch.uint8)  # frees the old memory first
             taken = self._link.take(ends[-1], "a checkpoint's snapshot") if self._link.pins else None
             self._body = torch.empty(ends[-1], dtype=torch.uint8) if taken is None else taken
             self._is_pinned = taken is not None
-        self._copies = []
-        for (tensor, place), start, end in zip(tensors, ends, ends[1:]):
-            copy = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
-            self._copies.append((tensor.key, place, copy))
+        self._host_copies = []
+        for (tensor, offset), start, end in zip(tensors, ends, ends[1:]):
+            host_copy = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
+            self._host_copies.append((tensor.key, offset, host_copy))
 
         def copy_all() -> None:
-            for (tensor, _), (_, _, copy) in zip(tensors, self._copies, strict=True):
-                copy.copy_(tensor.data.detach(), non_blocking=self._is_pinned)
+            for (tensor, _), (_, _, host_copy) in zip(tensors, self._host_copies, strict=True):
+                host_copy.copy_(tensor.data.detach(), non_blocking=self._is_pinned)
 
         self._link.down.issue(copy_all, num_bytes=ends[-1], priority=SAVES).wait()
 
     def write(self, path: Path, cancelled: threading.Event) -> FileSum:
-        """Write the file through to the disk and read it back. Raises OSError, also where other bytes come back,
-        NotFinite and SaveCancelled."""
-        sums: dict[int, tuple[int, int]] = {}  # place in the file -> bytes written there at once, and their checksum
+        """Write the file through to the disk and read it back. Raises NotFinite, SaveCancelled and OSError, also if the
+        bytes that are read back differ."""
+        sums: dict[int, tuple[int, int]] = {}  # offset in the file -> bytes and checksum of the chunk written there
         with writing(path), open(path, "wb", buffering=0) as stream:
-            for place, content in itertools.chain([(0, memoryview(self.header))], self._contents(cancelled)):
+            for offset, content in itertools.chain([(0, memoryview(self.header))], self._contents(cancelled)):
                 for start in range(0, len(content), CHUNK_BYTES):
                     if cancelled.is_set():
                         raise SaveCancelled
                     chunk = content[start : start + CHUNK_BYTES]
-                    at = place + start
+                    at = offset + start
                     sums[at] = len(chunk), xxhash.xxh3_64_intdigest(chunk)
                     while chunk:  # a write to a disk that is almost full may be short
                         written = os.pwrite(stream.fileno(), chunk, at)
@@ -125,26 +126,26 @@ class ShardWriter:
         return _read_back(path, sums, self.buffer)
 
     def _contents(self, cancelled: threading.Event) -> Iterator[tuple[int, memoryview]]:
-        """What comes after the header, with its place in the file; valid until the next. Buckets first: updates wait
-        for them."""
-        for bucket, boxes in itertools.groupby(sorted(self._stored, key=_bucket), key=_bucket):
+        """Yield the offset in the file and the bytes of each tensor, which are valid until the next. Buckets first,
+        because updates wait for them."""
+
+        def bucket_of(stored: tuple[int, StoredTensor]) -> int:
+            return stored[1].bucket
+
+        for bucket, boxes in itertools.groupby(sorted(self._stored, key=bucket_of), key=bucket_of):
             if cancelled.is_set():
                 raise SaveCancelled
-            assert self._hold is not None
-            held = self._hold.read(bucket)
-            for place, box in boxes:
-                yield len(self.header) + place, _bytes_of(box.key, box.within(held))
-            self._hold.release(bucket)
-        for key, place, copy in self._copies:
-            yield len(self.header) + place, _bytes_of(key, copy)
-
-
-def _bucket(part: tuple[int, StoredTensor]) -> int:
-    return part[1].bucket
+            assert self._offloaded is not None
+            held = self._offloaded.read(bucket)
+            for offset, box in boxes:
+                yield len(self.header) + offset, _bytes_of(box.key, box.within(held))
+            self._offloaded.release(bucket)
+        for key, offset, host_copy in self._host_copies:
+            yield len(self.header) + offset, _bytes_of(key, host_copy)
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
-    """A tensor of the host as bytes, without a copy where it is dense. Raises NotFinite."""
+    """Return a host tensor's bytes, without copying a dense one. Raises NotFinite."""
     if tensor.dtype.is_floating_point and tensor.numel() > 0:
         low, high = tensor.aminmax()  # NaN if any is
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -153,16 +154,16 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
 
 
 def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview) -> FileSum:
-    """Size and checksum of a file, every part of which must have the given checksum. Raises OSError."""
+    """Return size and checksum of a file. Raises OSError if a chunk does not have its checksum in `sums`."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as stream:
-        for place, (length, expected) in sorted(sums.items()):
-            part, filled = buffer[:length], 0
-            while filled < length and (count := stream.readinto(part[filled:])):
+        for offset, (length, expected) in sorted(sums.items()):
+            chunk, filled = buffer[:length], 0
+            while filled < length and (count := stream.readinto(chunk[filled:])):
                 filled += count
-            if place != size or filled != length or xxhash.xxh3_64_intdigest(part) != expected:
+            if offset != size or filled != length or xxhash.xxh3_64_intdigest(chunk) != expected:
                 raise OSError(f"{path} reads back other bytes than were written")
-            digest.update(part)
+            digest.update(chunk)
             size += length
         if stream.read(1):
             raise OSError(f"{path} reads back more bytes than were written")
@@ -170,13 +171,12 @@ def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview)
 
 
 class ShardReader:
-    """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError where the checkpoint lacks
-    something."""
+    """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError if the checkpoint lacks anything."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self._files: dict[Path, ReadOnlyFile] = {}
-        self._bodies: dict[Path, int] = {}  # where the tensors begin in each file
+        self._bodies: dict[Path, int] = {}  # offset of the tensors in each file
         self._boxes: dict[str, list[tuple[Path, str, safetensors_header.Entry]]] = {}
         try:
             for path in (folder / name for name in manifest.read(folder) if name.endswith(safetensors_header.SUFFIX)):
@@ -192,10 +192,9 @@ class ShardReader:
 
     @torch.no_grad()
     def fill(self, tensor: ShardedTensor) -> None:
-        """Copy the box that `tensor` stands for into its data, in place, which may be strided and of another dtype.
+        """Read the box of `tensor` into its data, which may be strided and of another dtype.
 
-        Padding that depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros where the file has
-        none.
+        Padding that depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros if the files lack it.
         """
         boxes = self._boxes.get(tensor.key)
         if boxes is None:
@@ -222,22 +221,22 @@ class ShardReader:
             if any(a >= b for a, b in zip(start, end)):
                 continue
             inside = [slice(a - o, b - o) for a, b, o in zip(start, end, entry.offset)]
-            part = self._get(path, name, entry, inside[len(ours) - len(entry.shape) :])
+            found = self._get(path, name, entry, inside[len(ours) - len(entry.shape) :])
             target[tuple(slice(a - o, b - o) for a, b, o in zip(start, end, low))].copy_(
-                part.reshape([b - a for a, b in zip(start, end)])
+                found.reshape([b - a for a, b in zip(start, end)])
             )
-            filled += part.numel()
+            filled += found.numel()
         if filled != wanted:
             raise ConfigError(
                 f"checkpoint {self.folder} holds {filled} of {wanted} elements that this rank needs of {tensor.key}."
             )
 
     def _get(self, path: Path, name: str, entry: safetensors_header.Entry, inside: list[slice]) -> torch.Tensor:
-        # Read, not mapped: a file may be larger than what the kernel lets a process map.
+        # Read, not mapped: a file may be larger than the kernel lets a process map.
         try:
             if path not in self._files:
                 self._files[path] = ReadOnlyFile(path)
-            found = torch.empty([part.stop - part.start for part in inside], dtype=TORCH_DTYPES[entry.dtype])
+            found = torch.empty([each.stop - each.start for each in inside], dtype=TORCH_DTYPES[entry.dtype])
             if found.numel():
                 start = self._bodies[path] + entry.start
                 _read_box(self._files[path], start, entry.shape, inside, found)
@@ -249,18 +248,18 @@ class ShardReader:
 def _read_box(
     file: ReadOnlyFile, start: int, shape: Sequence[int], inside: Sequence[slice], found: torch.Tensor
 ) -> None:
-    """Fill a dense tensor with a box of one that lies in a file, row-major, from byte `start` on."""
+    """Fill a dense tensor with a box of a row-major tensor that starts at byte `start` of a file."""
     size = found.element_size()
-    if not shape or all(part == slice(0, n) for part, n in zip(inside[1:], shape[1:])):  # one run of bytes
+    if not shape or all(each == slice(0, n) for each, n in zip(inside[1:], shape[1:])):  # one run of bytes
         first = inside[0].start * math.prod(shape[1:]) if shape else 0
         file.read(start + first * size, _memory_of(found))
         return
     row = math.prod(shape[1:]) * size
     if len(shape) > 2 or row > BAND_BYTES:
-        for index, part in enumerate(found, start=inside[0].start):
-            _read_box(file, start + index * row, shape[1:], inside[1:], part)
+        for index, inner in enumerate(found, start=inside[0].start):
+            _read_box(file, start + index * row, shape[1:], inside[1:], inner)
         return
-    at_once = BAND_BYTES // row  # whole rows: columns one by one would be a read each
+    at_once = BAND_BYTES // row  # whole matrix rows: else each would be a read of its own
     for index in range(0, len(found), at_once):
         target = found[index : index + at_once]
         band = torch.empty(len(target), shape[1], dtype=found.dtype)

@@ -1,8 +1,8 @@
-"""What a command does in its run_dir: begin a run, go on with the one that is there, or refuse. Reads small files,
+"""The decision of a command in its run_dir: start a run, resume the one that is there, or refuse. Reads small files,
 without torch.
 
-`checkpoint.resume` says where a run that has not started begins. A run that has taken a step goes on, by the same
-command or by `auto`; any other way to start is refused. docs/guide/resume.md has the table.
+`checkpoint.resume` is where a run without a step starts. A run that has taken a step is resumed, by the same command or
+by `auto`; any other start is refused. docs/guide/resume.md has the table.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from configs.values import as_typed
 from data.identity import Difference, Identity, differences
 from data.tokenizer import tokenizer_digest
 
-# keys that another model is turned into the checkpoint's with; with more another folder is the better advice
+# keys whose change gives the checkpoint's model; with more of them, another folder is the better advice
 MAX_ADVISED = 6
-# Compared by content where the checkpoint names its data: the same data under another name are the same.
+# Compared by content if the checkpoint identifies its data: the same data under another name are the same.
 BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.tokenizer")
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a command starts. `checkpoint`: whose state it takes; None: from the beginning."""
+    """How a command starts. `checkpoint`: the one whose state is loaded; None: a fresh start."""
 
     record: Record
     checkpoint: Path | None
-    is_new: bool  # nobody has taken a step of this run
+    is_new: bool  # no step of this run was taken
     passed_over: tuple[str, ...] = ()  # a line for each checkpoint that is not good
 
     @property
     def origin(self) -> Path | None:
-        """The folder of the run that this one began from."""
-        began = self.record.checkpoint
-        return None if began is None else Path(began).parent.parent
+        """The folder of the run whose checkpoint this one started from."""
+        source = self.record.checkpoint
+        return None if source is None else Path(source).parent.parent
 
     def line(self, step: int) -> str:
-        """What is said of it, once the step is known that the checkpoint is of."""
+        """Describe the start in a line; `step`: that of the checkpoint."""
         run = f"run {self.record.id}"
         if not self.is_new:
             again = (
@@ -62,22 +62,22 @@ class Start:
                 if step or self.record.checkpoint
                 else "was stopped before its first checkpoint, and begins again at"
             )
-            return f"{run} {again} step {step} ({self.record.began})"
-        return f"{run} {self.record.began.replace('started', 'starts')}" + (
+            return f"{run} {again} step {step} ({self.record.origin_text})"
+        return f"{run} {self.record.origin_text.replace('started', 'starts')}" + (
             f", at step {step}" if self.checkpoint else ""
         )
 
 
 def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
-    """What the command of `config` does in its run_dir. `check` says what is wrong with a checkpoint; the default reads
-    every byte.
+    """Decide how the command of `config` starts in its run_dir. `check` returns the problem of a checkpoint; the
+    default reads every byte.
 
-    Raises ConfigError where it must not start so.
+    Raises ConfigError if it must not start.
     """
     run_dir = Path(config.run_dir)
     held = record.read(run_dir) or _adopted(run_dir)
     if held is None:
-        return _begin(config, check)
+        return _new_run(config, check)
     foreign = [f"{folder.name} ({why})" for folder, why in manifest.foreign_checkpoints(run_dir)]
     if foreign:
         raise ConfigError(
@@ -87,15 +87,17 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
     own = manifest.list_checkpoints(run_dir)
     step = max([last_step(run_dir), held.saved, *(int(folder.name[5:]) for folder in own)])
     if step == 0 and not own:
-        return _begin(config, check, held.id)
+        return _new_run(config, check, held.id)
     holds = f"run_dir ({run_dir}) holds run {held.id} at step {step}"
-    resume, weights = record.way(config)
+    resume, weights = record.requested_start(config)
     if resume not in ("auto", held.resume):
-        raise ConfigError(f"{holds}, which {held.began}, and checkpoint.resume={resume} begins another. {_ADVICE}.")
+        raise ConfigError(
+            f"{holds}, which {held.origin_text}, and checkpoint.resume={resume} begins another. {_ADVICE}."
+        )
     if weights not in (None, held.weights):
         raise ConfigError(
-            f"{holds}, which {held.began}, and checkpoint.weights={weights} begins another. {_ADVICE}, without that "
-            "key."
+            f"{holds}, which {held.origin_text}, and checkpoint.weights={weights} begins another. {_ADVICE}, "
+            "without that key."
         )
     good, passed_over = manifest.newest_good(own, check)
     if good is not None:
@@ -119,11 +121,10 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
             f"{holds}, and its checkpoint of step {held.saved} is gone. Put it back, or choose another run_dir."
         )
     if held.checkpoint is not None:
-        folder = _named(held.checkpoint, check)
-        return Start(held, folder, False)
+        return Start(held, _named(held.checkpoint, check), False)
     if weights != held.weights:
         raise ConfigError(
-            f"{holds}, which {held.began}, and checkpoint.weights is not given. Give it again, or choose another "
+            f"{holds}, which {held.origin_text}, and checkpoint.weights is not given. Give it again, or choose another "
             "run_dir."
         )
     return Start(held, None, False)
@@ -132,8 +133,8 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
 _ADVICE = "Choose another run_dir, or checkpoint.resume=auto to go on with this one"
 
 
-def _begin(config: Config, check: manifest.Check, run_id: str | None = None) -> Start:
-    """A run that nobody has taken a step of: the command says where it begins."""
+def _new_run(config: Config, check: manifest.Check, run_id: str | None = None) -> Start:
+    """Return the start of a run without a step, which the command decides."""
     folder: Path | None = None
     passed_over: list[str] = []
     if config.checkpoint.resume not in ("auto", "never"):
@@ -143,16 +144,16 @@ def _begin(config: Config, check: manifest.Check, run_id: str | None = None) -> 
                 "both say where the run begins. Leave one out."
             )
         folder, passed_over = _from_path(config.checkpoint.resume, check)
-    begun = record.new(config, folder)
+    new_record = record.new(config, folder)
     if run_id is not None:
-        begun = dataclasses.replace(begun, id=run_id)
-    return Start(begun, folder, True, tuple(passed_over))
+        new_record = dataclasses.replace(new_record, id=run_id)
+    return Start(new_record, folder, True, tuple(passed_over))
 
 
 def _from_path(path: str, check: manifest.Check) -> tuple[Path, list[str]]:
-    """The checkpoint that checkpoint.resume=PATH stands for. Raises ConfigError for a path that is none."""
+    """Return the checkpoint of checkpoint.resume=PATH, and a line for each that is not good. Raises ConfigError."""
     folder = Path(path)
-    # a run folder stands for its newest
+    # a run folder means its newest checkpoint
     if not (folder / manifest.MANIFEST).exists() and (folder / "checkpoints").is_dir():
         good, passed_over = manifest.newest_good(manifest.list_checkpoints(folder), check)
         if good is not None:
@@ -179,14 +180,14 @@ def _adopted(run_dir: Path) -> Record | None:
         return None
     manifest.list_checkpoints(run_dir)  # of one run
     ids = sorted({run for folder in folders if (run := manifest.run_of(folder)) is not None})
-    told = read_json_lines(run_dir / record.EVENTS)
+    events = read_json_lines(run_dir / record.EVENTS)
     began: dict[str, Any] = {"resume": "auto", "weights": None, "checkpoint": None}
     try:
         began |= read_yaml(run_dir / manifest.CONFIG)["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        pass  # auto goes on with any run
+        pass  # auto resumes any run
     began |= next(
-        (event for event in reversed(told) if event.get("kind") == "run_started" and event.get("run") in ids), {}
+        (event for event in reversed(events) if event.get("kind") == "run_started" and event.get("run") in ids), {}
     )
     config = Config()
     config.checkpoint.resume, config.checkpoint.weights = str(began["resume"]), began["weights"]
@@ -196,14 +197,14 @@ def _adopted(run_dir: Path) -> Record | None:
     found = record.new(config, None if origin is None else Path(origin))
     saved = [
         event["step"]
-        for event in told
+        for event in events
         if event.get("kind") == "checkpoint_saved" and isinstance(event.get("step"), int)
     ]
     return dataclasses.replace(found, id=ids[0] if ids else found.id, saved=saved[-1] if saved else 0)
 
 
 def in_new_folder(config: Config) -> str:
-    """A run_dir beside that of `config` that no run has, as it is typed: for what a run that has started refuses."""
+    """Return a free run_dir next to that of `config`, as typed on the command line, for advice in messages."""
     number = 2
     while Path(f"{config.run_dir}_{number}").exists():
         number += 1
@@ -211,19 +212,18 @@ def in_new_folder(config: Config) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What differs from the checkpoint
+# Differences from the checkpoint
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def data_config(config: Config, start: Start) -> DataConfig:
-    """The data settings to prepare with: those of the config, and the tokenizer that the checkpoint was trained
-    with."""
+    """Return the config's data settings, with the tokenizer that the checkpoint was trained with."""
     accepted = config.checkpoint.accept_changes
     if start.checkpoint is None or "data.tokenizer" in accepted or "data.vocab_size" in accepted:
         return config.data
     kept, named = kept_tokenizer.of_checkpoint(start.checkpoint), config.data.tokenizer
     if kept is None:
-        # one trained today may be another
+        # a tokenizer trained now may be another
         if named == "sentencepiece" and kept_tokenizer.digest_of(start.checkpoint) is None:
             raise _missing_tokenizer(start.checkpoint)
         return config.data  # its content is compared
@@ -235,15 +235,15 @@ def data_config(config: Config, start: Start) -> DataConfig:
 
 
 def _missing_tokenizer(checkpoint: Path) -> ConfigError:
-    place = checkpoint.absolute().parent.parent / kept_tokenizer.FOLDER
+    folder = checkpoint.absolute().parent.parent / kept_tokenizer.FOLDER
     return ConfigError(
-        f"{place} is missing: the tokenizer that the checkpoint {checkpoint} was trained with, and one trained today "
+        f"{folder} is missing: the tokenizer that the checkpoint {checkpoint} was trained with, and one trained today "
         "is another. Put it back, or name it: data.tokenizer=PATH."
     )
 
 
 def documents_in_text(config: Config, start: Start) -> str:
-    """Return data.documents_in_text as the checkpoint has it, unless another value is accepted."""
+    """Return the checkpoint's data.documents_in_text, unless another value is accepted."""
     if start.checkpoint is None or "data.documents_in_text" in config.checkpoint.accept_changes:
         return config.data.documents_in_text
     sources = read_state(start.checkpoint).get("data", {}).get("sources", [])
@@ -252,9 +252,9 @@ def documents_in_text(config: Config, start: Start) -> str:
 
 
 def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
-    """Raise ConfigError when the checkpoint is of another model than the config's, or in another precision.
+    """Raise ConfigError if the checkpoint has another model than the config, or another precision.
 
-    vocab_size: None where it is not known yet, and taken for the checkpoint's.
+    vocab_size: None if not known yet; then the checkpoint's is assumed.
     """
     saved = read_state(folder)
     theirs, size = saved["architecture"], vocab_size or saved["vocab_size"]
@@ -278,8 +278,8 @@ def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
 
 
 def changed_settings(config: Config, start: Start) -> list[Change]:
-    """What the config says otherwise than the checkpoint's. Raises ConfigError for what must be accepted by name and is
-    not."""
+    """Return the settings that differ from the checkpoint's. Raises ConfigError for a change that must be accepted by
+    name and is not."""
     if start.checkpoint is None:
         first_attempt = Path(config.run_dir) / manifest.CONFIG
         return [] if start.is_new or not first_attempt.is_file() else _changed_since(first_attempt, config)
@@ -304,20 +304,20 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
 
 
 def _changed_since(path: Path, config: Config) -> list[Change]:
-    """What means something to the run and is otherwise than in a config.yaml. The architecture is compared by itself,
+    """Return the settings that affect the run and differ from a config.yaml. The architecture is compared separately,
     spelled out."""
     return [
         change
         for change in changes(load(path), config)
         if change.on_resume != "free"
         and not KEYS[change.key].architecture
-        and not (change.key in ("data.corpus", "data.validation_corpora") and _same_place(change.before, change.after))
+        and not (change.key in ("data.corpus", "data.validation_corpora") and _same_files(change.before, change.after))
     ]
 
 
 def changed_data(config: Config, start: Start, identity: Identity) -> list[Difference]:
-    """What the data are otherwise than what the checkpoint was trained on. Raises ConfigError for what must be
-    accepted by name and is not."""
+    """Return the differences of the data from those that the checkpoint was trained on. Raises ConfigError for a
+    difference that must be accepted by name and is not."""
     if start.checkpoint is None:
         return []
     trained = read_state(start.checkpoint).get("data")
@@ -346,16 +346,16 @@ def check_tokenizer(config: Config, start: Start) -> None:
     ):
         return
     trained = kept_tokenizer.digest_of(start.checkpoint)
-    place = Path(data_config(config, start).tokenizer).expanduser()
-    if trained is not None and tokenizer_digest(place) != trained:
+    path = Path(data_config(config, start).tokenizer).expanduser()
+    if trained is not None and tokenizer_digest(path) != trained:
         raise ConfigError(
-            f"data.tokenizer ({config.data.tokenizer}) has other content than the tokenizer that {start.checkpoint} "
-            "was trained with: its weights would read other tokens. Put that one back, or begin another run."
+            f"data.tokenizer ({config.data.tokenizer}) differs from the tokenizer that {start.checkpoint} "
+            "was trained with: token ids would have another meaning. Restore that tokenizer, or begin another run."
         )
 
 
-def in_words(settings: Iterable[Change], data: Iterable[Difference]) -> str:
-    """One short paragraph of what differs, each key once; empty where nothing does."""
+def describe_changes(settings: Iterable[Change], data: Iterable[Difference]) -> str:
+    """Describe the differences in a short paragraph, each key once; empty if there are none."""
     sentences = {change.key: change.text for change in data}
     values = [
         f"{change.key} {' -> '.join(show_both(change.before, change.after))}"
@@ -365,7 +365,7 @@ def in_words(settings: Iterable[Change], data: Iterable[Difference]) -> str:
     return "; ".join([*values, *(change.text for change in data)])
 
 
-def _same_place(one: Any, other: Any) -> bool:
+def _same_files(one: Any, other: Any) -> bool:
     """Whether two values of data.corpus, or of data.validation_corpora, name the same files."""
 
     def resolved(value: Any) -> Any:

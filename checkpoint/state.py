@@ -1,6 +1,6 @@
-"""What a checkpoint holds, and how a model takes it back: weights, optimizer state, random number states, progress.
+"""The content of a checkpoint: weights, optimizer state, random number states and progress, collected and loaded.
 
-Tensors lie in one file per rank that wrote (checkpoint/shards.py); the rest in `state.json` and, for people and for
+Tensors are stored in one file per rank (checkpoint/shards.py), the rest in `state.json` and, for people and for
 checkpoint/export.py, `config.yaml`.
 """
 
@@ -25,10 +25,11 @@ from checkpoint.state_file import draws_alike, read_state
 from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
-from optim.tiers.stored import StoredTensor
+from optim.state import StoredTensor
+from parallel.joint_errors import raise_together
+from parallel.megatron.optimizer import restore_scaler, scaler_state
 from parallel.megatron.random_state import random_states, restore_random_states
 from parallel.owned import is_off_device, with_boxes
-from parallel.refusal import raise_together
 
 __all__ = [
     "describe",
@@ -41,17 +42,17 @@ __all__ = [
 
 
 def describe(optimizer: MegatronOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The content of state.json: what the run says (`state`), and the optimizer's small numbers."""
+    """Return the content of state.json: the run's `state`, and the optimizer's scalars."""
     return {
         **state,
         "optimizer_steps": optimizer_state.steps_taken(optimizer),
-        "loss_scaler": optimizer_state.scaler_state(optimizer),
+        "loss_scaler": scaler_state(optimizer),
     }
 
 
 def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[ShardedTensor]:
-    """What this rank writes of a model between two steps: views, but for the random number states, and for state off
-    the device, of which it is told where it lies."""
+    """Return the tensors that this rank writes between two steps: views of the model's and optimizer's tensors, copies
+    of the random number states, and references to offloaded state."""
     tensors = [*_model_tensors(chunks, optimizer), *_random_tensors(random_states())]
     return [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
 
@@ -59,11 +60,11 @@ def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOp
 def load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fill chunks and optimizer with a checkpoint and, where it was saved in this layout, take its random number
-    states. Returns its state.json.
+    """Fill chunks and optimizer with a checkpoint and, where it was saved in this layout, restore its random
+    number states. Returns its state.json.
 
     A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read
-    its part.
+    its boxes.
     """
     problem = None
     state: dict[str, Any] = {}
@@ -80,16 +81,16 @@ def _load(
 ) -> dict[str, Any]:
     state, reader = read_state(folder), ShardReader(folder)
     optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
-    with frozen_weights(chunks):  # a gather of old weights that is still due must not come after the new ones
+    with frozen_weights(chunks):  # a pending gather of old weights must not overwrite the new ones
         tensors = _model_tensors(chunks, optimizer)
         for tensor in tensors:
             if not isinstance(tensor, StoredTensor):
                 reader.fill(tensor)
         optimizer_state.fill_stored(optimizer, tensors, reader.fill)
-    optimizer_state.restore_scaler(optimizer, state["loss_scaler"])
+    restore_scaler(optimizer, state["loss_scaler"])
     states = {name: torch.empty_like(value) for name, value in random_states().items()}
     tensors = _random_tensors(states)
-    # They are missing where another kind of device saved it.
+    # Random states are missing if another kind of device saved the checkpoint.
     if draws_alike(state["layout"], layout) and all(tensor.key in reader for tensor in tensors):
         for tensor in tensors:
             reader.fill(tensor)
@@ -105,8 +106,8 @@ def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
 
 
 def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    """Megatron's description of the chunks' weights: a key for each chunk, and inside, global tensors, in which layouts
-    meet."""
+    """Return Megatron's sharded state dict of the chunks' weights: a key per chunk, with boxes of global tensors, which
+    do not depend on the layout."""
     return {f"model{i}": with_boxes(chunk.sharded_state_dict()) for i, chunk in enumerate(chunks)}
 
 
@@ -117,12 +118,12 @@ def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
 
 
 def _weight_tensors(weights: dict[str, Any], chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
-    """The boxes of all weights on the device, as views into the chunks' own parameters and buffers."""
+    """Return the boxes of all weights on the device, as views into the chunks' own parameters and buffers."""
     sharded = [value for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedTensor)]
-    away = [value for chunk in chunks for value in chunk.parameters() if is_off_device(value)]
-    stand_ins = {value.untyped_storage().data_ptr() for value in away}
+    offloaded = [value for chunk in chunks for value in chunk.parameters() if is_off_device(value)]
+    stand_ins = {value.untyped_storage().data_ptr() for value in offloaded}
     sharded = [tensor for tensor in sharded if tensor.data.untyped_storage().data_ptr() not in stand_ins]
-    # Everything else in there is TransformerEngine's FP8 state, which no precision of ours has.
+    # The other entries are TransformerEngine's FP8 state, which none of the supported precisions has.
     own = {value.untyped_storage().data_ptr() for chunk in chunks for value in [*chunk.parameters(), *chunk.buffers()]}
     assert all(tensor.data.untyped_storage().data_ptr() in own for tensor in sharded), "a checkpoint would fill a copy"
     held = {tensor.data.data_ptr() for tensor in sharded}

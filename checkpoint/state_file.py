@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its tensors: `state.json`. Read without torch."""
+"""`state.json`, a checkpoint's description of itself apart from its tensors. Read without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from configs.schema import Config, ConfigError
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself beside its tensors. Raises ConfigError where it does not say it."""
+    """Return the content of a checkpoint's state.json. Raises ConfigError if it cannot be read or lacks a key."""
     try:
         state = json.loads((folder / STATE).read_bytes())
         missing = [key for key in _STATE_KEYS if key not in state]
@@ -37,7 +37,7 @@ _STATE_KEYS = (
 
 
 def of_model(config: Config, vocab_size: int, world_size: int) -> dict[str, Any]:
-    """What a checkpoint says of its model: what it is, in which precision, and how it lay on the ranks."""
+    """Return the keys of state.json that describe the model: architecture, precision and layout."""
     return {
         "vocab_size": vocab_size,
         "architecture": architecture(config, vocab_size),
@@ -47,14 +47,16 @@ def of_model(config: Config, vocab_size: int, world_size: int) -> dict[str, Any]
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, Any]:
-    """How the model lies on the ranks."""
+    """Return the layout of the model on the ranks, as state.json has it."""
     return {"world_size": world_size, **asdict(config.parallel)}
 
 
 def draws_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the random number states of one layout fit another: each rank draws for the same rows and layers.
+    """Whether the random number states of one layout fit another: each rank draws for the same sequence rows and
+    layers.
 
-    Where experts lie draws nothing, and keys of `parallel` that are no sizes, which versions add, change nothing.
+    The ranks of experts draw nothing. Keys of `parallel` that are not sizes are ignored, because later versions add
+    some.
     """
     sizes_alike = all((one.get(key) or 1) == (other.get(key) or 1) for key in _DRAWING)
     return sizes_alike and bool(one.get("sequence")) == bool(other.get("sequence"))
@@ -63,9 +65,9 @@ def draws_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 _DRAWING = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context")
 
 
-def in_words(layout: dict[str, Any]) -> str:
-    """The ranks and the parallel degrees above 1 of a checkpoint's layout (`world_size` and the keys of `parallel`), on
-    one line."""
+def describe_layout(layout: dict[str, Any]) -> str:
+    """Describe the ranks and the parallel degrees above 1 of a layout (`world_size` and the keys of `parallel`) on one
+    line."""
     ranks, degrees = layout["world_size"], {name: layout.get(key) or 1 for name, key in _DEGREES.items()}
     data = ranks // (degrees["tensor"] * degrees["pipeline"] * degrees["context"])
     named = [f"{name} {size}" for name, size in {"data": data, **degrees}.items() if size > 1]

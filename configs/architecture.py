@@ -1,4 +1,4 @@
-"""The model's part of a configuration: what decides names, shapes and meaning of its weights."""
+"""The architecture that a configuration describes: the values that decide names, shapes and meaning of its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from configs.schema import KEYS, Config
 
 
 def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """What decides names, shapes and meaning of the weights, with every default spelled out; equal for equal models."""
+    """Return the values that decide names, shapes and meaning of the weights, by section, with every default resolved;
+    equal for equal models."""
     model = {key: getattr(config.model, key) for key in _MODEL_ARCHITECTURE}
     model["vocab_size"] = vocab_size
     model["ffn_hidden_size"] = derived.ffn_hidden_size(config)
@@ -40,30 +41,30 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
         moe["ffn_hidden_size"] = derived.expert_ffn_hidden_size(config)
         moe["layers"] = derived.moe_layer_pattern(config)
         if moe["group_top_k"] is None or moe["group_score_top_k"] == moe["top_k"] / moe["group_top_k"]:
-            moe["group_score_top_k"] = None  # what it means there
+            moe["group_score_top_k"] = None  # the same choice
         if all(moe["layers"]):
-            model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer: the value means nothing
+            model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer uses the value
     return {"model": model, "moe": moe}
 
 
 def for_use(config: Config) -> Config:
-    """The config of a trained model that is used, not trained: what belongs to the model (`Key.of_the_model`), and the
-    default of every other key, so that nothing that only its training asked for has a say."""
+    """Return the config to open a trained model with: its own values of keys that belong to the model
+    (`Key.of_the_model`), and the default of every other key, which only concerned its training."""
     opened = Config()
     for name, key in KEYS.items():
         if key.of_the_model:
             put(opened, name, copy.deepcopy(get(config, name)))
-    opened.data.tokenizer = "given"  # what the rules say of one trained here is not asked
+    opened.data.tokenizer = "given"  # the rules for a tokenizer trained on the corpus do not apply
     return opened
 
 
 def to_architecture(
     config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int
 ) -> tuple[Config, dict[str, Any]]:
-    """The config with the fewest keys set anew that make it of the architecture `theirs`, and these keys, the most
-    telling first.
+    """Return the config with the fewest keys changed that give it the architecture `theirs`, and these keys with their
+    values, keys that others follow from first.
 
-    vocab_size: that of `config`. Where positions rotate, their number is no part of the architecture.
+    vocab_size: that of `config`. With rotary positions the sequence length does not belong to the architecture.
     """
     changed, keys = copy.deepcopy(config), dict[str, Any]()
     while True:
@@ -76,10 +77,13 @@ def to_architecture(
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names of keys that differ, with their value. A key that they leave out means nothing there, or has its
+    """Yield the names of keys that differ, with their value in `theirs`. A key missing there has no meaning or its
     default."""
     names = [f"{section}.{key}" for section in ("moe", "model") for key in {**theirs[section], **ours[section]}]
-    for name in [*(name for name in _TELLING if name in names), *(name for name in names if name not in _TELLING)]:
+    for name in [
+        *(name for name in _PRIMARY_KEYS if name in names),
+        *(name for name in names if name not in _PRIMARY_KEYS),
+    ]:
         section, _, last = name.partition(".")
         value = theirs[section].get(last, KEYS[name].fresh_default() if name in KEYS else None)
         rotates = name == "model.sequence_length" and theirs["model"].get("position_embedding") == "rope"
@@ -88,7 +92,8 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, 
 
 
 def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """`architecture`, and the other values of the model that its training was set up with: what config.yaml holds."""
+    """Return the values for config.yaml of a weights folder: `architecture`, and the other values of the model that its
+    training used."""
     overrides = architecture(config, vocab_size)
     overrides["model"].update(
         (key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std")
@@ -101,8 +106,8 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return overrides
 
 
-# what other keys follow from
-_TELLING = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")
+# keys that others follow from
+_PRIMARY_KEYS = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
 # learned positions are weights: with them another length is another model
 _MODEL_ARCHITECTURE = [

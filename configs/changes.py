@@ -1,4 +1,4 @@
-"""What differs between the configuration of a checkpoint and that of the run which goes on from it."""
+"""Differences between the configuration of a checkpoint and that of the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from configs.schema import KEYS, Config
 
 
 class Change(NamedTuple):
-    """A key with two values, and what that means to a run that goes on with the second."""
+    """A key with two values, and the effect on a run that resumes with the second."""
 
     key: str
     before: Any
@@ -20,49 +20,45 @@ class Change(NamedTuple):
 
 
 def changes(before: Config, after: Config) -> list[Change]:
-    """Every key whose value differs, in the schema's order."""
+    """Return every key whose value differs, in the schema's order."""
     values = ((name, get(before, name), get(after, name)) for name in KEYS)
     return [Change(name, old, new, on_resume(name, before, after)) for name, old, new in values if old != new]
 
 
 def on_resume(name: str, before: Config, after: Config) -> OnResume:
-    """What another value of a key means between these configurations: what the schema says, or less."""
+    """Return the effect of another value of a key between these configurations: the schema's, or a lesser one."""
     both = (before, after)
     if name == "training.steps" and all(
         c.optimizer.schedule == "constant" or c.optimizer.decay_steps is not None for c in both
     ):
-        return "free"  # the learning rate does not look at the run's end
-    if name == "training.micro_batch_size" and not any(_looks_at_micro_batches(config) for config in both):
+        return "free"  # the learning rate does not depend on the last step
+    if name == "training.micro_batch_size" and not any(map(_depends_on_micro_batches, both)):
         return "free"  # the loss is a mean over the global batch
     if name == "data.vocab_size" and all(config.data.tokenizer != "sentencepiece" for config in both):
-        return "free"  # of a tokenizer that is trained here
+        return "free"  # only a tokenizer trained on the corpus uses it
     if all(idle.has_no_effect(name, config) for config in both):
         return "free"
-    if name == "data.validation_corpora" and _only_more_or_less(before, after):
-        return "say"  # no number of training looks at them
-    if _draws_by(name, before) or _draws_by(name, after):
+    if name == "data.validation_corpora":
+        one, other = before.data.validation_corpora, after.data.validation_corpora
+        if all(one[corpus] == other[corpus] for corpus in one.keys() & other.keys()):
+            return "say"  # corpora were only added or removed, and training does not depend on them
+    if any(_changes_dropout(name, config) for config in both):
         return "say"
     return KEYS[name].on_resume
 
 
-def _draws_by(name: str, config: Config) -> bool:
-    """Whether the masks of dropout follow from this key of the layout: see parallel/dropout.py."""
+def _changes_dropout(name: str, config: Config) -> bool:
+    """Whether the masks of dropout depend on this key of the layout: see parallel/dropout.py."""
     model, parallel = config.model, config.parallel
     if name == "parallel.context":
-        return model.hidden_dropout > 0  # a rank draws for its rows
+        return model.hidden_dropout > 0  # a rank draws for its sequence rows
     if name == "parallel.tensor":
         return model.attention_dropout > 0 or (model.hidden_dropout > 0 and parallel.sequence)  # for its heads or rows
     return name == "parallel.sequence" and model.hidden_dropout > 0
 
 
-def _only_more_or_less(before: Config, after: Config) -> bool:
-    """Whether the validation corpora that both have are the same."""
-    one, other = before.data.validation_corpora, after.data.validation_corpora
-    return all(one[name] == other[name] for name in one.keys() & other.keys())
-
-
-def _looks_at_micro_batches(config: Config) -> bool:
+def _depends_on_micro_batches(config: Config) -> bool:
+    """Whether results depend on how samples are grouped: by dropout, or by routing within a micro-batch."""
     moe = config.moe
-    if derived.has_dropout(config):
-        return True  # each micro-batch draws its own
-    return derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)
+    routes = derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)
+    return derived.has_dropout(config) or routes

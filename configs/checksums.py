@@ -1,4 +1,4 @@
-"""Small files with a checksum of themselves, or one next to them: what is read back and obeyed is what was written."""
+"""Checksums of files, stored inside them, next to them or for a whole folder, so that damage and edits are noticed."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import xxhash
 
 from configs.files import write_text
 
-SUM = "xxh3"  # the key of an object's checksum of itself
-FOLDER_SUMS = "checksums.json"  # of a folder's other files
+SUM = "xxh3"  # the key under which an object holds its own checksum
+FOLDER_SUMS = "checksums.json"  # checksums of the other files of its folder
 CHUNK_BYTES = 8 * 1024**2
 MAX_THREADS = 8
 
@@ -31,13 +31,13 @@ class FileSum:
 
 
 def new_buffer() -> memoryview:
-    """CHUNK_BYTES to read files into. It comes from the system and goes back there: what threads allocate otherwise
-    stays with the process, once for each arena of the allocator."""
+    """Return a buffer of CHUNK_BYTES to read files into, mapped by itself: memory that threads allocate from the heap
+    would stay with the process, once per arena of the allocator."""
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
 def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
-    """Size and checksum of a file as it is on disk now, read into `buffer` or one of its own. Raises OSError."""
+    """Return size and checksum of a file as it is on disk now, read into `buffer` or a new one. Raises OSError."""
     digest, size, view = xxhash.xxh3_128(), 0, new_buffer() if buffer is None else buffer
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(view):
@@ -47,7 +47,7 @@ def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
 
 
 def size_problem(path: Path, entry: FileSum) -> str | None:
-    """A line if the file is not there with the size that its entry says; nothing is read."""
+    """Return one line about a file that is missing or whose size differs from its entry, else None; nothing is read."""
     try:
         size = path.stat().st_size if path.is_file() else None
     except OSError as error:
@@ -58,7 +58,7 @@ def size_problem(path: Path, entry: FileSum) -> str | None:
 
 
 def wrong_files(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """A line for each of the named files whose bytes are not those that its entry sums up. Reads several at a time."""
+    """Return one line for each of the named files whose checksum differs from its entry. Reads several at a time."""
 
     def check(name: str) -> str | None:
         try:
@@ -75,8 +75,8 @@ def wrong_files(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]
 
 
 def write_folder_sums(folder: Path) -> None:
-    """Sum up every file of a finished folder in FOLDER_SUMS. Raises WriteError, and OSError where one cannot be read
-    back."""
+    """Write the checksums of every file of a finished folder to FOLDER_SUMS. Raises WriteError, and OSError if a file
+    cannot be read back."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     write_summed(folder / FOLDER_SUMS, {"files": {str(path.relative_to(folder)): vars(sum_of(path)) for path in paths}})
 
@@ -89,7 +89,7 @@ def read_folder_sums(folder: Path) -> dict[str, FileSum]:
     try:
         return {name: FileSum(**entry) for name, entry in read_summed(folder / FOLDER_SUMS)["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it says no sums: {error}") from None
+        raise ValueError(f"it contains no valid checksums: {error}") from None
 
 
 def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False) -> None:
@@ -98,8 +98,8 @@ def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False)
 
 
 def read_summed(path: Path) -> dict[str, Any]:
-    """Read an object that `write_summed` has written, without its checksum. Raises OSError, and ValueError for
-    what is damaged or was changed by hand."""
+    """Read an object written by `write_summed`, without its checksum. Raises OSError, and ValueError if the file is
+    damaged or was edited."""
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
@@ -113,7 +113,7 @@ def read_summed(path: Path) -> dict[str, Any]:
 def write_with_sum(path: Path, text: str) -> None:
     """Write a small file, and its checksum next to it, as `write_text`. Raises WriteError.
 
-    The checksum is written first and leaves that of the file before in place: a kill between the two changes nothing.
+    The checksum is written first, next to that of the previous content: a kill between the two writes does no harm.
     """
     sums = [xxhash.xxh3_128_hexdigest(text.encode())]
     with contextlib.suppress(OSError):
@@ -123,8 +123,8 @@ def write_with_sum(path: Path, text: str) -> None:
 
 
 def read_with_sum(path: Path) -> str:
-    """Read what `write_with_sum` has written; a file without a checksum next to it is taken as it is. Raises OSError,
-    and ValueError for what is damaged or was changed by hand."""
+    """Read a text written by `write_with_sum`; a file without a checksum next to it is accepted unchecked. Raises
+    OSError, and ValueError if the file is damaged or was edited."""
     content = path.read_bytes()
     try:
         sums = _sum_path(path).read_text(errors="replace").split()
@@ -140,5 +140,5 @@ def _sum_path(path: Path) -> Path:
 
 
 def own_sum(content: dict[str, Any]) -> str:
-    """The XXH3 checksum (128 bits) of an object, whatever the order of its keys."""
+    """Return the XXH3 checksum (128 bits) of an object, independent of the order of its keys."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()

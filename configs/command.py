@@ -1,4 +1,4 @@
-"""How a tool's command line ends: one line and an exit status, the same for the same mistake in every tool."""
+"""Error handling of the command-line tools: one line and an exit status, equal in every tool."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Callable
 
-from configs.exit_status import FAILED, INTERRUPTED, WRONG_CONFIG
+from configs.exit_handler import FAILED, INTERRUPTED, WRONG_CONFIG
 from configs.schema import ConfigError
 
-# What a wrong path does; the other errors of files, such as a full disk, are no mistake of the command line.
+# Errors of a wrong path; other errors of files, such as a full disk, are no mistake of the command line.
 WRONG_PATHS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -18,10 +18,10 @@ WRONG_PATHS = {
 
 
 def run(body: Callable[[], int | None]) -> int:
-    """Run a tool's body; its exit status: what it returns (None: 0), 2 for what the user got wrong, 1 for files that
-    fail.
+    """Run a tool's body and return the exit status: the body's (None: 0), 2 for a mistake of the user, 1 for a failure
+    of files, 130 for Ctrl-C.
 
-    Every error of these is one line on standard error. Bugs keep their traceback.
+    Each of these errors is one line on standard error. Bugs keep their traceback.
     """
     try:
         status = body() or 0
@@ -40,7 +40,7 @@ def run(body: Callable[[], int | None]) -> int:
 
 
 def drop_output() -> None:
-    """Write nothing more to standard output, whose reader has seen enough, as in `... | head`."""
+    """Discard further standard output, whose reader has closed it, as in `... | head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,6 +1,6 @@
-"""From a command line to a typed configuration, with every mistake reported in one line.
+"""Composition of a command line into a typed configuration, with every mistake reported in one line.
 
-`run` is the whole of the entry point's command line; `compose` and `load` serve tests and tools.
+`run` handles the entry point's whole command line; tests and tools use `compose` and `load`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import command, exit_status, help, last_words, weights
-from configs.mistakes import CONFIG_DIR, PRIMARY, check_override, explain, parse, presets_by_group
-from configs.presets import check_mapping, check_preset, read_mapping
+from configs import command, exit_handler, help, weights
+from configs.overrides import (
+    CONFIG_DIR,
+    PRIMARY,
+    check_mapping,
+    check_override,
+    check_preset,
+    explain,
+    parse,
+    presets_by_group,
+    read_mapping,
+)
 from configs.ranks import launched
 from configs.schema import KEYS, Config, ConfigError
 from configs.searched import searches_layout
@@ -35,21 +44,21 @@ from configs.validate import planned_world_size, usable_world_size, validate, va
 from configs.values import for_hydra, one_line, set_values, to_config
 
 ConfigStore.instance().store(name="schema", node=Config)
-# For presets, so that warm-up and final rate follow an override of the steps or of the peak rate.
+# Presets use them so that warm-up and final learning rate follow an override of steps or peak rate.
 OmegaConf.register_new_resolver("fraction", lambda share, number: round(float(share) * int(number)), replace=True)
 OmegaConf.register_new_resolver(
     "times", lambda factor, number: float(f"{float(factor) * float(number):.12g}"), replace=True
 )
 
-HIDDEN = "hardware"  # a key whose files stand in a folder of configs/, which Hydra takes for a group
+HIDDEN = "hardware"  # a key whose files have a folder in configs/, which Hydra takes for a group
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
-    """Compose the presets and `overrides` (as on the command line) into a typed configuration; `validate` is the
-    caller's.
+    """Compose the presets and `overrides` (as on the command line) into a typed configuration, which the caller must
+    `validate`.
 
     Args:
-        config_dir: a folder of further presets, under names that the shipped ones do not have.
+        config_dir: a folder of further presets, whose names must differ from the shipped ones.
 
     Raises:
         ConfigError: for a line that cannot be read, an unknown group, choice or key, or a value of the wrong type.
@@ -64,7 +73,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
 
 
 def compose_groups(choices: list[Override], config_dir: str | None = None) -> DictConfig:
-    """Compose the presets under these choices (and settings of Hydra), with nothing resolved. Raises ConfigError."""
+    """Compose the presets of these choices (and Hydra's settings), without resolving values. Raises ConfigError."""
     lines = tuple(override.input_line or "" for override in choices)
     if config_dir is None:
         return copy.deepcopy(_shipped(lines))
@@ -82,7 +91,7 @@ def _composed(lines: tuple[str, ...]) -> DictConfig:
         raise ConfigError(explain(error)) from error
 
 
-_shipped = functools.cache(_composed)  # the runs of a sweep, and the tests, take the same few presets many times
+_shipped = functools.cache(_composed)  # the runs of a sweep, and tests, use the same few presets many times
 
 
 def load(path: str | Path) -> Config:
@@ -102,26 +111,25 @@ def load(path: str | Path) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """The configuration as YAML that `load` reads back."""
+    """Return the configuration as YAML that `load` reads."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def given_keys(overrides: list[str]) -> frozenset[str]:
-    """Dotted names of the keys that a command line sets by themselves, not by a preset. Raises ConfigError."""
+    """Return the dotted names of the keys that a command line sets itself, not by a preset. Raises ConfigError."""
     return frozenset(key for text in overrides if (key := parse(text).key_or_group) in KEYS)
 
 
 def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
-    """Run `main` with the configuration that the command line asks for and the keys that it sets, then exit with the
-    status it returns.
+    """Run `main` with the command line's configuration and the keys that it sets, then exit with the returned status.
 
-    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. `--cfg`, `--info` and
-    shell completion are Hydra's. `-m` (`--multirun`) runs the product of comma-separated values, one run after the
+    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. Hydra handles `--cfg`,
+    `--info` and shell completion. `-m` (`--multirun`) runs the product of comma-separated values, one run after the
     other in this process, after all of them were checked.
     """
-    shows = True
+    prints_only = True
     try:
-        if "--version" in sys.argv[1:]:  # the parser's own says Hydra's
+        if "--version" in sys.argv[1:]:  # Hydra's parser would print its own
             print(help.version(), flush=True)
             sys.exit(0)
         args = get_args_parser().parse_args()
@@ -132,23 +140,23 @@ def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
             sys.exit(0)
         status = 0
         for config, given in configs:
-            shows = bool(config.plan)
+            prints_only = bool(config.plan)
             status = status or main(config, given)
-            if shows:
+            if prints_only:
                 sys.stdout.flush()
     except BrokenPipeError:
-        if not shows:  # a training's own
+        if not prints_only:  # an error of the training
             raise
         command.drop_output()
         sys.exit(0)
     except ConfigError as error:
-        _report(str(error))
-        sys.exit(exit_status.WRONG_CONFIG)
+        exit_handler.log(f"config error: {error}", exit_handler.WRONG_CONFIG)
+        sys.exit(exit_handler.WRONG_CONFIG)
     sys.exit(status)
 
 
 def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[str]]] | None:
-    """The configurations to run, each with the keys that its line sets, or None when Hydra is asked to show something
+    """Return the configurations to run, each with the keys that its line sets, or None if Hydra is to print something
     instead."""
     for option in ("config_path", "config_name", "experimental_rerun"):
         if getattr(args, option, None) is not None:
@@ -160,7 +168,7 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
     if args.resolve and not (args.cfg or args.help):
         raise ConfigError("--resolve goes with --cfg or --help. Try --cfg job --resolve")
     if args.multirun and (args.cfg or args.info is not None):
-        raise ConfigError("--multirun does not go with --cfg or --info. Try one of them alone")
+        raise ConfigError("--multirun cannot be combined with --cfg or --info. Try one of them alone")
     if args.help:
         print(help.describe(compose(args.overrides, args.config_dir), presets_by_group(args.config_dir)), flush=True)
         sys.exit(0)
@@ -198,7 +206,7 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
 
 
 def _show(args: argparse.Namespace) -> None:
-    """Let Hydra print what was asked for; the configuration is known to compose."""
+    """Let Hydra print what the options request; the configuration is known to compose."""
 
     def never(_: Any) -> NoReturn:
         raise AssertionError("Hydra was asked to show something, not to run")
@@ -206,13 +214,8 @@ def _show(args: argparse.Namespace) -> None:
     as_read = {text: for_hydra(parse(text)) for text in args.overrides}
     hidden = [text for text in args.overrides if parse(text).key_or_group == HIDDEN]
     if hidden:
-        # The last one counts. It becomes the schema's default, where it is no group's choice to Hydra.
+        # The last one applies. It becomes the schema's default, which Hydra does not take for the choice of a group.
         default = Config(**{HIDDEN: getattr(compose(hidden, args.config_dir), HIDDEN)})
         ConfigStore.instance().store(name="schema", node=default)
     sys.argv = [as_read.get(text, text) for text in sys.argv if text not in hidden]
     hydra_main(version_base="1.3", config_path=str(CONFIG_DIR), config_name=PRIMARY)(never)()
-
-
-def _report(message: str) -> None:
-    """One line on stderr, and for the launcher."""
-    last_words.say(f"config error: {message}", exit_status.WRONG_CONFIG)

@@ -1,5 +1,5 @@
-"""Files that are whole or not there, and one line for what keeps them from being written. Imports nothing of
-Mixtrain."""
+"""Atomic writes, append-only logs and safe reads of files; every failed write is reported in one line. Imports nothing
+of Mixtrain."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CLOSED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ESTALE})
 _TEMPORARY = re.compile(r".+\.\d+\.tmp")
-MOST_YAML_BYTES, MOST_NODES = 1 << 24, 100_000  # of a file of keys and of values in it
-_BLOCK = 1 << 20  # bytes that are read at once
+MOST_YAML_BYTES, MOST_NODES = 1 << 24, 100_000  # limits of a YAML file
+_BLOCK = 1 << 20  # bytes per read
 
 
 class WriteError(OSError):
-    """A file that cannot be written. The message names it, the cause, and what can be done."""
+    """A file cannot be written. The message names it, the cause and a remedy."""
 
     def __init__(self, path: Path | str, error: OSError):
         super().__init__(error.errno, error.strerror or str(error))
         self.path = str(path)
 
     def __str__(self) -> str:
-        return f"{self.path} cannot be written: {self.strerror}. {_advice(self.errno)}"
+        advice = "Its folder is gone." if self.errno in _GONE else "Look at the disk."
+        if self.errno in FULL:
+            advice = "Make room, or give a folder on another disk."
+        elif self.errno in _CLOSED:
+            advice = "Give a folder that can be written."
+        return f"{self.path} cannot be written: {self.strerror}. {advice}"
 
 
 class GoneError(WriteError):
-    """A file or folder that somebody took away while it was written to."""
+    """A file or folder was removed while it was written to."""
 
     def __init__(self, folder: Path, path: Path):
         super().__init__(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
@@ -46,17 +51,9 @@ class GoneError(WriteError):
         return f"{self._text}. Put it back to go on, or choose another run_dir."
 
 
-def _advice(number: int | None) -> str:
-    if number in FULL:
-        return "Make room, or give a folder on another disk."
-    if number in _CLOSED:
-        return "Give a folder that can be written."
-    return "Its folder is gone." if number in _GONE else "Look at the disk."
-
-
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Names the file in what a write to it raises: a full disk's own error names none. Raises WriteError."""
+    """Raise an OSError of the block as WriteError with the file's path, which the error of a full disk lacks."""
     try:
         yield
     except WriteError:
@@ -67,8 +64,8 @@ def writing(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Names the folder in an error of a full or read-only disk that names no file. Raises WriteError; other errors
-    pass."""
+    """Raise an error of a full or read-only disk that names no file as WriteError with the folder's path; other errors
+    are raised unchanged."""
     try:
         yield
     except WriteError:
@@ -81,8 +78,7 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spared(path: Path | str) -> Iterator[None]:
-    """For a file that tells of a run, and that no start reads back: an error of its disk is said on stderr, and ends
-    nothing."""
+    """Print a WriteError of the block on stderr instead of raising it, for a file that the run does not need."""
     try:
         with writing(path):
             yield
@@ -91,37 +87,36 @@ def spared(path: Path | str) -> Iterator[None]:
 
 
 def temporary(path: Path) -> Path:
-    """The name under which this process writes what will become `path`."""
+    """Return the temporary path under which this process writes the content of `path`."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
-    """Write a small file through to the disk, whole or not at all. Raises WriteError; what is there then stays as it
-    was.
+    """Write a small file atomically and sync it to the disk. Raises WriteError and then keeps an existing file.
 
-    in_place: where the disk is full, write over the file that is there; while it is small that takes no more room.
+    in_place: on a full disk, overwrite the existing file, which needs no more space for a small one.
     """
-    between, content = temporary(path), text.encode()
+    scratch, content = temporary(path), text.encode()
     try:
-        with open(between, "wb") as stream:
+        with open(scratch, "wb") as stream:
             stream.write(content)
             stream.flush()
-            # before the name: else a disk that fails may keep the name and lose what is in it
+            # before the rename: otherwise a failing disk may store the name without the content
             os.fsync(stream.fileno())
-        os.replace(between, path)
+        os.replace(scratch, path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            between.unlink()
+            scratch.unlink()
         if in_place and error.errno in FULL and _write_over(path, content):
             return
         raise WriteError(path, error) from None
 
 
 def sync(path: Path) -> None:
-    """Have a file, or all that is in a folder, through to the disk. Raises WriteError."""
-    for part in [path, *(path.rglob("*") if path.is_dir() else ())]:
-        with writing(part):
-            descriptor = os.open(part, os.O_RDONLY)
+    """Sync a file, or a folder with all of its content, to the disk. Raises WriteError."""
+    for each in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        with writing(each):
+            descriptor = os.open(each, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:
@@ -139,7 +134,7 @@ def _write_over(path: Path, content: bytes) -> bool:
 
 
 def tidy(folder: Path) -> None:
-    """Delete what killed processes were writing in a folder that is ours alone."""
+    """Delete the temporary files of killed processes in a folder that only this run uses."""
     for path in folder.glob("*.tmp"):
         if _TEMPORARY.fullmatch(path.name):
             if path.is_dir():
@@ -150,8 +145,7 @@ def tidy(folder: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """The JSON values of a file with one a line; none where the file is missing. A line that a kill cut off is left
-    out."""
+    """Return the values of a JSON-lines file; [] if it is missing. A line cut off by a kill is skipped."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -162,13 +156,13 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def cut_steps(path: Path, after: int) -> str | None:
-    """Take the lines of later steps than `after` off the end of a file of JSON lines, in order of their `step`: they
-    come again. So does what a kill has left of a step, of which all lines but the final one may say `last` false. Reads
-    from the end to the first line that stays.
+    """Truncate a JSON-lines file, ordered by `step`, after the lines of step `after`, as later steps are written again.
+    An incomplete step is removed as well: all its lines but the final one may have `last` false. Reads from the end to
+    the first line that is kept.
 
-    Returns a line on the steps that are missing, if any are: the file was cut, or damaged. Raises WriteError.
+    Returns one line about steps that are missing because the file was cut or damaged, else None. Raises WriteError.
     """
-    last = end = 0  # what is kept: a later step's line may be damaged, and only seem to be of an early one
+    last = end = 0  # of the kept lines; a damaged line of a later step may seem to belong to an early one
     with writing(path):
         try:
             stream = open(path, "r+b")
@@ -188,8 +182,8 @@ def cut_steps(path: Path, after: int) -> str | None:
 
 
 def missing(path: Path, last: int, after: int) -> str | None:
-    """What is said of a file that ends with a step, where the run goes on after another; None where that is the
-    same."""
+    """Return one line about the steps missing in a file that ends with step `last` if the run resumes after step
+    `after`; None if there are none."""
     if last >= after:
         return None
     lost = f"step {after} is" if last + 1 == after else f"steps {last + 1} to {after} are"
@@ -197,9 +191,9 @@ def missing(path: Path, last: int, after: int) -> str | None:
 
 
 def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The whole lines of a file, the last one first, without the newline, and where each begins."""
+    """Yield the offset and content, without newline, of each whole line of a file, the last one first."""
     position, rest = stream.seek(0, os.SEEK_END), b""
-    is_whole = False  # what follows the last newline is no line
+    is_whole = False  # text after the last newline is no whole line
     while position > 0:
         size = min(_BLOCK, position)
         position -= size
@@ -217,7 +211,7 @@ def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step that ends with a line; None where none does."""
+    """Return the step whose last line this is, else None."""
     try:
         content = json.loads(line)
         step, is_last = content["step"], content.get("last", True)
@@ -227,21 +221,21 @@ def _step_of(line: bytes) -> int | None:
 
 
 class Log:
-    """A file that grows by whole lines, or other pieces. One that could not be written leaves no trace."""
+    """A file to which whole lines or other blocks are appended. A block that fails to be written leaves no trace."""
 
     def __init__(self, path: Path):
-        """Raises WriteError."""
+        """Open or create the file. Raises WriteError."""
         self.path = path
         with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> None:
-        """Add a line, or several with newlines between. Raises WriteError, and GoneError where the file is not there
-        any more: writing on would be for nobody."""
-        self.append(between_lines(self._descriptor) + line.encode() + b"\n")
+        """Append a line, or several with newlines between. Raises WriteError, and GoneError if the file was removed, so
+        that nobody would find what is written."""
+        self.append(line_separator(self._descriptor) + line.encode() + b"\n")
 
     def append(self, content: bytes) -> None:
-        """Add bytes. Raises as `write`."""
+        """Append bytes. Raises the errors of `write`."""
         with writing(self.path):
             mine = os.fstat(self._descriptor)
             try:
@@ -260,30 +254,30 @@ class Log:
                 raise
 
     def sync(self) -> None:
-        """Have all that was added through to the disk. Raises WriteError."""
+        """Sync the appended content to the disk. Raises WriteError."""
         with writing(self.path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """No more is added; all of it was written when `write` returned."""
+        """Close the file; everything was written when `write` returned."""
         descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
-def between_lines(descriptor: int) -> bytes:
-    """What must come before the next line of an open file: a newline where a kill has left half a line, else
+def line_separator(descriptor: int) -> bytes:
+    """Return what to write before the next line of an open file: a newline after half a line left by a kill, else
     nothing."""
     size = os.fstat(descriptor).st_size
     return b"\n" if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
 class SideLog:
-    """A log of what a run can do without: an error of its disk is said once on stderr, and ends the log, not the run.
-    The next start goes on with it."""
+    """A log that the run does not need: an error of its disk is printed once on stderr and ends the log, not the run.
+    The next start appends to it again."""
 
     def __init__(self, path: Path, begin: Callable[[], None] = lambda: None):
-        """`begin` brings the file to where it is gone on with; it may raise OSError."""
+        """Open the log after calling `begin`, which prepares the file and may raise OSError."""
         self._log: Log | None = None
         self._path = path
         with self._watched():
@@ -291,13 +285,13 @@ class SideLog:
             self._log = Log(path)
 
     def write(self, line: str) -> None:
-        """Add a line, or several with newlines between."""
+        """Append a line, or several with newlines between."""
         if self._log is not None:
             with self._watched():
                 self._log.write(line)
 
     def append(self, content: bytes) -> None:
-        """Add bytes."""
+        """Append bytes."""
         if self._log is not None:
             with self._watched():
                 self._log.append(content)
@@ -312,14 +306,14 @@ class SideLog:
             self.close()
 
     def close(self) -> None:
-        """No more is added."""
+        """Close the log."""
         if self._log is not None:
             self._log.close()
             self._log = None
 
 
 def read_regular(path: Path) -> bytes:
-    """The bytes of a file; a pipe, on which a reader would wait for ever, or a device is none. Raises OSError."""
+    """Return the bytes of a regular file. Raises OSError, also for a device or a pipe, which would block the reader."""
     if path.exists() and not path.is_file():
         number = errno.EISDIR if path.is_dir() else errno.EINVAL
         raise OSError(number, "it is no regular file", str(path))
@@ -327,26 +321,26 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_yaml(path: Path) -> Any:
-    """The content of a YAML file whose aliases do not make it larger than MOST_NODES. Raises OSError, YAMLError,
-    ValueError."""
+    """Return the content of a YAML file, which aliases must not expand beyond MOST_NODES values. Raises OSError,
+    YAMLError, ValueError."""
     return parse_yaml(read_regular(path))
 
 
 def parse_yaml(content: bytes) -> Any:
-    """`read_yaml` of the bytes of a file. Raises YAMLError, ValueError."""
+    """Return the content of a YAML text, with the limits of `read_yaml`. Raises YAMLError, ValueError."""
     import yaml
 
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
-        """How many nodes there are with each alias written out."""
+        """Return the number of nodes with each alias expanded."""
         if isinstance(node, yaml.ScalarNode):
             return 1
         if id(node) in sizes:
             return sizes[id(node)]
-        sizes[id(node)] = MOST_NODES  # for one that holds itself
-        parts = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
-        sizes[id(node)] = 1 + sum(map(size, parts))
+        sizes[id(node)] = MOST_NODES  # for a node that contains itself
+        children = [child for pair in node.value for child in (pair if isinstance(pair, tuple) else (pair,))]
+        sizes[id(node)] = 1 + sum(map(size, children))
         return sizes[id(node)]
 
     if len(content) > MOST_YAML_BYTES:

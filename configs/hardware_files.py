@@ -1,5 +1,4 @@
-"""Files of hardware's figures, by name: those of configs/hardware, and paths of others. simulator/clock/files.py reads
-them."""
+"""Names and paths of files with hardware figures, which simulator/clock/hardware.py reads."""
 
 from __future__ import annotations
 
@@ -12,18 +11,18 @@ ENDING = ".yaml"
 
 
 def names() -> list[str]:
-    """Names of the files of configs/hardware."""
+    """Return the names of the files of configs/hardware."""
     return sorted(path.stem for path in FOLDER.glob(f"*{ENDING}"))
 
 
 def find(name: str) -> Path | None:
-    """The file of a name or path; None where there is none."""
+    """Return the file of a name or path; None if there is none."""
     path = Path(name) if name.endswith(ENDING) else FOLDER / f"{name}{ENDING}"
     return path if path.is_file() and (name.endswith(ENDING) or name in names()) else None
 
 
 def wrong(name: str) -> tuple[str, str | None] | None:
-    """What a name must be and is not, in words that read on from it, and the nearest name; None for a good one."""
+    """Return the broken rule of a wrong name, to follow it in a message, and the nearest name; None if correct."""
     if find(name) is not None:
         return None
     rule = f"must be one of {', '.join(names())}, or the path of a {ENDING} file that is there"

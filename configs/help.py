@@ -1,5 +1,4 @@
-"""What `train.py --help` and `--version` print: groups with their presets, every key with its value, rule and
-meaning."""
+"""Texts of `train.py --help` (groups of presets; every key with its value, rule and meaning) and `--version`."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from configs import hardware_files
-from configs.keys import Key, get
+from configs.keys import get
 from configs.schema import KEYS, Config
 from configs.values import as_typed
 
@@ -18,31 +17,31 @@ WIDTH = 100  # columns
 USAGE = """\
 Pretrain GPT or BERT, dense or mixture-of-experts.
 
-  python train.py                                       the quickstart experiment on one process
+  python train.py                                       the quickstart experiment in one process
   python train.py experiment=gpt2_124m                  another preset
   python train.py model=gpt_tiny training.steps=50      the quickstart's training with another model
   bash launch/torchrun.sh --ranks-per-node 2 parallel.expert=2
-  python train.py plan=true                             what the run would need, do not run
-  python train.py plan=search plan_world_size=64 hardware=h100_8x     which layout is the fastest
+  python train.py plan=true                             print the needs of the run, do not run
+  python train.py plan=search plan_world_size=64 hardware=h100_8x     search for the fastest layout
   python train.py --cfg job --resolve                   print the composed config, do not run
   python train.py -m model=gpt_tiny,bert_tiny           one run after the other
-  python train.py --config-dir FOLDER experiment=mine   with presets of your own
-  python train.py --version                             versions of this and of what it runs on
-  python train.py --help model=gpt_tiny                 the keys below, as that command sets them
+  python train.py --config-dir FOLDER experiment=mine   use presets of your own
+  python train.py --version                             versions of Mixtrain and its libraries
+  python train.py --help model=gpt_tiny                 the keys below, as this command sets them
 
-docs/guide/configuration.md says more.
+See docs/guide/configuration.md.
 """
 
 
 def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
-    """The whole help text, with the values of a composed configuration."""
+    """Return the help text, with the values of a composed configuration."""
     lines = [USAGE, "Groups of presets: group=choice", ""]
     for group, choices in groups.items():
         lines += textwrap.wrap(f"{group}: {', '.join(choices)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     machines = f"hardware: {', '.join(hardware_files.names())}"
-    lines += ["", "Files of a machine's figures, or the path of another: hardware=file", ""]
+    lines += ["", "Files of hardware figures: hardware=NAME, or hardware=PATH", ""]
     lines += textwrap.wrap(machines, WIDTH, initial_indent="  ", subsequent_indent="    ")
-    lines += ["", "Keys: key=value. Each with its value here, what it means, and [what it takes]"]
+    lines += ["", "Keys: key=value. Each with its current value, its meaning and [its legal values]"]
     section = None
     for name, key in KEYS.items():
         if name.rpartition(".")[0] != section:
@@ -51,16 +50,15 @@ def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
         lines += textwrap.wrap(
             as_typed(name, get(config, name)), WIDTH, initial_indent="  ", subsequent_indent="      "
         )
-        lines += textwrap.wrap(_meaning(key), WIDTH, initial_indent="      ", subsequent_indent="      ")
+        lines += textwrap.wrap(
+            f"{key.meaning} [{key.rule()}]", WIDTH, initial_indent="      ", subsequent_indent="      "
+        )
     return "\n".join(lines)
 
 
-def _meaning(key: Key) -> str:
-    return f"{key.meaning} [{key.rule()}]"
-
-
 def version() -> str:
-    """Our version and those of the libraries that a run's numbers depend on, without importing them."""
+    """Return the version of Mixtrain and those of the libraries that a run's results depend on, without importing
+    them."""
     project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
         "project"
     ]

@@ -1,8 +1,7 @@
-"""What the schema says of each key beside its type and default: meaning, choices, range, and what a change means to a
-run.
+"""Keys of the schema: type, default, meaning, choices, range, and the effect of a changed value on a resumed run.
 
-`key` puts it into a dataclass field's metadata, `table` reads it back as one flat table. `--help`, the checks of single
-values and the tests' tables of wrong and of changed values come from it.
+`key` stores them in a dataclass field's metadata, `table` collects them into one flat table. `--help`, the checks of
+single values and the tests' tables of wrong and of changed values use it.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator
@@ -18,21 +18,20 @@ from typing import Any, Literal
 
 OnResume = Literal["free", "say", "refuse"]
 
-# of integers without a limit of their own: what is beyond is a slip of the hand, and rules count up to a value
+# of integers without a limit of their own: rules count up to a value, and a larger one is a typing error
 LARGEST = 2**31 - 1
 
-WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
 @dataclass(frozen=True)
 class Key:
     """One key of the schema.
 
-    on_resume says what it means when a run goes on with another value than its checkpoint's config has:
-    free: the same is computed, but for what a layout may change. say: what is trained from here on changes; it is said
-    and recorded. refuse: validation documents, the order of samples or their meaning would move; refused unless
-    `checkpoint.accept_changes` lists the key. It is the most that a change may mean: `changes.on_resume` weighs two
-    configurations.
+    on_resume is the effect of resuming with another value than the checkpoint's:
+    free: the same is computed, apart from rounding in another layout. say: training changes from this step on, which is
+    printed and recorded. refuse: validation documents, or the order or meaning of samples, would change; refused unless
+    `checkpoint.accept_changes` lists the key. It is an upper bound: `changes.on_resume` compares two configurations.
     """
 
     name: str  # dotted
@@ -40,20 +39,20 @@ class Key:
     default: Any
     meaning: str
     on_resume: OnResume
-    choices: tuple[Any, ...] = ()  # () is: any value of the type, and null counts beside them where the type allows it
+    choices: tuple[Any, ...] = ()  # (): any value of the type; null is legal as well if the type allows it
     low: float | None = None  # of a number, or of each number of a list
     above: float | None = None  # the same, not included
     high: float | None = None
     below: float | None = None
-    form: str = ""  # what a value of a key of type Any looks like
-    # names, shapes or meaning of the weights: another value is another model, which nothing accepts
+    form: str = ""  # description of a value of type Any
+    # decides names, shapes or meaning of the weights: another value is another model, which is never accepted
     architecture: bool = False
-    # no weight depends on it, or not always, but whoever uses the trained model asks for it
+    # weights do not, or not always, depend on it, but users of the trained model need it
     stays_with_model: bool = False
 
     @property
     def of_the_model(self) -> bool:
-        """Whether the value belongs to a trained model, and not to how it was trained."""
+        """Whether the value belongs to a trained model rather than to its training."""
         return self.architecture or self.stays_with_model
 
     @property
@@ -68,29 +67,29 @@ class Key:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types that a value may have."""
+        """The types of a legal value."""
         is_union = typing.get_origin(self.type) in (typing.Union, types.UnionType)
         return typing.get_args(self.type) if is_union else (self.type,)
 
     @property
     def of_items(self) -> Any:
-        """The type of the items of a key that takes a list; else None."""
+        """The type of the items if the value is a list, else None."""
         return typing.get_args(self.type)[0] if typing.get_origin(self.type) is list else None
 
     def fresh_default(self) -> Any:
-        """The default, for the caller to keep."""
+        """Return a copy of the default."""
         return copy.deepcopy(self.default)
 
     def kind(self) -> str:
-        """The type in words."""
+        """Return a description of the type."""
         if self.type is Any:
             return self.form
         if self.of_items is not None:
             return f"a list of {'integers' if self.of_items is int else 'texts'}"
-        return " or ".join(WORDS[kind] for kind in self.kinds)
+        return " or ".join(TYPE_NAMES[kind] for kind in self.kinds)
 
     def rule(self) -> str:
-        """What a value must be, in words that read on from "must be"."""
+        """Return the rule for a value, to follow "must be" in a message."""
         null = " or null" if self.nullable else ""
         if self.choices:
             return f"{one_of(self.choices)}{null}"
@@ -101,8 +100,7 @@ class Key:
         return f"{first}{' of' if limits.startswith('at') else ''} {limits}{null}" if limits else f"{first}{null}"
 
     def broken_rule(self, value: Any) -> str | None:
-        """What a value of the right type must be and is not, in words that read on from "must be"; None for a legal
-        value."""
+        """Return the rule that a value of the right type breaks, to follow "must be"; None for a legal one."""
         if value is None or self.type is Any:
             return None
         values = value if isinstance(value, list) else [value]
@@ -110,39 +108,42 @@ class Key:
             return "a finite number"
         if self.choices and value not in self.choices:
             return one_of(self.choices)
-        if any(isinstance(item, (int, float)) and not self._within(item) for item in values):
+        checks = (
+            (self.low, operator.ge),
+            (self.above, operator.gt),
+            (self.high, operator.le),
+            (self.below, operator.lt),
+        )
+        if any(
+            isinstance(item, (int, float)) and limit is not None and not holds(item, limit)
+            for item in values
+            for limit, holds in checks
+        ):
             return self.rule() if isinstance(value, list) else self._limits()
         if any(isinstance(item, int) and item > LARGEST for item in values):
             return f"at most {LARGEST}"
         return None
 
-    def _within(self, value: float) -> bool:
-        return (
-            (self.low is None or value >= self.low)
-            and (self.above is None or value > self.above)
-            and (self.high is None or value <= self.high)
-            and (self.below is None or value < self.below)
-        )
-
     def _limits(self) -> str:
-        words = (
+        limits = (
             ("at least", self.low),
             ("greater than", self.above),
             ("at most", self.high),
             ("less than", self.below),
         )
-        return " and ".join(f"{word} {limit}" for word, limit in words if limit is not None)
+        return " and ".join(f"{bound} {limit}" for bound, limit in limits if limit is not None)
 
 
 def one_of(choices: tuple[Any, ...]) -> str:
-    """Choices in words."""
+    """Return choices as the end of a rule: "one of a, b"."""
     return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
 
 
 def key(
     default: Any, meaning: str, on_resume: OnResume | None = None, *, architecture: bool = False, **more: Any
 ) -> Any:
-    """A dataclass field with what `Key` says of it; `architecture` alone is a key that a resume refuses."""
+    """Return a dataclass field with the properties of a `Key`; with `architecture` instead of `on_resume` a resume
+    refuses a change."""
     assert (on_resume is None) == architecture, "on_resume, or architecture"
     metadata = {"meaning": meaning, "on_resume": on_resume or "refuse", "architecture": architecture, **more}
     if isinstance(default, (list, dict)):
@@ -151,15 +152,15 @@ def key(
 
 
 def table(schema: type) -> dict[str, Key]:
-    """Every key of a dataclass whose fields are keys or sections, by dotted name, in their order."""
+    """Return every key of a dataclass whose fields are keys or sections, by dotted name, in order."""
     return {found.name: found for found in _keys(schema, "")}
 
 
 def get(config: Any, key: str) -> Any:
-    """The value at a dotted key of a config, or of a mapping that is such a value."""
+    """Return the value at a dotted key of a config, or inside a mapping that is such a value."""
     value: Any = config
-    for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
     return value
 
 

@@ -1,4 +1,4 @@
-"""What takes long says on standard error what it is, and how far. Imports nothing of Mixtrain."""
+"""Progress of long operations on standard error. Imports nothing of Mixtrain."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ LOG_EVERY_SECONDS = 30.0
 
 
 def begin(text: str) -> None:
-    """Say in a line what begins. Where there are ranks, the first one calls it alone."""
+    """Print one line about an operation that starts. With several ranks only the first one calls it."""
     print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def bar(total: int, what: str, done: int = 0, shown: bool = True) -> tqdm[Any]:
-    """A bar over `total` bytes, of which some are `done`; in a log a line at the start, at the end and now and then."""
+    """Return a progress bar over `total` bytes, `done` of them finished; in a log it prints a line every
+    LOG_EVERY_SECONDS, and at start and end."""
     from tqdm import tqdm
 
     look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}
@@ -31,7 +32,7 @@ def bar(total: int, what: str, done: int = 0, shown: bool = True) -> tqdm[Any]:
 
 
 class _Lines:
-    """What tqdm writes to: each of its pictures becomes a line of a log."""
+    """Stream for tqdm that turns each refresh of the bar into a line of a log."""
 
     def __init__(self, log: TextIO):
         self._log = log

@@ -1,7 +1,7 @@
-"""This process's place among those that were started together, as the launcher put it into the environment.
+"""Rank of this process and size of its launch, as the launcher has set them in the environment.
 
-Nobody else reads RANK, WORLD_SIZE and what goes with them. Imports nothing heavy: configs/last_words.py is there from
-the first line on.
+No other module reads RANK, WORLD_SIZE and related variables. Imports nothing heavy: configs/exit_handler.py is loaded
+first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ LAUNCHERS = "bash launch/torchrun.sh, or none of these variables for one process
 
 
 class Launch(NamedTuple):
-    """A process of a launch; rank 0 of 1 without a launcher. The last two count this node's; None where the launcher
-    does not say."""
+    """Rank and size of a launch: rank 0 of 1 without a launcher. `local_rank` and `local_world_size` count this node's
+    processes; None where the launcher does not set them."""
 
     rank: int
     world_size: int
@@ -22,7 +22,7 @@ class Launch(NamedTuple):
     local_world_size: int | None = None
 
     def check_meeting(self) -> None:
-        """Raises ConfigError where several processes are not told where to meet."""
+        """Raise ConfigError if there are several processes and MASTER_ADDR or MASTER_PORT is unset or wrong."""
         if self.world_size == 1:
             return
         several = f"where WORLD_SIZE ({self.world_size}) is above 1: the launcher sets it. Try {LAUNCHERS}"
@@ -34,10 +34,10 @@ class Launch(NamedTuple):
 
 
 def launched() -> Launch:
-    """Read and check RANK and WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: with wrong ones ranks wait for each other in
-    vain.
+    """Read and check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: with wrong values ranks would wait for each
+    other for ever.
 
-    Who has process groups asks parallel/topology.py instead.
+    Code that has process groups uses parallel/topology.py instead.
 
     Raises:
         ConfigError: naming the variable.
@@ -63,18 +63,18 @@ def launched() -> Launch:
 
 
 def world_size() -> int:
-    """Number of processes of this launch; 1 without a launcher. Raises ConfigError as `launched` does."""
+    """Return the number of processes of this launch; 1 without a launcher. Raises ConfigError as `launched` does."""
     return launched().world_size
 
 
 def use_fewer(world_size: int) -> None:
-    """From now on this launch has so many processes; the others stand by."""
+    """Reduce this launch to `world_size` processes; the others stand by."""
     os.environ["WORLD_SIZE"] = str(world_size)
 
 
 def label() -> str:
-    """`[rank 3] ` where a launcher started several, else nothing: for a line about anything, also about what `launched`
-    refuses."""
+    """Return the prefix `[rank 3] ` of a printed line if a launcher started several ranks, else an empty string; also
+    with variables that `launched` rejects."""
     rank = os.environ.get("RANK")
     return f"[rank {rank}] " if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 

@@ -1,8 +1,8 @@
-"""`model.rotary_scaling`: rotary frequencies stretched beyond the length of a first training, in Hugging Face's names.
+"""`model.rotary_scaling`: rotary frequencies scaled for texts longer than those of pretraining, in Hugging Face's keys.
 
 linear: position interpolation (Chen et al. 2023, arXiv:2306.15595). llama3: Llama 3.1 (Grattafiori et al. 2024,
-arXiv:2407.21783). yarn: Peng et al. 2023, arXiv:2309.00071, with DeepSeek's scale of the scores. longrope: Ding et al.
-2024, arXiv:2402.13753. models/pointwise/frequencies.py makes the frequencies.
+arXiv:2407.21783). yarn: Peng et al. 2023, arXiv:2309.00071, with DeepSeek's attention scale. longrope: Ding et al.
+2024, arXiv:2402.13753. models/pointwise/rotary.py computes the frequencies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-REQUIRED = object()  # in place of a default
+REQUIRED = object()  # default of a key without one
 LARGEST = 2**31 - 1
 
 
@@ -20,18 +20,14 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e15
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(_is_number(item) and item > 0 for item in value)
-
-
 @dataclass(frozen=True)
 class Item:
-    """A key of a kind of scaling. `says` reads on from "must be"; null is a value where `default` is not REQUIRED,
-    unless it says so, and means the default."""
+    """A key of a kind of scaling. `rule` follows "must be" in a message. Unless `nullable` is false, null means the
+    default of a key that has one."""
 
-    says: str
+    rule: str
     fits: Callable[[Any], bool]
-    usual: Any  # a legal value, to advise
+    usual: Any  # a legal value, for messages
     default: Any = REQUIRED
     nullable: bool = True
 
@@ -54,7 +50,11 @@ def _length(low: int) -> Item:
     )
 
 
-_FACTORS = Item("a list of numbers above 0, one for each pair of channels that turns", _is_list, None)
+_FACTORS = Item(
+    "a list of numbers above 0, one for each pair of channels that turns",
+    lambda value: isinstance(value, list) and bool(value) and all(_is_number(item) and item > 0 for item in value),
+    None,
+)
 FACTOR, LENGTH = _at_least(1, 4.0), "original_max_position_embeddings"
 KINDS: dict[str, dict[str, Item]] = {
     "linear": {"factor": FACTOR},
@@ -86,8 +86,8 @@ NAMES = ", ".join(KINDS)
 
 
 class Fault(NamedTuple):
-    """What is wrong with a scaling: its key ("" for the whole), what it must, in words that read on from the value, and
-    the scaling with that mended, if that is known."""
+    """An error in a scaling: its key ("" for the whole), the rule, to follow the value in a message, and the corrected
+    scaling, if known."""
 
     key: str
     rule: str
@@ -95,12 +95,12 @@ class Fault(NamedTuple):
 
 
 def kind_of(value: dict[str, Any]) -> Any:
-    """The kind that a mapping names: `rope_type`, which transformers once called `type`."""
+    """Return the kind of scaling that a mapping names: `rope_type`, or `type` as in older versions of transformers."""
     return value.get("rope_type", value.get("type"))
 
 
 def faults(value: Any) -> Iterator[Fault]:
-    """What is wrong with a value of `model.rotary_scaling`, by itself; nothing of a legal one."""
+    """Yield the errors of a value of `model.rotary_scaling` by itself."""
     if value is None:
         return
     if not isinstance(value, dict):
@@ -127,7 +127,7 @@ def faults(value: Any) -> Iterator[Fault]:
     for name, item in items.items():
         if name in value and not item.takes(value[name]):
             usual = {**value, name: item.usual}
-            yield Fault(name, f"must be {item.says}", usual if item.usual is not None else None)
+            yield Fault(name, f"must be {item.rule}", usual if item.usual is not None else None)
             return
     if missing or unknown:
         return
@@ -155,17 +155,17 @@ def _full(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalised(value: Any) -> Any:
-    """A scaling with every key of its kind, equal for equal scalings; what is no legal one comes back as it is."""
+    """Return a scaling with every key of its kind, equal for equal scalings; an illegal one is returned unchanged."""
     return _full(value) if isinstance(value, dict) and not any(faults(value)) else value
 
 
 def _concentration(factor: float, scale: float) -> float:
-    """YaRN's "mscale" (arXiv:2309.00071, equation 22, with DeepSeek's weight of the logarithm)."""
+    """Return YaRN's "mscale" (arXiv:2309.00071, equation 22, with DeepSeek's weight of the logarithm)."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def attention_factor(scaling: dict[str, Any] | None) -> float:
-    """What cosines and sines of a legal scaling are multiplied by, as transformers has it."""
+    """Return the factor on cosines and sines of a legal scaling, as in transformers."""
     scaling = normalised(scaling)
     if scaling is None or "attention_factor" not in scaling:
         return 1.0
@@ -180,13 +180,12 @@ def attention_factor(scaling: dict[str, Any] | None) -> float:
 
 
 def switches_at(scaling: dict[str, Any] | None) -> int | None:
-    """The length of a text beyond which all of its positions turn by longrope's other frequencies; None where a legal
-    scaling has one set of them."""
+    """Return the text length beyond which all positions use longrope's other frequencies; None for other scalings."""
     scaling = normalised(scaling)
     return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
 
 
 def scores_factor(scaling: dict[str, Any] | None) -> float:
-    """What the scores of latent attention are multiplied by beside that: DeepSeek's, by `mscale_all_dim`."""
+    """Return DeepSeek's additional factor on the scores of latent attention, from `mscale_all_dim`."""
     scale = (scaling or {}).get("mscale_all_dim")
     return _concentration(scaling["factor"], scale) ** 2 if scaling and scale else 1.0

@@ -1,8 +1,9 @@
-"""The typed configuration: every key with its default, its meaning, its choices or range, and what a change means on
+"""The typed configuration: every key with its default, meaning, choices or range, and the effect of a changed value on
 resume.
 
-Hydra composes YAML groups over these dataclasses; the rules then say what goes with what, `derived.py` works out what
-follows. Nothing heavy is imported here, so that a wrong config fails in a second, before any rank allocates memory.
+Hydra composes YAML groups over these dataclasses, configs/rules checks the combinations, and `derived.py` computes the
+values that follow. Nothing heavy is imported here, so that a wrong config fails in a second, before any rank allocates
+memory.
 """
 
 from __future__ import annotations
@@ -15,56 +16,66 @@ from configs.model_schema import ModelConfig, MoEConfig
 
 
 class ConfigError(ValueError):
-    """What a user can get wrong: the message names the field, its value, the rule and a value that would work."""
+    """A mistake of the user. The message names the field, its value, the rule and a value that works."""
 
 
 @dataclass
 class ParallelConfig:
     layout: str = key(
         "given",
-        "who chooses the layout; auto: a search before the run, which keeps what the command line says",
+        "given: the layout of these keys; auto: search for the fastest first, keeping keys of the command line",
         "free",
         choices=("given", "auto"),
     )
-    tensor: int = key(1, "ranks that every matrix of attention and dense layers is split over", "free", low=1)
-    sequence: bool = key(False, "split the activations between them too, over the tensor ranks", "free")
-    pipeline: int = key(1, "ranks that the layers are split over", "free", low=1)
-    virtual_pipeline: Optional[int] = key(None, "model chunks per pipeline rank; null: plain 1F1B", "free", low=2)
-    context: int = key(1, "ranks that each sequence is spread over", "free", low=1)
+    tensor: int = key(1, "ranks over which every matrix of attention and dense layers is sharded", "free", low=1)
+    sequence: bool = key(
+        False, "sequence parallelism: shard activations between these layers over the tensor ranks", "free"
+    )
+    pipeline: int = key(1, "pipeline stages over which the layers are divided", "free", low=1)
+    virtual_pipeline: Optional[int] = key(
+        None, "model chunks per pipeline rank (interleaved schedule); null: plain 1F1B", "free", low=2
+    )
+    context: int = key(1, "ranks over which each sequence is sharded", "free", low=1)
     context_heads: Optional[int] = key(
         None,
-        "of the context ranks, how many exchange heads for rows; the others exchange keys and values; null: chosen",
+        "context ranks that exchange heads for sequence rows, the others exchange keys and values; null: chosen "
+        "by bytes sent, 1 with separate documents",
         "free",
         low=1,
     )
-    expert: int = key(1, "ranks that the experts are spread over", "free", low=1)
+    expert: int = key(1, "ranks over which the experts are distributed", "free", low=1)
     expert_tensor: Optional[int] = key(
-        None, "ranks that an expert's matrices are split over; null: tensor when expert is 1, else 1", "free", low=1
+        None,
+        "ranks over which each expert's matrices are sharded; null: tensor when expert is 1, else 1",
+        "free",
+        low=1,
     )
-    overlap_grad_reduce: bool = key(True, "reduce gradients while the backward pass goes on", "free")
+    overlap_grad_reduce: bool = key(True, "reduce gradients during the backward pass", "free")
     overlap_param_gather: bool = key(
         True,
-        "gather weights while the forward pass goes on; needs optimizer.distributed and overlap_grad_reduce",
+        "gather weights during the forward pass; needs optimizer.distributed and overlap_grad_reduce",
         "free",
     )
-    timeout_seconds: int = key(600, "every collective ends, or fails, within this", "free", low=1)
+    timeout_seconds: int = key(600, "seconds after which an unfinished collective fails", "free", low=1)
     priority_exchanges: bool = key(
-        True, "on a GPU: exchanges of experts and of pipeline stages go before other waiting work", "free"
+        True, "on a GPU: run exchanges of experts and of pipeline stages before other queued work", "free"
     )
     exchange_sms: Optional[int] = key(
         None,
-        "on a GPU: multiprocessors that the experts' products leave to exchanges beside them; null: 20 where experts "
-        "are spread over ranks",
+        "on a GPU: multiprocessors that the experts' products leave free for concurrent exchanges; null: 20 with "
+        "expert above 1, else 0",
         "free",
         low=0,
     )
     early_communicators: bool = key(
-        True, "on a GPU: set NCCL's communicators up at the start, all from one, and not at their first use", "free"
+        True,
+        "on a GPU: split all NCCL communicators from one at the start, rather than create each at its first use",
+        "free",
     )
     device_connections: Optional[int] = key(
         None,
-        "on a GPU: hardware queues, as CUDA_DEVICE_MAX_CONNECTIONS; null: 32 with experts over ranks, 1 with tensor "
-        "above 1, else the driver's 8",
+        "on a GPU: hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); null: 32 with expert above 1, 1 with tensor above 1, "
+        "else the driver's 8",
         "free",
         low=1,
         high=32,
@@ -75,49 +86,56 @@ class ParallelConfig:
 class DataConfig:
     corpus: Any = key(
         "stdlib",
-        "the text: Python's own standard library; or files, folders, or a weighted blend of them",
+        "training text: stdlib (Python's standard library), or files, folders, or a weighted blend of them",
         "refuse",
         form="stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}",
     )
-    text_key: str = key("text", "field of .jsonl, .ndjson and .json, and column of .parquet", "refuse")
+    text_key: str = key(
+        "text",
+        "name of the text field in .jsonl, .ndjson and .json files and of the text column in .parquet files",
+        "refuse",
+    )
     documents_in_text: str = key(
         "file",
-        "what a document is in a .txt, .raw or .tokens: the file, what lies between empty lines, or a line",
+        "unit that is one document in .txt, .raw and .tokens files: the file, text between blank lines, or a line",
         "refuse",
         choices=("file", "blank_line", "line"),
     )
     documents: str = key(
         "joined",
-        "gpt: whether a sample's documents attend to each other (joined), or each only to itself, with positions of "
-        "its own (separate)",
+        "gpt: joined: tokens attend across the documents of a sample; separate: only within their document, whose "
+        "positions start at 0",
         "say",
         choices=("joined", "separate"),
     )
     tokenizer: str = key(
-        "sentencepiece", "sentencepiece: trained on the corpus; or a .model file, or a Hugging Face folder", "refuse"
+        "sentencepiece",
+        "sentencepiece: train one on the corpus; else the path of a .model file or a Hugging Face folder",
+        "refuse",
     )
-    vocab_size: int = key(4096, "tokens of a tokenizer trained here", "refuse", low=1)
-    cache_dir: str = key("cache", "folder of tokenizers and token files; safe to delete", "free")
+    vocab_size: int = key(4096, "vocabulary size, in tokens, of a tokenizer trained on the corpus", "refuse", low=1)
+    cache_dir: str = key("cache", "folder for trained tokenizers and token files; safe to delete", "free")
     validation_fraction: float = key(
         0.02,
-        "share of the text for validation: whole documents by a hash of their names, the last one cut; 0: none",
+        "fraction of the text held out for validation: whole documents by a hash of their names, the last one cut; 0: "
+        "none",
         "refuse",
         low=0,
         below=1,
     )
     validation_corpora: Any = key(
         {},
-        "further texts for validation, by name, none of which is trained on; each has a loss of its own",
+        "additional validation texts by name; none is trained on, and each has its own loss",
         "refuse",
         form="a mapping of names (letters, digits, _ - .) to stdlib, a path, or a list of paths",
     )
-    num_workers: Optional[int] = key(None, "processes that tokenize; null: all cores", "free", low=1)
-    prefetch: int = key(4, "steps of batches made ahead", "free", low=1)
-    mask_probability: float = key(0.15, "bert: share of the tokens that are predicted", "refuse", above=0, below=1)
+    num_workers: Optional[int] = key(None, "processes that tokenize; null: one per core", "free", low=1)
+    prefetch: int = key(4, "optimizer steps whose batches are prepared ahead", "free", low=1)
+    mask_probability: float = key(0.15, "bert: fraction of the tokens that are predicted", "refuse", above=0, below=1)
     short_sequence_probability: float = key(
-        0.1, "bert: share of the samples that are cut short", "refuse", low=0, below=1
+        0.1, "bert: fraction of the samples that are shortened", "refuse", low=0, below=1
     )
-    timeout_seconds: int = key(3600, "how long a rank waits for another that prepares the data", "free", low=1)
+    timeout_seconds: int = key(3600, "seconds that a rank waits for another one to prepare the data", "free", low=1)
 
 
 @dataclass
@@ -128,45 +146,53 @@ class OptimizerConfig:
     weight_decay: float = key(0.1, "decoupled weight decay of the matrices", "say", low=0)
     beta1: float = key(0.9, "decay of the first moment", "say", low=0, below=1)
     beta2: float = key(0.95, "decay of the second moment", "say", low=0, below=1)
-    epsilon: float = key(1e-8, "added to the root of the second moment", "say", above=0)
-    clip_grad: float = key(1.0, "largest norm of a step's gradients; 0: off", "say", low=0)
+    epsilon: float = key(1e-8, "added to the square root of the second moment", "say", above=0)
+    clip_grad: float = key(1.0, "gradient norm to which a step is clipped; 0: no clipping", "say", low=0)
     schedule: str = key(
-        "cosine", "of the learning rate after the warm-up", "say", choices=("cosine", "linear", "constant", "wsd")
+        "cosine",
+        "learning-rate schedule after the warm-up; wsd: constant, then a final decay",
+        "say",
+        choices=("cosine", "linear", "constant", "wsd"),
     )
-    warmup_steps: int = key(0, "steps in which the learning rate rises to its peak", "say", low=0)
+    warmup_steps: int = key(0, "optimizer steps of linear learning-rate warm-up", "say", low=0)
     decay_steps: Optional[int] = key(
-        None, "step at which the learning rate has reached min_lr; null: training.steps", "say", low=1
+        None, "optimizer step at which the learning rate reaches min_lr; null: training.steps", "say", low=1
     )
-    wsd_decay_steps: int = key(0, "length of the final decay of wsd", "say", low=0)
-    distributed: bool = key(True, "shard state and master weights over data parallel ranks (ZeRO-1)", "free")
+    wsd_decay_steps: int = key(0, "wsd: optimizer steps of the final decay", "say", low=0)
+    distributed: bool = key(
+        True, "shard optimizer state and master weights over the data-parallel ranks (ZeRO-1)", "free"
+    )
     state_device: str = key(
         "device",
-        "where optimizer state lives; auto: the device first, then the host, then the disk, as far as each has room",
+        "offload target of the optimizer state; auto: fill the device first, then the host, then the disk",
         "free",
         choices=("device", "host", "disk", "auto"),
     )
     engine: str = key(
         "auto",
-        "what updates the weights whose state is not on the device: the device, the host, or both; auto: as measured",
+        "with offloaded state, where weights are updated: on the device, the host, or split; auto: by measured times",
         "free",
         choices=("auto", "device_stream", "host", "split"),
     )
     bucket_parameters: int = key(
         2**24,
-        "parameters of a rank whose state moves and is updated as one, at most; an eighth of them all where that is "
-        "less",
+        "with offloaded state, most parameters of a rank that are transferred and updated together; capped at an "
+        "eighth of the rank's",
         "free",
         low=4096,
     )
     early_update: str = key(
         "auto",
-        "update state off the device while the backward pass goes on, again where the step was clipped; auto: where "
-        "few are",
+        "update offloaded state during the backward pass, and once more if the step is clipped; auto: while few steps "
+        "are clipped",
         "free",
         choices=("auto", "always", "never"),
     )
     moment_dtype: str = key(
-        "fp32", "what the first moment is kept in; the second stays fp32", "say", choices=("fp32", "bf16")
+        "fp32",
+        "precision of the stored first moment; the second moment is always fp32",
+        "say",
+        choices=("fp32", "bf16"),
     )
 
 
@@ -174,80 +200,95 @@ class OptimizerConfig:
 class MemoryConfig:
     host_budget: Optional[float] = key(
         None,
-        "MiB of host memory for a rank's optimizer state, activations and experts' offloads; null: a rank's share of "
-        "80% of what is free",
+        "host memory per rank, in MiB, for offloaded optimizer state, activations and experts; null: the rank's share "
+        "of 80% of the free memory",
         "free",
         above=0,
     )
     disk_budget: Optional[float] = key(
         None,
-        "MiB of disk_dir for a rank's optimizer state; null: a rank's share of 80% of what is free",
+        "disk space per rank, in MiB, for optimizer state in disk_dir; null: the rank's share of 80% of the free space",
         "free",
         above=0,
     )
     disk_dir: Optional[str] = key(
-        None, "folder on a disk of this node, for optimizer state; nothing is left in it", "free"
+        None, "folder on a local disk of the node for optimizer state; no file remains after the run", "free"
     )
 
 
 @dataclass
 class ProfileConfig:
-    steps: list[int] = key([], "optimizer steps that are traced into run_dir/traces", "free", low=1)
+    steps: list[int] = key([], "optimizer steps to trace into run_dir/traces", "free", low=1)
     ranks: Any = key("all", "ranks that write traces", "free", form="all, or a list of ranks")
 
 
 @dataclass
 class TrainingConfig:
-    # A schedule that decays until the last step moves with it: configs/changes.py.
-    steps: int = key(20, "optimizer steps of the whole run", "say", low=1)
+    # A schedule that decays until the last step follows this key: configs/changes.py.
+    steps: int = key(20, "optimizer steps of the whole run, including those before a resume", "say", low=1)
     global_batch_size: int = key(8, "samples per optimizer step", "say", low=1)
     micro_batch_size: int = key(4, "samples per forward pass of one rank", "say", low=1)
     seed: int = key(
-        1234, "of the initial weights, the order of the samples and dropout", "refuse", low=0, high=2**31 - 1
+        1234, "random seed of the initial weights, the sample order and dropout", "refuse", low=0, high=2**31 - 1
     )
     precision: str = key(
-        "fp32", "of the forward and the backward pass", architecture=True, choices=("fp32", "bf16", "fp16")
+        "fp32", "precision of the forward and backward pass", architecture=True, choices=("fp32", "bf16", "fp16")
     )
-    initial_loss_scale: float = key(65536.0, "fp16: factor that keeps small gradients, at the start", "free", above=0)
+    initial_loss_scale: float = key(
+        65536.0, "fp16: initial loss scale, which keeps small gradients from underflow", "free", above=0
+    )
     recompute: str = key(
-        "none", "what the backward pass computes again rather than keeps", "free", choices=("none", "selective", "full")
+        "none",
+        "activations that the backward pass recomputes: none, selective (attention "
+        "scores and the wide tensors of dense layers) or full (all but layer inputs)",
+        "free",
+        choices=("none", "selective", "full"),
     )
     activation_offload: Any = key(
         "none",
-        "inputs of layers that the host keeps until the backward pass, in MiB a rank; needs recompute=full",
+        "layer inputs kept on the host until the backward pass, in MiB per rank; auto: as many as fit; needs "
+        "recompute=full",
         "free",
         form="none, auto or a number greater than 0",
     )
     pass_order: str = key(
         "by_micro_batch",
-        "which of a step's passes come first; by_layer: all micro-batches go through a layer before the next, so that "
-        "its weights come once; auto: by predicted time",
+        "schedule of a step's passes; by_layer: all micro-batches run through a layer before the next layer, so "
+        "offloaded weights are loaded once; auto: by predicted time",
         "free",
         choices=("by_micro_batch", "by_layer", "auto"),
     )
     token_tile: Optional[int] = key(
         None,
-        "tokens whose logits are there at once; with recompute=full also those that a dense layer takes at once. null: "
-        "logits of all of up to 512, else at most 1/64 or 128; dense layers take all",
+        "tokens per tile of the output layer and, with recompute=full, of dense layers. null: logits of up to 512 "
+        "tokens at once, of more in tiles of at most 1/64 of them or 128; dense layers are not tiled",
         "free",
         low=1,
     )
     memory_limit_gib: Optional[float] = key(
-        None, "of a rank's tensors; what the plan says cannot fit is refused. null: the GPU's memory", "free", above=0
+        None,
+        "device memory for a rank's tensors; a run predicted not to fit is refused. null: the GPU's memory",
+        "free",
+        above=0,
     )
     expandable_segments: bool = key(
-        True, "on a GPU: let blocks of its memory grow, which leaves fewer gaps where sizes change", "free"
+        True, "on a GPU: let the allocator's segments grow, which reduces fragmentation where sizes vary", "free"
     )
     dry_run: Optional[bool] = key(
-        None, "run a made-up batch before the first step, to find out what does not fit; null: on a GPU", "free"
+        None, "run a synthetic batch before the first step to detect a lack of memory; null: only on a GPU", "free"
     )
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    eval_interval: int = key(0, "steps between evaluations; 0: none", "free", low=0)
+    eval_interval: int = key(0, "optimizer steps between evaluations; 0: no evaluation", "free", low=0)
     eval_batches: int = key(8, "global batches per evaluation", "say", low=1)
-    deterministic: bool = key(False, "only operations that repeat bit for bit", "say")
-    device: str = key("auto", "what the ranks compute on", "free", choices=("auto", "cpu", "cuda"))
+    deterministic: bool = key(False, "use only operations that repeat bit for bit", "say")
+    device: str = key(
+        "auto", "device type of the ranks; auto: cuda where there is a GPU", "free", choices=("auto", "cpu", "cuda")
+    )
     time_limit_minutes: Optional[float] = key(
-        None, "of wall time: then save and end with status 75, as on SIGTERM; null: none", "free", above=0
+        None,
+        "wall time after which the run saves and ends with status 75, as on SIGTERM; null: no limit",
+        "free",
+        above=0,
     )
     nonfinite: str = key(
         "stop",
@@ -257,40 +298,50 @@ class TrainingConfig:
         choices=("stop", "skip", "rollback"),
     )
     spike_factor: Optional[float] = key(
-        None, "a loss above so many times the median of the last 64 is a spike; null: none is", "say", above=1
+        None,
+        "a loss above this multiple of the median of the last 64 losses is a spike; null: no check",
+        "say",
+        above=1,
     )
-    spike: str = key("skip", "what a spike leads to, as for nonfinite", "say", choices=("stop", "skip", "rollback"))
+    spike: str = key("skip", "response to a spike, as for nonfinite", "say", choices=("stop", "skip", "rollback"))
     straggler_factor: Optional[float] = key(
-        1.5, "a rank so many times slower than the others of its stage is named; null: none is", "free", above=1
+        1.5,
+        "report a rank that is slower than the others of its stage by this factor; null: no report",
+        "free",
+        above=1,
     )
     elastic: bool = key(
-        False, "started on a number of ranks that does not fit: use as many as do, the others stand by", "free"
+        False, "if the number of ranks does not fit the layout, use the most that do; the others stand by", "free"
     )
 
 
 @dataclass
 class CheckpointConfig:
-    interval: int = key(0, "steps between checkpoints; 0: only at the end", "free", low=0)
-    keep: int = key(3, "newest checkpoints that stay; 0: all", "free", low=0)
+    interval: int = key(0, "optimizer steps between checkpoints; 0: only at the end", "free", low=0)
+    keep: int = key(3, "number of newest checkpoints to keep; 0: all", "free", low=0)
     resume: str = key(
-        "auto", "where a run begins: auto: its newest good checkpoint; never: fresh; or a checkpoint's path", "free"
+        "auto",
+        "start of the run; auto: from its newest valid checkpoint; never: from step 0; or the path of a checkpoint",
+        "free",
     )
     accept_changes: list[str] = key(
-        [], "keys that may differ from the checkpoint's although a resume refuses it", "free"
+        [], "keys that may differ from the checkpoint although a resume would refuse the change", "free"
     )
     at_end: bool = key(True, "write a checkpoint when the run ends", "free")
     weights: Optional[str] = key(
         None, "folder of `python -m models.convert import` that a fresh run starts from; null: random weights", "free"
     )
-    keep_every: int = key(0, "checkpoints of every so many steps stay as well; 0: none", "free", low=0)
+    keep_every: int = key(0, "also keep checkpoints whose step is a multiple of this; 0: none", "free", low=0)
     async_save: bool = key(
-        True, "write while the next steps run; costs host memory for this rank's part of a checkpoint", "free"
+        True,
+        "write checkpoints while the next steps run; needs host memory for the rank's shard of a checkpoint",
+        "free",
     )
 
 
 @dataclass
 class LoggingConfig:
-    progress: bool = key(True, "show a line of progress", "free")
+    progress: bool = key(True, "show a progress line", "free")
     tensorboard: bool = key(True, "write the metrics for TensorBoard", "free")
     wandb: str = key(
         "auto",
@@ -298,43 +349,51 @@ class LoggingConfig:
         "free",
         choices=("auto", "online", "offline", "off"),
     )
-    wandb_project: str = key("mixtrain", "project of Weights & Biases", "free")
-    peak_tflops: Optional[float] = key(None, "of one device in this precision; null: known GPUs only", "free", above=0)
+    wandb_project: str = key("mixtrain", "name of the Weights & Biases project", "free")
+    peak_tflops: Optional[float] = key(
+        None, "peak TFLOP/s of one device in this precision, to compute MFU; null: known GPUs only", "free", above=0
+    )
 
 
 @dataclass
 class SampleConfig:
-    prompts: list[str] = key([], "texts that the trained model continues when a run ends", "free")
-    num_tokens: int = key(64, "tokens of a continuation", "free", low=0)
-    temperature: float = key(0.8, "of the sampled continuation; 0: greedy", "free", low=0)
-    top_p: float = key(0.95, "sample among the tokens that make up so much probability", "free", above=0, high=1)
+    prompts: list[str] = key([], "prompts that the trained model continues at the end of the run", "free")
+    num_tokens: int = key(64, "tokens to generate per prompt", "free", low=0)
+    temperature: float = key(0.8, "sampling temperature; 0: greedy decoding", "free", low=0)
+    top_p: float = key(
+        0.95,
+        "nucleus sampling: sample from the likeliest tokens that together have this probability",
+        "free",
+        above=0,
+        high=1,
+    )
 
 
 @dataclass
 class Config:
-    name: str = key("run", "of the run", "free")
-    run_dir: str = key("runs/${name}", "folder that the run writes into", "free")
+    name: str = key("run", "name of the run", "free")
+    run_dir: str = key("runs/${name}", "folder into which the run writes", "free")
     plan: Any = key(
         False,
-        "true: print what the run needs, and do not run; json: the same for scripts; search: the fastest layout",
+        "true: print the memory, traffic and time of the run instead of running; json: the same for scripts; search: "
+        "the fastest layout",
         "free",
         form="true, false, json or search",
     )
     plan_world_size: Optional[int] = key(
-        None, "number of ranks that plan is for; null: those started, or the fewest that fit the layout", "free", low=1
+        None, "number of ranks to plan for; null: those started, or the fewest that fit the layout", "free", low=1
     )
     hardware: Optional[str] = key(
         None,
-        "file of configs/hardware, or path of another, whose figures predict a step; null: none, or for a search that "
-        "of this machine",
+        "hardware figures for predicted times: a name in configs/hardware or the path of a .yaml file; null: none, or "
+        "in a search those of this machine",
         "free",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    # Before the optimizer: in presets its values follow the number of steps, and the first key that is wrong is the one
-    # named.
+    # Before the optimizer, whose values in presets follow the number of steps: the first wrong key is reported.
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -343,4 +402,4 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
 
 
-KEYS: dict[str, Key] = table(Config)  # dotted name -> what is known of the key
+KEYS: dict[str, Key] = table(Config)  # by dotted name

@@ -1,4 +1,4 @@
-"""Which keys a search of layouts may change: plan=search, and a run with parallel.layout=auto."""
+"""Keys that a search of layouts may change, in plan=search and in a run with parallel.layout=auto."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 from configs.keys import put
 from configs.schema import KEYS, Config
 
-# In the order in which they are typed: the layout's, then those that save memory.
+# In the order of the printed command: the layout's, then those that save memory.
 LAYOUT_KEYS = (
     "parallel.tensor",
     "parallel.sequence",
@@ -30,19 +30,19 @@ SAVING_KEYS = (
     "moe.weights_device",
     "training.pass_order",
 )
-# That are searched only where they are auto: nobody's experts leave the device unasked.
+# Searched only if they are auto: a search does not offload experts unasked.
 ASKED_KEYS = ("moe.weights_device", "training.pass_order")
 SEARCHED = (*LAYOUT_KEYS, *SAVING_KEYS)
 
 
 def searches_layout(config: Config) -> bool:
-    """Whether the values of those keys are where a search starts, and not what is asked for."""
+    """Whether a search chooses the layout, so that presets' values of SEARCHED are only its start."""
     return config.plan == "search" or config.parallel.layout == "auto"
 
 
 def smallest(config: Config, given: frozenset[str]) -> Config:
-    """A copy with the smallest layout that the keys of the command line leave: what else is wrong with it, no layout
-    puts right."""
+    """Return a copy with the smallest layout that the `given` keys allow: no layout can solve a problem that
+    remains."""
     changed = copy.deepcopy(config)
     for key in SEARCHED:
         if key not in given and key != "moe.memory_strategy" and key not in ASKED_KEYS:

@@ -1,4 +1,4 @@
-"""Values as they are written on the command line, and names that a user may have meant."""
+"""Values in command-line form, and the nearest match of a mistyped name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def show(value: Any, width: int | None = 60) -> str:
-    """A value as it is written on the command line; a list or mapping of more than `width` characters is cut."""
+    """Return a value as written on the command line; a list or mapping of more than `width` characters is shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, (list, dict)):
@@ -21,20 +21,19 @@ def show(value: Any, width: int | None = 60) -> str:
 
 
 def show_both(one: Any, other: Any) -> tuple[str, str]:
-    """Two values that differ: whole where they would be cut to the same words."""
+    """Return two different values as text, in full if shortened they would look the same."""
     shown = show(one), show(other)
     return shown if shown[0] != shown[1] else (show(one, None), show(other, None))
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` that a user who typed `name` most likely meant, if any is near."""
+    """Return the one of `names` most similar to the typed `name`; None if none is similar."""
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def visible(text: str) -> str:
-    """A text from a file for a terminal: what is not printable there, such as marks that turn the direction of what
-    follows, as an escape."""
+    """Return a text from a file for printing, with unprintable characters (such as direction marks) escaped."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )

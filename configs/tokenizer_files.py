@@ -1,5 +1,5 @@
-"""Which files of a folder are its tokenizer. Imports nothing of Mixtrain: the rooms that read, keep and convert
-tokenizers agree on it."""
+"""Detection of the tokenizer's files in a folder, shared by the packages that read, store and convert tokenizers.
+Imports nothing of Mixtrain."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-# What says how a tokenizer treats text beside the file that holds its vocabulary.
+# Files with a tokenizer's settings, in addition to its vocabulary.
 SETTINGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -16,7 +16,7 @@ SETTINGS = (
     "chat_template.jinja",
     "chat_template.json",
 )
-# Names that Hugging Face's tokenizers give to vocabularies.
+# File names of vocabularies of Hugging Face's tokenizers.
 VOCABULARIES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -26,10 +26,11 @@ VOCABULARIES = (
     "vocab.txt",
     "merges.txt",
 )
-# In a folder of logical weights: the folder with what the export to Hugging Face adds to a tokenizer that only we read.
+# Subfolder of a weights folder, with the files that an export to Hugging Face adds for a format that transformers
+# cannot read.
 FOR_TRANSFORMERS = "huggingface"
 JSON, MODEL = "tokenizer.json", "tokenizer.model"
-# Formats, by the file that decides what a tokenizer does. In a folder with several the first one is taken.
+# Formats, named by the file that defines the tokenizer. In a folder with several the first one is used.
 TEKKEN, BYTE_PAIRS, WORD_PIECES, TIKTOKEN = "tekken.json", "vocab.json", "vocab.txt", "tiktoken"
 PATTERNS = {
     JSON: ("tokenizer.json",),
@@ -45,14 +46,14 @@ OF_CLASS = {
     **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"), WORD_PIECES),
     "QWenTokenizer": TIKTOKEN,
 }
-# Model types whose tokenizers transformers 5 reads with this class, whatever a folder says
+# Model types whose tokenizers transformers 5 always reads with this class, whatever the folder names
 # (models/auto/tokenization_auto.py).
 ALWAYS_READ_WITH = {"qwen2": "Qwen2Tokenizer"}
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 
 
 def format_of(file: Path) -> str:
-    """The format of a tokenizer's file, by its name, and by the first line of a .model file."""
+    """Return the format of a tokenizer's file, by its name and the first line of a .model file."""
     name = file.name
     if name.endswith((".model", ".tiktoken")):
         return TIKTOKEN if name.endswith(".tiktoken") or _holds_ranks(file) else MODEL
@@ -64,32 +65,32 @@ def format_of(file: Path) -> str:
 
 
 def formats_in(folder: Path) -> dict[str, list[Path]]:
-    """The files in a folder that each may be a tokenizer, by kind, the kind that is taken first."""
+    """Return the files of a folder that can define a tokenizer, by format, the preferred format first."""
     found = {kind: sorted({file for name in names for file in folder.glob(name)}) for kind, names in PATTERNS.items()}
     found = {kind: [file for file in files if file.is_file()] for kind, files in found.items()}
-    # without its merges it is none: other files are called vocab.json, too
-    found[BYTE_PAIRS] = [file for file in found[BYTE_PAIRS] if merges_beside(file) is not None]
+    # only with its merges: other files are called vocab.json, too
+    found[BYTE_PAIRS] = [file for file in found[BYTE_PAIRS] if merges_of(file) is not None]
     first = [JSON, OF_CLASS.get(_class_in(folder), JSON)]
     return {kind: found[kind] for kind in [*dict.fromkeys([*first, *PATTERNS])] if found[kind]}
 
 
 def core_file(path: Path) -> Path | None:
-    """The file that decides what the tokenizer at `path`, a file or a folder, does; None where there is none, or two of
-    the kind that would be taken."""
+    """Return the file that defines the tokenizer at `path` (a file or a folder); None if there is none, or several of
+    the preferred format."""
     if not path.is_dir():
         return path if path.is_file() else None
     files = next(iter(formats_in(path).values()), [])
     return files[0] if len(files) == 1 else None
 
 
-def merges_beside(file: Path) -> Path | None:
-    """The merges of a vocab.json, of gpt2-vocab.json, or of encoder.json; None where there are none."""
+def merges_of(file: Path) -> Path | None:
+    """Return the file of merges that belongs to a vocab.json, gpt2-vocab.json or encoder.json; None without one."""
     name = "vocab.bpe" if file.name == "encoder.json" else f"{file.name.removesuffix('vocab.json')}merges.txt"
     return file.with_name(name) if file.with_name(name).is_file() else None
 
 
 def _holds_ranks(file: Path) -> bool:
-    """Whether a file is one of tiktoken's, by its first line."""
+    """Whether a file has tiktoken's format, by its first line."""
     try:
         with file.open("rb") as stream:
             return RANK_LINE.fullmatch(stream.readline(4096)) is not None
@@ -98,16 +99,16 @@ def _holds_ranks(file: Path) -> bool:
 
 
 def _class_in(folder: Path) -> str:
-    """The tokenizer's class that tokenizer_config.json names; "" where it names none."""
+    """Return the tokenizer's class that tokenizer_config.json names; "" without one."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         return str(settings.get("tokenizer_class", "")).removesuffix("Fast")
     except (OSError, ValueError, AttributeError, RecursionError):
-        return ""  # whoever opens the tokenizer says what is wrong with it
+        return ""  # opening the tokenizer reports the error
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
-    """The files of the tokenizer at `path`, a file or a folder, by the names that readers look for, and no others."""
+    """Return the files of the tokenizer at `path` (a file or a folder) by the names that readers expect."""
     core = core_file(path)
     folder = path if path.is_dir() else path.parent
     kind = JSON if core is None else format_of(core)
@@ -115,14 +116,14 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     if core is None or kind == JSON:
         found |= {name: folder / name for name in VOCABULARIES if (folder / name).is_file()}
     if core is not None:
-        found[core.name if kind == TIKTOKEN else kind] = core  # the name of a tiktoken file says what it is
-        if kind == BYTE_PAIRS and (merges := merges_beside(core)) is not None:
+        found[core.name if kind == TIKTOKEN else kind] = core  # only its name tells a tiktoken file
+        if kind == BYTE_PAIRS and (merges := merges_of(core)) is not None:
             found["merges.txt"] = merges
     return found
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Keep the tokenizer at `path` in `folder`, under the names that readers look for and with the usual file mode.
+    """Copy the tokenizer at `path` to `folder`, under the names that readers expect and with the default file mode.
     Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in tokenizer_files(path).items():

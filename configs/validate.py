@@ -1,4 +1,5 @@
-"""Whether a configuration is legal for a number of processes, and how many processes it takes."""
+"""Validation of a configuration for a number of processes, with a fix that works in every message, and the number of
+processes that a configuration needs."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ import copy
 import math
 
 from configs import derived
-from configs.advice import advice
-from configs.keys import get
+from configs.keys import get, put
 from configs.rules import first_problem
-from configs.rules.problem import WORLD_SIZE
-from configs.schema import Config, ConfigError
+from configs.rules.problem import WORLD_SIZE, Fix, Problem
+from configs.schema import KEYS, Config, ConfigError
 from configs.searched import smallest
 from configs.show import show
+from configs.values import as_typed
 
-MAX_PLANNED_COPIES = 64  # of the model, tried for a plan that is told no number of ranks
+MAX_PLANNED_COPIES = 64  # of the model, tried for a plan without a given number of ranks
+MAX_FIXES = 40  # tried for one problem, nearest first
 
 
 def validate(config: Config, world_size: int) -> None:
@@ -23,14 +25,14 @@ def validate(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: naming the first field that breaks a rule, its value, the rule, and a value that works.
     """
-    _refuse_first_problem(config, world_size)
+    _raise_first_problem(config, world_size)
 
 
 def validate_for_search(config: Config, given: frozenset[str], started: int) -> None:
-    """Check a configuration whose layout is searched for (configs/searched.py): what no layout can put right.
+    """Check a configuration before a search of its layout (configs/searched.py) for problems that no layout can solve.
 
-    `given`: the keys of the command line, which stay. Whether a layout of so many ranks is left, the search says.
-    Raises ConfigError.
+    `given`: the keys of the command line, which the search keeps. Whether a layout for the ranks exists is left to the
+    search. Raises ConfigError.
     """
     if config.plan and config.plan_world_size is None and started == 1:
         raise ConfigError(
@@ -38,35 +40,34 @@ def validate_for_search(config: Config, given: frozenset[str], started: int) -> 
             "plan_world_size=8."
         )
     changed = smallest(config, given)
-    _refuse_first_problem(changed, _fewest(changed))
+    _raise_first_problem(changed, _fewest(changed))
 
 
 def validate_for_use(config: Config, world_size: int) -> None:
-    """Check the layout of a trained model that is opened (configs/architecture.for_use), by the rules of training; what
-    only training asks of a layout is granted. Raises ConfigError, whose advice is of the layout alone: the model is
-    what it is."""
+    """Check the layout of a trained model that is opened (configs/architecture.for_use) by the rules of training, with
+    batch and sequence length chosen to fit. Raises ConfigError, whose advice changes only the layout."""
     asked = copy.deepcopy(config)
     layout = asked.parallel
     layout.sequence = layout.tensor > 1
     asked.model.sequence_length = 8 * layout.tensor * asked.model.sequence_length
-    # a batch that also the layouts of the advice divide
+    # a batch that the layouts of the advice divide as well
     asked.training.micro_batch_size, asked.training.global_batch_size = 1, math.lcm(*range(1, 9)) * world_size
     asked.training.global_batch_size *= layout.pipeline
-    _refuse_first_problem(asked, world_size, "parallel.")
+    _raise_first_problem(asked, world_size, "parallel.")
 
 
-def _refuse_first_problem(config: Config, world_size: int, section: str = "") -> None:
+def _raise_first_problem(config: Config, world_size: int, section: str = "") -> None:
     problem = first_problem(config, world_size)
     if problem is not None:
         value = world_size if problem.key == WORLD_SIZE else get(config, problem.key)
         raise ConfigError(
-            f"{problem.key} ({show(value)}) {problem.rule}. {advice(config, world_size, problem, section)}".strip()
+            f"{problem.key} ({show(value)}) {problem.rule}. {_advice(config, world_size, problem, section)}".strip()
         )
 
 
 def usable_world_size(config: Config, world_size: int) -> int:
-    """How many of the started processes take part: all, or with `training.elastic` the most that the configuration
-    allows."""
+    """Return how many of the started processes take part: all, or with `training.elastic` the most that the
+    configuration allows."""
     if config.training.elastic:
         for size in range(world_size, 0, -1):
             if first_problem(config, size) is None:
@@ -75,10 +76,10 @@ def usable_world_size(config: Config, world_size: int) -> int:
 
 
 def planned_world_size(config: Config, started: int) -> int:
-    """How many processes a plan is for: `plan_world_size`, those started, or without a launcher the fewest that the
-    config allows."""
+    """Return the number of processes of a plan: `plan_world_size`, those started, or without a launcher the fewest that
+    the config allows."""
     if config.plan_world_size is not None:
-        return max(1, config.plan_world_size)  # what is less, a rule refuses
+        return max(1, config.plan_world_size)  # a rule rejects smaller values
     if started > 1:
         return started
     fewest = _fewest(config)
@@ -87,5 +88,70 @@ def planned_world_size(config: Config, started: int) -> int:
 
 
 def _fewest(config: Config) -> int:
-    """Ranks that hold one copy of the model."""
+    """Return the number of ranks that hold one replica of the model."""
     return math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))
+
+
+def _advice(config: Config, world_size: int, problem: Problem, section: str = "") -> str:
+    """Return "Try ..." with the first change of the configuration and the first of the number of processes after which
+    everything is legal; "" without one.
+
+    section: the only section whose keys can be set; the rest of the configuration is legal with its defaults.
+    """
+    fixes = _settable(problem, section)
+    if section:
+        defaults = {name: key.default for name, key in KEYS.items() if name.startswith(section)}
+        fixes.append({name: value for name, value in defaults.items() if get(config, name) != value})
+    sides = [[fix for fix in fixes if (WORLD_SIZE in fix) == launch] for launch in (False, True)]
+    found = [_working(config, world_size, side, section) for side in sides]
+    texts = [_show_fix(fix) for fix in found if fix is not None]
+    if not texts and fixes:  # there are more problems: propose a fix of this one
+        after = [(fix, first_problem(*_apply(config, world_size, fix))) for fix in fixes]
+        solved = [fix for fix, other in after if other is None or other.key != problem.key]
+        texts = [_show_fix((solved or fixes)[0])]
+    return f"Try {' or '.join(texts)}." if texts else ""
+
+
+def _settable(problem: Problem, section: str) -> list[Fix]:
+    return [fix for fix in problem.fixes if all(key == WORLD_SIZE or key.startswith(section) for key in fix)]
+
+
+def _apply(config: Config, world_size: int, fix: Fix) -> tuple[Config, int]:
+    changed = copy.deepcopy(config)
+    for key, value in fix.items():
+        if key == WORLD_SIZE:
+            world_size = value
+            continue
+        put(changed, key, value)
+    return changed, world_size
+
+
+def _working(config: Config, world_size: int, fixes: list[Fix], section: str, more: int = 1) -> Fix | None:
+    """Return the first fix that works alone, else the first that works with one fix of the next problem."""
+    left: list[tuple[Fix, Problem]] = []
+    for fix in fixes[:MAX_FIXES]:
+        problem = first_problem(*_apply(config, world_size, fix))
+        if problem is None:
+            return fix
+        left.append((fix, problem))
+    for fix, problem in left if more else []:
+        rest = _working(
+            *_apply(config, world_size, fix),
+            [f for f in _settable(problem, section) if WORLD_SIZE not in f and not f.keys() & fix],
+            section,
+            more - 1,
+        )
+        if rest is not None:
+            return fix | rest
+    return None
+
+
+def _show_fix(fix: Fix) -> str:
+    keys = " ".join(
+        as_typed(key, value) if isinstance(value, dict) else f"{key}={show(value)}"
+        for key, value in fix.items()
+        if key != WORLD_SIZE
+    )
+    if WORLD_SIZE not in fix:
+        return keys
+    return f"{fix[WORLD_SIZE]} processes (torchrun --nproc-per-node)" + (f" with {keys}" if keys else "")

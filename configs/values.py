@@ -1,6 +1,6 @@
-"""Values of keys: set from the command line, converted, and every reference to another value followed.
+"""Values of keys: set from the command line, converted to their types, and with references to other values resolved.
 
-Each mistake names the key, the value as it was written, the rule, and a value that works.
+Every error names the key, the value as written, the rule, and a value that works.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from configs.rotary import normalised
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import nearest, show
 
-MISSING = "???"  # OmegaConf's mark of a value that somebody else must give
+MISSING = "???"  # OmegaConf's mark of a value that is still to be set
 NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 
 
 def one_line(text: str) -> str:
-    """The text with every run of white space as one blank."""
+    """Return the text with every run of white space replaced by one blank."""
     return " ".join(text.split())
 
 
 def set_values(composed: DictConfig, overrides: Iterable[Override]) -> dict[str, Any]:
-    """Set what the command line says into a composed configuration; what stood there before.
+    """Set the command line's values in a composed configuration, and return the previous values by key.
 
     Raises:
         ConfigError: for a value of another type than the key's.
@@ -42,7 +42,7 @@ def set_values(composed: DictConfig, overrides: Iterable[Override]) -> dict[str,
         written, value = _written(override), override.value()
         if _is_text(override):
             value = written
-        usual = before.setdefault(key.name, _standing(composed, key))
+        usual = before.setdefault(key.name, _current_value(composed, key))
         try:
             OmegaConf.update(composed, key.name, converted(key, value), merge=False)
         except (ValueError, OmegaConfBaseException) as error:
@@ -55,26 +55,25 @@ def _written(override: Override) -> str:
 
 
 def _is_text(override: Override) -> bool:
-    """Whether Hydra reads a number or a truth value where the key takes a text: name=1e3 is that text, not 1000.0."""
+    """Whether Hydra reads a number or a boolean although the key takes a text: name=1e3 is that text, not 1000.0."""
     key = KEYS.get(override.key_or_group)
     return key is not None and str in key.kinds and isinstance(override.value(), (bool, int, float))
 
 
 def for_hydra(override: Override) -> str:
-    """The override as Hydra's own composing reads it to the same value."""
+    """Return the override in a form that Hydra itself reads as the same value."""
     is_text = not override.is_sweep_override() and _is_text(override)
     return f"{override.key_or_group}={_quoted(_written(override))}" if is_text else override.input_line or ""
 
 
 def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Config:
-    """The typed configuration, with every reference followed.
+    """Return the typed configuration, with every reference resolved.
 
     Args:
-        before: what stood at the keys that the command line has set.
+        before: previous values of the keys that the command line has set.
 
     Raises:
-        ConfigError: for a reference that leads nowhere or to a value of another type, naming the key that it was
-        written for.
+        ConfigError: for a reference that cannot be resolved or has the wrong type, naming the key with the reference.
     """
     before = before or {}
     failed = {}
@@ -83,8 +82,7 @@ def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Con
         if reason is not None:
             failed[name] = (show(written), reason)
     if failed:
-        # A key that refers to another one which fails is not the cause; of a circle, the key that the command line has
-        # set.
+        # A key that refers to another failing key is not the cause; in a circle, the key set by the command line is.
         causes = [name for name in failed if not failed.keys() & set(re.findall(r"\$\{([\w.]+)\}", failed[name][0]))]
         name = min(causes or failed, key=lambda name: name not in before)
         written, reason = failed[name]
@@ -104,7 +102,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
-    """Why what is written at a key is no value, in words that read on from the rule; None where it is one."""
+    """Return why the written value of a key cannot be resolved, to follow its rule in a message; None if it can."""
     if written == MISSING:
         return "and has none yet"
     if not refers(written):
@@ -118,7 +116,7 @@ def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
 
 
 def refers(value: Any) -> bool:
-    """Whether a value, or an item in it, refers to another one: ${key} or ${oc.env:NAME}."""
+    """Whether a value, or an item in it, contains a reference: ${key} or ${oc.env:NAME}."""
     if isinstance(value, (list, tuple)):
         return any(map(refers, value))
     if isinstance(value, dict):
@@ -127,13 +125,13 @@ def refers(value: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a reference has no value, in words that read on from the rule."""
+    """Return why a reference has no value, to follow the rule in a message."""
     texts = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
         texts.append(str(error))
     text = one_line(" ".join(texts))
-    for pattern, words in (
+    for pattern, message in (
         (r"Environment variable '(.*?)' not found", "but the environment variable {} is not set"),
         (r"Interpolation key '(.*?)' not found", "but {} is no key"),
         (r"(RecursionError|maximum recursion)", "but it refers to itself in a circle"),
@@ -143,12 +141,13 @@ def _reason(error: BaseException) -> str:
     ):
         found = re.search(pattern, text)
         if found:
-            return words.format(*found.groups())
+            return message.format(*found.groups())
     return f"but {one_line(texts[-1])}"
 
 
 def converted(key: Key, value: Any) -> Any:
-    """A value as the key's type has it; a reference stays as it is. Raises ValueError for a value of another type."""
+    """Return a value converted to the key's type; a reference is returned unchanged. Raises ValueError for another
+    type."""
     if value == MISSING:
         raise ValueError("must have a value")
     if key.type is Any or (value is None and key.nullable) or (isinstance(value, str) and refers(value)):
@@ -170,24 +169,24 @@ def _scalar(kind: Any, value: Any) -> Any:
         and isinstance(value, int)
         and value not in (0, 1)
     ):
-        raise ValueError("OmegaConf would take it for something that was not written")
+        raise ValueError("OmegaConf would change its meaning")
     return NODES[kind](value)._value()
 
 
 def wrong_value(key: Key, written: str, reason: str, wish: Any, usual: Any = None) -> str:
-    """What to say of a value that is none of its key's.
+    """Return the message about an illegal value of a key.
 
     Args:
-        reason: reads on from the rule.
-        wish: the value, where it may be near a right one.
-        usual: a right value, if one is known.
+        reason: follows the rule in the message.
+        wish: the value, if it may be similar to a legal one.
+        usual: a legal value, if one is known.
     """
     shown = written if len(written) <= 60 else f"{written[:50]}..."
     return f"{key.name} ({shown}) must be {key.rule()}{reason}. Try {as_typed(key.name, suggest(key, wish, usual))}."
 
 
 def suggest(key: Key, wish: Any = None, usual: Any = None) -> Any:
-    """A legal value of a key: the wished one if it can be one, else the usual one, else the schema's own."""
+    """Return a legal value of a key: the wish if it can be converted, else the usual value, else the default."""
     rounded = [int(wish)] if isinstance(wish, float) and wish.is_integer() and int in key.kinds else []  # such as 1e3
     close = [nearest(wish, key.choices)] if isinstance(wish, str) and key.choices else []
     for value in (value for value in (wish, *rounded, *close, usual) if value is not None):
@@ -201,16 +200,14 @@ def suggest(key: Key, wish: Any = None, usual: Any = None) -> Any:
 
 
 def as_typed(name: str, value: Any) -> str:
-    """`name=value` as a shell and Hydra read it back."""
+    """Return `name=value`, quoted as far as a shell and Hydra need to read the same value."""
     plain = f"{name}={show(value, width=None)}"
-    return plain if _reads_back(plain, value) else shlex.quote(f"{name}={_quoted(value)}")
-
-
-def _reads_back(text: str, value: Any) -> bool:
     try:
-        return shlex.split(text) == [text] and bool(OverridesParser.create().parse_override(text).value() == value)
+        if shlex.split(plain) == [plain] and OverridesParser.create().parse_override(plain).value() == value:
+            return plain
     except (ValueError, HydraException):
-        return False
+        pass  # it needs quotes
+    return shlex.quote(f"{name}={_quoted(value)}")
 
 
 def _quoted(value: Any) -> str:
@@ -221,8 +218,8 @@ def _quoted(value: Any) -> str:
     return '"' + value.replace('"', '\\"') + '"' if isinstance(value, str) else show(value)
 
 
-def _standing(composed: DictConfig, key: Key) -> Any:
-    """The value at a key of a composed configuration; the schema's where that is none."""
+def _current_value(composed: DictConfig, key: Key) -> Any:
+    """Return the value of a key in a composed configuration; the schema's default if it cannot be resolved."""
     try:
         value = OmegaConf.select(composed, key.name)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

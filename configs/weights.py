@@ -1,7 +1,7 @@
-"""A folder of logical weights brings the model that they are of: what `checkpoint.weights` sets beside itself.
+"""The model of a folder of logical weights, which `checkpoint.weights` sets in a run's configuration.
 
-The folder's config.yaml has the sections `model` and `moe`; what a preset says otherwise gives way, what the command
-line says otherwise is refused. Its tokenizer is the run's, unless another of the same content is named.
+The folder's config.yaml has the sections `model` and `moe`. They override presets; a conflict with the command line is
+an error. The run uses the folder's tokenizer unless another one is named.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from configs.tokenizer_files import core_file
 
 FORMAT = "mixtrain-weights-1"
 SECTIONS = ("model", "moe")
-# what no preset sets
+# keys that no preset sets
 OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_family", "model.config_json")
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections `model` and `moe` of a folder of logical weights. Raises ConfigError where there is no such folder,
-    or one that is not as it was written; of the weights only the sizes are looked at."""
+    """Return the sections `model` and `moe` of a folder of logical weights. Raises ConfigError if the folder is missing
+    or was changed since it was written; of the weights only the file sizes are checked."""
     path = folder / "config.yaml"
     check_files(folder)
     try:
@@ -62,10 +62,10 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, weights: slice | None = None) -> None:
-    """Raise ConfigError for a folder of logical weights whose files are not those that it was written with. A folder
-    without checksums is taken as it is.
+    """Raise ConfigError if files of a folder of logical weights were changed since it was written. A folder without
+    checksums is accepted unchecked.
 
-    weights: which of the weights' files are read, in the order of their names; None reads all other files instead.
+    weights: the files of weights to read, as a slice of their sorted names; None: read all other files instead.
     """
     try:
         sums = checksums.read_folder_sums(folder)
@@ -84,7 +84,7 @@ def check_files(folder: Path, weights: slice | None = None) -> None:
 
 
 def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
-    """A Config with these keys replaced. Raises ConfigError for an unknown key."""
+    """Return a default Config with these keys replaced. Raises ConfigError for an unknown key."""
     config = Config()
     for section, values in overrides.items():
         target = getattr(config, section)
@@ -97,9 +97,9 @@ def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
 
 
 def adopt(config: Config, named: set[str]) -> None:
-    """Give a composed config with `checkpoint.weights` the folder's model and tokenizer.
+    """Set the model and tokenizer of the folder `checkpoint.weights` in a composed config.
 
-    named: keys and groups of the command line. Raises ConfigError where the folder is none, or where these name another
+    named: keys and groups of the command line. Raises ConfigError if the folder is invalid, or if they name another
     model.
     """
     assert config.checkpoint.weights is not None
@@ -133,7 +133,7 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
             put(config, name, key.fresh_default())
     vocab_size = get(config, "model.vocab_size")
     ours = architecture(config, vocab_size)
-    for section in reversed(SECTIONS):  # that it has experts says more than the width that follows from it
+    for section in reversed(SECTIONS):  # report the number of experts before a width that follows from it
         for last in dict.fromkeys(
             [*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]
         ):
@@ -147,15 +147,16 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
 
 
 def means_nothing(config: Config, name: str, one: Any, other: Any) -> bool:
-    """Whether weights fit both values: rotary positions have no weights of a length, and both sentence heads have the
-    same."""
+    """Whether the same weights fit both values: rotary positions have no weights that depend on the length, and both
+    sentence heads have the same ones."""
     if name == "model.sequence_length":
         return config.model.position_embedding == "rope"
     return name == "model.sentence_head" and "none" not in (one, other)
 
 
 def _adopt_again(config: Config, named: set[str]) -> bool:
-    """Take the model from the run's own config, where a run that has begun from these weights outlived their folder."""
+    """Set the model from the run's own config.yaml if the run started from these weights, whose folder is now missing.
+    Returns whether it did."""
     path = Path(config.run_dir) / "config.yaml"
     try:
         kept = files.read_yaml(path)

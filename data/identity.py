@@ -1,19 +1,19 @@
-"""What a run was trained on, by content: put into its checkpoints, and compared at the next start.
+"""The identity of a run's data, by content: it is stored in checkpoints, and compared at the next start.
 
-An identity is what JSON holds:
+An identity is JSON:
 
     {"tokenizer": digest,
      "split": {"rule": ..., "fraction": ...}, "sources": [source, ...],
      "validation": {name: [source, ...], ...} where there are validation corpora}
 
-    source: {"name": as data.corpus has it, "weight": float or null, "documents": int,
-             "train": {"tokens": int, "digest": ...}, "valid": the same,
-             "files": {"bin": digest, "idx": digest} of token files that the user has made, else null,
-             "python": the version whose library stdlib is, else null,
+    source: {"name": as in data.corpus, "weight": float or null, "documents": int,
+             "train": {"tokens": int, "digest": ...}, "valid": likewise,
+             "files": {"bin": digest, "idx": digest} of the user's token files, else null,
+             "python": the version of the standard library if it is the source, else null,
              "text": digest of the documents' text, whatever their tokens and split, else null,
-             "documents_in_text": where documents of its text files end, null without any (data/corpus/text.py)}
+             "documents_in_text": the rule for its text files, null without any (data/corpus/text.py)}
 
-Paths and times are no part of it: a corpus that has moved is the same.
+It has neither paths nor times: a corpus that was moved has the same identity.
 """
 
 from __future__ import annotations
@@ -26,74 +26,16 @@ Identity = dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """What is otherwise, in a sentence, and the key of the config that it belongs to."""
+    """A difference between two identities, as a sentence, and the key of the config that it belongs to."""
 
     key: str
     text: str
 
 
 def differences(now: Identity, trained: Identity) -> list[Difference]:
-    """What differs between the data of a start and that of the run; empty when all is the same."""
-    return [*_of_training(now, trained), *_of_validation(now, trained)]
-
-
-def facts(identity: Identity) -> dict[str, str]:
-    """Describe an identity by the keys of the config that it follows from, each with a digest of its content."""
-    parts = {
-        "data.tokenizer": identity["tokenizer"],
-        "data.corpus": identity["sources"],
-        "data.validation_fraction": identity.get("split"),
-        "data.validation_corpora": identity.get("validation"),
-    }
-    return {key: f"content {digest_of(part)[:12]}" for key, part in parts.items()}
-
-
-def _of_training(now: Identity, trained: Identity) -> list[Difference]:
-    found = []
-    if now["tokenizer"] != trained["tokenizer"]:
-        found.append(
-            Difference(
-                "data.tokenizer", "data.tokenizer has other content than the tokenizer that the run was trained with"
-            )
-        )
-    split, old_split = now["split"], trained["split"]
-    if split["fraction"] != old_split["fraction"]:
-        text = f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}"
-        found.append(Difference("data.validation_fraction", text))
-    elif split["rule"] != old_split["rule"]:
-        text = f"the validation split is made by the rule {split['rule']!r}, that of the run by {old_split['rule']!r}"
-        found.append(Difference("data.validation_fraction", text))
-    sources, old_sources = now["sources"], trained["sources"]
-    if len(sources) != len(old_sources):
-        text = f"data.corpus has the sources {_names(sources)}; the run was trained on {_names(old_sources)}"
-        return [*found, Difference("data.corpus", text)]
-    if _reordered(sources, old_sources):
-        text = (
-            f"data.corpus has the sources in the order {_names(sources)}; the run was trained with "
-            f"{_names(old_sources)}"
-        )
-        return [*found, Difference("data.corpus", text)]
-    # Other ids, or another share of the documents, have other digests everywhere: only what is counted says more.
-    comparable = not found
-    for source, old in zip(sources, old_sources, strict=True):
-        name = source["name"]
-        if source["weight"] != old["weight"]:
-            text = f"data.corpus: the weight of {name} is {_weight(source)}, the run was trained with {_weight(old)}"
-            found.append(Difference("data.corpus", text))
-        rule, old_rule = source["documents_in_text"], old["documents_in_text"]
-        if rule != old_rule and None not in (rule, old_rule):
-            text = f"data.documents_in_text is {rule}, the text files of {name} were cut as {old_rule}"
-            found.append(Difference("data.documents_in_text", text))
-            continue
-        problem = _other_content(source, old, comparable)
-        if problem:
-            found.append(Difference("data.corpus", f"data.corpus: {problem}"))
-    return found
-
-
-def _of_validation(now: Identity, trained: Identity) -> list[Difference]:
-    """What is otherwise of the validation corpora that both have; one more or less changes no number of training."""
-    found, comparable = [], now["tokenizer"] == trained["tokenizer"]
+    """Return the differences between the data of a start and that of the run."""
+    found, comparable = _of_training(now, trained), now["tokenizer"] == trained["tokenizer"]
+    # Of the validation corpora only those that both have: others change no number of training.
     for name, sources in now.get("validation", {}).items():
         old_sources = trained.get("validation", {}).get(name)
         if old_sources is None:
@@ -107,7 +49,62 @@ def _of_validation(now: Identity, trained: Identity) -> list[Difference]:
     return found
 
 
+def facts(identity: Identity) -> dict[str, str]:
+    """Describe an identity by the keys of the config that decide it, each with a digest of its content."""
+    contents = {
+        "data.tokenizer": identity["tokenizer"],
+        "data.corpus": identity["sources"],
+        "data.validation_fraction": identity.get("split"),
+        "data.validation_corpora": identity.get("validation"),
+    }
+    return {key: f"content {digest_of(content)[:12]}" for key, content in contents.items()}
+
+
+def _of_training(now: Identity, trained: Identity) -> list[Difference]:
+    found = []
+    if now["tokenizer"] != trained["tokenizer"]:
+        found.append(
+            Difference("data.tokenizer", "data.tokenizer differs from the tokenizer that the run was trained with")
+        )
+    split, old_split = now["split"], trained["split"]
+    if split["fraction"] != old_split["fraction"]:
+        text = f"data.validation_fraction is {split['fraction']}, the run was trained with {old_split['fraction']}"
+        found.append(Difference("data.validation_fraction", text))
+    elif split["rule"] != old_split["rule"]:
+        text = f"the validation split is made by the rule {split['rule']!r}, that of the run by {old_split['rule']!r}"
+        found.append(Difference("data.validation_fraction", text))
+    sources, old_sources = now["sources"], trained["sources"]
+    if len(sources) != len(old_sources):
+        text = f"data.corpus has the sources {_names(sources)}; the run was trained on {_names(old_sources)}"
+        return [*found, Difference("data.corpus", text)]
+    contents, old_contents = ([source["train"]["digest"] for source in some] for some in (sources, old_sources))
+    if contents != old_contents and sorted(contents) == sorted(old_contents):
+        text = (
+            f"data.corpus has the sources in the order {_names(sources)}; the run was trained with "
+            f"{_names(old_sources)}"
+        )
+        return [*found, Difference("data.corpus", text)]
+    # With another tokenizer or fraction all digests differ: only the numbers of documents can be compared.
+    comparable = not found
+    for source, old in zip(sources, old_sources, strict=True):
+        name = source["name"]
+        if source["weight"] != old["weight"]:
+            weights = ["by size" if each["weight"] is None else str(each["weight"]) for each in (source, old)]
+            text = f"data.corpus: the weight of {name} is {weights[0]}, the run was trained with {weights[1]}"
+            found.append(Difference("data.corpus", text))
+        rule, old_rule = source["documents_in_text"], old["documents_in_text"]
+        if rule != old_rule and None not in (rule, old_rule):
+            text = f"data.documents_in_text is {rule}, the text files of {name} were cut as {old_rule}"
+            found.append(Difference("data.documents_in_text", text))
+            continue
+        problem = _other_content(source, old, comparable)
+        if problem:
+            found.append(Difference("data.corpus", f"data.corpus: {problem}"))
+    return found
+
+
 def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool) -> str | None:
+    """Return how a source's content differs from that of the run, as a clause; None if it does not."""
     name, files, old_files = source["name"], source["files"], old["files"]
     if files and old_files:
         changed = [suffix for suffix in ("bin", "idx") if files[suffix] != old_files[suffix]]
@@ -133,15 +130,5 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
     return f"{called} has other text than the run was trained on{shown}"
 
 
-def _reordered(sources: list[dict[str, Any]], old: list[dict[str, Any]]) -> bool:
-    """Whether all sources are there, with their content, in another order."""
-    one, other = ([source["train"]["digest"] for source in some] for some in (sources, old))
-    return one != other and sorted(one) == sorted(other)
-
-
 def _names(sources: list[dict[str, Any]]) -> str:
     return "[" + ", ".join(source["name"] for source in sources) + "]"
-
-
-def _weight(source: dict[str, Any]) -> str:
-    return "by size" if source["weight"] is None else str(source["weight"])

@@ -1,5 +1,5 @@
-"""Megatron's token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` the length and place of each sequence and
-document.
+"""Megatron's token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` the length and offset of each sequence, and
+the documents' bounds.
 
 The layout is that of megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). It is read and written here,
 without importing Megatron, because that import takes seconds in each process that tokenizes; a test holds the two
@@ -29,13 +29,12 @@ REBUILD = "delete it, or run `python -m data.prepare` again with the same data s
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
-    """The dtype that Megatron stores tokens of this vocabulary in."""
+    """Return the dtype that Megatron stores tokens of this vocabulary in."""
     return np.uint16 if vocab_size < UINT16_VOCAB_LIMIT else np.int32
 
 
 def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarray, document_bounds: np.ndarray) -> None:
-    """Write an .idx file. sequence_lengths [n] in tokens; document_bounds [d + 1]: first sequence of each document,
-    then n."""
+    """Write an .idx file. sequence_lengths [n]: tokens; document_bounds [d + 1]: documents' first sequences, then n."""
     code = next(code for code, known in DTYPES.items() if known is dtype)
     lengths = np.ascontiguousarray(sequence_lengths, dtype=np.int32)
     pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -48,12 +47,12 @@ def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarra
 
 
 class IndexedTokens:
-    """A pair of .bin/.idx files: the index in memory, the tokens read when they are asked for.
+    """A pair of .bin/.idx files: the index is in memory, the tokens are read when they are asked for.
 
     tokens: the whole .bin; sequence_lengths [n] int32; sequence_starts [n] int64, in tokens;
     document_bounds [d + 1] int64: the first sequence of each document, then n.
 
-    Raises ConfigError, naming the file, when one is missing or damaged.
+    Raises ConfigError with the file's name if one is missing or damaged.
     """
 
     def __init__(self, prefix: str | Path):
@@ -65,7 +64,7 @@ class IndexedTokens:
                     f"data.corpus: token file {path} does not exist, though its partner is expected beside it; "
                     f"{REBUILD}"
                 )
-        # Neither file is mapped into memory: reading what another process has cut off would end this one with a bus
+        # Neither file is mapped into memory: if another process truncates it, reading would end this one with a bus
         # error.
         with open(idx_path, "rb") as file:
             self.fingerprints = [_fingerprint(os.fstat(file.fileno()))]
@@ -109,8 +108,11 @@ class IndexedTokens:
 
 
 class TokenReader:
-    """The tokens of an open .bin file. A file that is deleted or exchanged under its name stays readable; one that is
-    written to or cut is an error at the next reading, never a crash. Threads may share it."""
+    """The tokens of an open .bin file, which threads may share.
+
+    A file that is deleted or replaced stays readable; one that is written to or truncated is an error at the next
+    reading, never a crash.
+    """
 
     def __init__(self, path: str, dtype: np.dtype):
         self.path, self.dtype = path, dtype
@@ -126,8 +128,7 @@ class TokenReader:
         return self.read([(begin, end)])
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The tokens of [begin, end) of each span, one after the other. Raises ConfigError when the file was changed
-        since."""
+        """Return the tokens of [begin, end) of each span, in a row. Raises ConfigError if the file has changed."""
         size, descriptor = self.dtype.itemsize, self._file.fileno()
         content = b"".join([_read(descriptor, (end - begin) * size, begin * size) for begin, end in spans])
         now = _fingerprint(os.fstat(descriptor))
@@ -145,9 +146,9 @@ class TokenReader:
 
 
 def _read(descriptor: int, count: int, offset: int) -> bytes:
-    """So many bytes of a file, or those that it has."""
+    """Return `count` bytes of a file, or fewer at its end."""
     content = os.pread(descriptor, count, offset)
-    while len(content) < count:  # the system may give fewer at once
+    while len(content) < count:  # the system may return fewer at once
         more = os.pread(descriptor, count - len(content), offset + len(content))
         if not more:
             break
@@ -156,12 +157,12 @@ def _read(descriptor: int, count: int, offset: int) -> bytes:
 
 
 def _fingerprint(stat: os.stat_result) -> tuple[int, int, int]:
-    """Size, time of change and inode."""
+    """Return a file's size, time of change and inode."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _open(path: str) -> BinaryIO:
-    """Open a file; with more files than a process may have at first, as a blend of hundreds needs."""
+    """Open a file; raise the process' limit of open files if need be, as for a blend of hundreds."""
     try:
         return cast(BinaryIO, open(path, "rb", buffering=0))
     except OSError as error:
@@ -173,11 +174,10 @@ def _open(path: str) -> BinaryIO:
 
 
 def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and length in tokens, both int64 [number of documents], of every document of an index (as IndexedTokens has
-    it)."""
+    """Return start and length in tokens of each document of an index (see IndexedTokens), both int64 [documents]."""
     if len(bounds) < 2:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     ends = np.append(starts, starts[-1:] + lengths[-1:])
-    # A document's sequences lie one after the other, so it reaches from its first to the start of what follows.
+    # A document's sequences are contiguous, so it ends where the next document starts.
     first, stop = ends[bounds[:-1]], ends[bounds[1:]]
     return first, stop - first

@@ -1,27 +1,34 @@
-"""The micro-batches of this data-parallel rank, made ahead in a thread."""
+"""The loaders of a data-parallel rank: from a config and prepared files they make micro-batches ahead in a thread."""
 
 from __future__ import annotations
 
+import functools
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
+from data.corpus import naming_validation
+from data.prepare import PreparedData, TokenFile
+from data.samples import BertSamples, GPTSamples
+from data.split import LEAST_TAIL, LINE_REACH
+from data.tokenizer import load_tokenizer
 
-PREPARED = "prepared"  # what is made of a micro-batch ahead, beside it
-TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is taken to be gone
-
+PREPARED = "prepared"  # key in a micro-batch of the tensors that are computed from it ahead
+HELD_OUT = ""  # the validation documents of data.corpus, among the names of validation corpora
+TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is assumed to be unreachable
 
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Samples(Protocol):
-    """GPTSamples or BertSamples."""
+    """GPTSamples, BertSamples or ValidationSamples."""
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]: ...
 
@@ -33,9 +40,9 @@ class Loader:
     data-parallel rank d is the (j * world + d)-th run of `micro_batch_size` of them. So the set of micro-batches, and
     with it every loss that is a mean over one, is the same for every number of ranks.
 
-    `prefetch` steps are made ahead in a thread (0: none, in the caller). `num_steps`: end after that many (None:
-    never). `finish`: what becomes of a micro-batch where it is made. `wait_seconds`: how long `next_step` has waited
-    for data, in all. `close` when done.
+    prefetch: steps that are made ahead in a thread (0: made in the caller). num_steps: end after that many (None:
+    never). finish: applied to each micro-batch where it is made. wait_seconds: total time that `next_step` has waited
+    for data. Call `close` at the end.
     """
 
     def __init__(
@@ -57,7 +64,7 @@ class Loader:
                 f"({micro_batch_size}) x data-parallel ranks ({world_size}); {micro_batch_size * world_size} works"
             )
         assert 0 <= rank < world_size, (rank, world_size)
-        self.consumed_samples = consumed_samples  # by the steps that next_step has given out
+        self.consumed_samples = consumed_samples  # by the steps that next_step has returned
         self.wait_seconds = 0.0
         self._samples = samples
         self._global, self._micro = global_batch_size, micro_batch_size
@@ -73,8 +80,7 @@ class Loader:
             self._thread.start()
 
     def next_step(self) -> list[dict[str, Any]]:
-        """The micro-batches of the next step, in order. Raises what went wrong in the thread, StopIteration after
-        num_steps."""
+        """Return the micro-batches of the next step. Raises the thread's errors, and StopIteration after num_steps."""
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._steps_left == 0:
@@ -103,7 +109,7 @@ class Loader:
         """End the thread. May be called more than once."""
         self._closed.set()
         if self._thread is not None:
-            while True:  # a full queue would hold the thread
+            while True:  # a full queue would block the thread
                 try:
                     self._queue.get_nowait()
                 except queue.Empty:
@@ -125,7 +131,7 @@ class Loader:
         while not self._closed.is_set() and num_steps != 0:
             try:
                 made = self._make(first_sample)
-            except BaseException as error:  # whatever it is, next_step raises it in the caller
+            except BaseException as error:  # next_step raises it in the caller
                 made = error
             while not self._closed.is_set():
                 try:
@@ -139,19 +145,203 @@ class Loader:
             num_steps = None if num_steps is None else num_steps - 1
 
 
-def finished(batch: dict[str, Any], prepare: Finish | None, pin: bool) -> dict[str, Any]:
-    """A micro-batch with what `prepare` makes of it; `pin`: in pinned memory, what both share once."""
-    moved: dict[int, Any] = {}
+def finish_batch(batch: dict[str, Any], prepare: Finish | None, pin: bool) -> dict[str, Any]:
+    """Return a micro-batch with the tensors that `prepare` computes. pin: in pinned memory, shared tensors once."""
+    pinned: dict[int, Any] = {}
 
-    def place(value: Any) -> Any:
+    def pin_memory(value: Any) -> Any:
         if not pin or not isinstance(value, torch.Tensor):
             return value
-        if id(value) not in moved:
-            moved[id(value)] = value.pin_memory()
-        return moved[id(value)]
+        if id(value) not in pinned:
+            pinned[id(value)] = value.pin_memory()
+        return pinned[id(value)]
 
     prepared = batch if prepare is None else prepare(batch)
-    found = {name: place(value) for name, value in batch.items()}
+    found = {name: pin_memory(value) for name, value in batch.items()}
     if prepared is not batch:
-        found[PREPARED] = {name: place(value) for name, value in prepared.items()}
+        found[PREPARED] = {name: pin_memory(value) for name, value in prepared.items()}
     return found
+
+
+def build_data(
+    config: Config,
+    prepared: PreparedData,
+    *,
+    rank: int,
+    world_size: int,
+    consumed_samples: int,
+    pin: bool = False,
+    on_host: Finish | None = None,
+    on_validation: Finish | None = None,
+) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
+    """Return the training loader, which continues after `consumed_samples`, and functions that make validation loaders.
+
+    The functions are under HELD_OUT for the held-out documents of the corpus, and under the name of each validation
+    corpus. rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. on_host:
+    called with each training micro-batch where it is made; on_validation: with each of validation. Each validation
+    loader gives the same training.eval_batches global batches, or each sample of a validation corpus once if there are
+    fewer. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    """
+    _check_prepared(config, prepared)
+    training = config.training
+
+    def loader(samples: Samples, consumed: int, num_steps: int | None, prepare: Finish | None) -> Loader:
+        return Loader(
+            samples,
+            global_batch_size=training.global_batch_size,
+            micro_batch_size=training.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            consumed_samples=consumed,
+            prefetch=config.data.prefetch,
+            num_steps=num_steps,
+            finish=functools.partial(finish_batch, prepare=prepare, pin=pin),
+        )
+
+    @functools.cache
+    def held_out() -> GPTSamples | BertSamples:
+        return make_samples(config, prepared, prepared.valid, shuffle=False)
+
+    @functools.cache
+    def corpus(name: str) -> ValidationSamples:
+        with naming_validation(name):
+            samples = make_samples(config, prepared, prepared.validation[name], shuffle=False)
+        return ValidationSamples(samples, training.global_batch_size, training.eval_batches)
+
+    def of_corpus(name: str) -> Loader:
+        return loader(corpus(name), 0, corpus(name).num_steps, on_validation)
+
+    makers: dict[str, Callable[[], Loader]] = {name: functools.partial(of_corpus, name) for name in prepared.validation}
+    if config.data.validation_fraction > 0:
+        makers = {HELD_OUT: lambda: loader(held_out(), 0, training.eval_batches, on_validation), **makers}
+    if training.eval_interval:  # an error now rather than at the first evaluation
+        if HELD_OUT in makers:
+            _check_validation(config, prepared)
+            held_out()
+        _check_validation_corpora(config, prepared)
+        for name in prepared.validation:
+            corpus(name)
+    train_loader = loader(make_samples(config, prepared, prepared.train, shuffle=True), consumed_samples, None, on_host)
+    return train_loader, makers
+
+
+def _check_prepared(config: Config, prepared: PreparedData) -> None:
+    """Raise ConfigError if the vocabulary or the model family does not fit the prepared data."""
+    size = config.model.vocab_size
+    if size is not None and size < prepared.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={size}: the tokenizer {prepared.tokenizer_path} has {prepared.vocab_size} tokens, and "
+            "the model must have at least as many; model.vocab_size=null takes the tokenizer's"
+        )
+    if prepared.family != config.model.family:
+        raise ConfigError(
+            f"model.family={config.model.family}: the data was prepared for {prepared.family}; prepare it for this "
+            "family"
+        )
+
+
+def _check_validation(config: Config, prepared: PreparedData) -> None:
+    """Raise ConfigError, with a fraction that works, if validation has less than one sample."""
+    fraction = config.data.validation_fraction
+    needed = config.model.sequence_length + 1 if config.model.family == "gpt" else 2 * LEAST_TAIL
+    for source in prepared.identity.get("sources", ()):
+        valid = source["valid"]["tokens"]
+        total = source["train"]["tokens"] + valid
+        enough = valid >= needed or (valid > 0 and config.model.family != "gpt")  # any sentence is a sample of BERT
+        if enough or (valid == 0 and prepared.valid):
+            continue
+        works = math.ceil((needed + LINE_REACH) / total * 1000) / 1000
+        has = (
+            f"data.validation_fraction ({fraction}) leaves {valid:,} of the {total:,} tokens of {source['name']} for "
+            "validation, "
+        )
+        if total * (1 - works) < needed + LINE_REACH:
+            longest = max(1, total // 2 - LINE_REACH - 1)
+            raise ConfigError(
+                f"{has}and a sample takes {needed:,}: too little text for training and validation. Try "
+                f"model.sequence_length={longest}, or training.eval_interval=0"
+            )
+        raise ConfigError(
+            f"{has}and a sample takes {needed:,}. Try data.validation_fraction={works}, or training.eval_interval=0"
+        )
+
+
+def make_samples(
+    config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool
+) -> GPTSamples | BertSamples:
+    """Return the samples of token files for the config's model family."""
+    model, seed = config.model, config.training.seed
+    if model.family == "gpt":
+        separate = config.data.documents == "separate"
+        return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size, separate)
+    return BertSamples(
+        files,
+        load_tokenizer(prepared.tokenizer_path, tried=True),
+        model.sequence_length,
+        seed,
+        model.sentence_head,
+        config.data.mask_probability,
+        config.data.short_sequence_probability,
+        shuffle,
+    )
+
+
+def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:
+    """Return how often each token is a label with loss_mask above 0: int64 [vocab_size]. Ranks' counts may be added."""
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for step in steps:
+        for batch in step:
+            counts += torch.bincount(batch["labels"][batch["loss_mask"] > 0].flatten(), minlength=vocab_size)
+    return counts
+
+
+def entropy(counts: torch.Tensor) -> float:
+    """Return the entropy in nats of frequencies [n]: of labels, the loss of the best model that ignores its input."""
+    frequencies = counts[counts > 0].double() / counts.sum()
+    return float(-(frequencies * frequencies.log()).sum())
+
+
+class ValidationSamples:
+    """Samples of a validation corpus for at most `num_batches` global batches.
+
+    If the corpus has fewer samples, each counts once, and the last batch is filled up with samples whose loss_mask is
+    0. So the loss is over the same tokens in every layout and evaluation. num_steps: the number of global batches.
+    """
+
+    def __init__(self, samples: GPTSamples | BertSamples, global_batch_size: int, num_batches: int):
+        sizes = [file.num_samples for file in samples.files]
+        self._samples, self.num_samples = samples, min(sum(sizes), num_batches * global_batch_size)
+        self.num_steps = math.ceil(self.num_samples / global_batch_size)
+        if sum(sizes) <= num_batches * global_batch_size:
+            samples.blend = _InOrder(sizes)
+
+    def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Return the batch of these samples; those past the corpus's end have a loss_mask of 0."""
+        arrays = self._samples.batch([i % self.num_samples for i in indices])
+        arrays["loss_mask"][[i >= self.num_samples for i in indices]] = 0.0
+        return arrays
+
+
+class _InOrder:
+    """All samples of one file after the other; a Blend would repeat samples of one file before all of another."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self._ends = np.cumsum(sizes)
+
+    def locate(self, i: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, i, side="right"))
+        return file, i - (int(self._ends[file - 1]) if file else 0)
+
+
+def _check_validation_corpora(config: Config, prepared: PreparedData) -> None:
+    """Raise ConfigError, with the numbers, for a validation corpus of less than one sample."""
+    if config.model.family != "gpt":
+        return  # any sentence is a sample of BERT
+    needed = config.model.sequence_length + 1
+    for name, files in prepared.validation.items():
+        for file in files:
+            if file.num_tokens < needed:
+                raise ConfigError(
+                    f"data.validation_corpora: {name} has {file.num_tokens:,} tokens in {file.prefix}.bin, and a "
+                    f"sample takes {needed:,} (model.sequence_length + 1). Give it more text, or leave it out"
+                )

@@ -1,4 +1,4 @@
-"""A lock that processes on a shared folder take in turns."""
+"""A lock for processes that share a folder."""
 
 from __future__ import annotations
 

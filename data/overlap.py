@@ -1,9 +1,15 @@
-"""Files whose text two terms of a corpus have: the same file by any path, a copy, or the same text compressed.
+"""Texts that two terms of a corpus share: equal files, and equal documents in different files.
 
-A document's side goes by a hash of its name within its term, and its share by the term's own documents. So what one
-term holds out would be trained on through the other. What is found is kept under data.cache_dir by the files' paths,
-sizes and times, so that a corpus is looked through once. Sizes come first; only files of equal size are read, and of
-compressed ones the head.
+The split of a term depends on hashes of its documents' names and on its own size. So text that one term holds out would
+be trained on through another term that has it too.
+
+Equal files are the same file by any path, a copy, or the same text compressed. They are refused. Sizes are compared
+first; only files of equal size are read, and the beginnings of compressed ones. The result is kept under data.cache_dir
+by the files' paths, sizes and times, so that a corpus is searched once.
+
+Equal documents are in larger files, or in files of another format. Preparing a term stores the hashes of its documents'
+texts next to the tokens (`write_texts`). A few equal documents are usual among large corpora, and noted; many are
+refused. Token files store no texts.
 """
 
 from __future__ import annotations
@@ -18,23 +24,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xxhash
 
-from configs import files
+from configs import checksums, files
 from configs.schema import ConfigError
 from data import lock
 from data.corpus import Source, unpacked_blocks
 from data.digest import digest_of, file_digest
 
-HEAD_BYTES = 1 << 16  # of text, by which files of which one is compressed are compared first
-SMALL_BYTES = 1 << 20  # a file that is read at once, and whose digest is not worth a file of its own
-BLANK_BYTES = 1 << 12  # a file of this size is looked into: one without text holds no document
+HEAD_BYTES = 1 << 16  # of text, which are compared first if a file is compressed
+SMALL_BYTES = 1 << 20  # up to this size a file is read at once, and its digest is not kept
+BLANK_BYTES = 1 << 12  # up to this size a file is checked for text: one without text holds no document
 MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two terms that hold the same text; `one` and `other`: the first such files, and how many there are."""
+    """Two terms that hold the same text, with the first such files, `one` and `other`, and their number."""
 
     terms: tuple[str, str]
     one: str
@@ -72,7 +79,7 @@ def refuse(overlaps: Sequence[Overlap]) -> None:
         else ", or give them as one list without weights, which keeps equal documents on the same side"
     )
     raise ConfigError(
-        f"data.corpus: {_in_words(overlaps)}: what one of them holds out for validation would be trained on through "
+        f"data.corpus: {_describe(overlaps)}: what one of them holds out for validation would be trained on through "
         f"the other. Leave one of them out (to read a text more often, raise its weight){together}"
     )
 
@@ -81,21 +88,21 @@ def refuse_validation(name: str, overlaps: Sequence[Overlap]) -> None:
     """Raise ConfigError for a validation corpus that holds text of data.corpus."""
     if overlaps:
         raise ConfigError(
-            f"data.validation_corpora: {name} is trained on: {_in_words(overlaps)}. Take that text out of data.corpus, "
+            f"data.validation_corpora: {name} is trained on: {_describe(overlaps)}. Take that text out of data.corpus, "
             "or out of the validation corpus"
         )
 
 
-def _in_words(overlaps: Sequence[Overlap]) -> str:
+def _describe(overlaps: Sequence[Overlap]) -> str:
     more = f"; and {len(overlaps) - 1} more pairs of terms" if len(overlaps) > 1 else ""
     return f"{overlaps[0]}{more}"
 
 
 def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout: float) -> list[Overlap]:
-    """Which of the terms hold the same text as one of the others; two lists that are one: as another of them.
+    """Return the overlaps of each of `terms` with each of `others`, or within one list if both are the same object.
 
-    Processes that ask at once take turns. timeout: seconds for that. Raises ConfigError for a file that cannot be read,
-    TimeoutError.
+    Of processes that call it at once one searches. timeout: seconds that the others wait. Raises ConfigError for a file
+    that cannot be read, TimeoutError.
     """
     pairs = [
         (i, len(terms) + j)
@@ -106,18 +113,18 @@ def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout
         return []
     everyone = [*terms, *others]
     key = digest_of(terms is others, [_identity(source) for source in terms], [_identity(source) for source in others])
-    place = cache / "overlaps" / f"{key}.json"
+    stored = cache / "overlaps" / f"{key}.json"
     with contextlib.ExitStack() as stack:
-        if (kept := _kept(place)) is not None:
+        if (kept := _kept(stored)) is not None:
             return kept
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock.hold(place.with_suffix(".lock"), timeout))
+            stored.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock.hold(stored.with_suffix(".lock"), timeout))
         except TimeoutError:
             raise
         except OSError:
-            pass  # a cache that cannot be written: every process looks for itself
-        if (kept := _kept(place)) is not None:
+            pass  # a cache that cannot be written: every process searches for itself
+        if (kept := _kept(stored)) is not None:
             return kept
         try:
             found = _found(everyone, pairs, cache, timeout)
@@ -126,27 +133,23 @@ def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout
         except OSError as error:
             raise ConfigError(f"data.corpus: cannot read {error.filename}: {error.strerror}") from error
         with contextlib.suppress(OSError):
-            files.write_text(place, json.dumps([vars(overlap) for overlap in found]))
+            files.write_text(stored, json.dumps([vars(overlap) for overlap in found]))
     return found
 
 
 def _identity(source: Source) -> list[object]:
-    """What decides the text of a term, and what is said of it."""
-    return [source.given, source.identity(), [_stat(path) for path in _token_file(source)]]
-
-
-def _stat(path: str) -> list[int]:
-    stat = os.stat(path)
-    return [stat.st_size, stat.st_mtime_ns]
+    """Return the facts that decide the text of a term, and messages about it."""
+    stats = [os.stat(path) for path in _token_file(source)]
+    return [source.given, source.identity(), [[stat.st_size, stat.st_mtime_ns] for stat in stats]]
 
 
 def _token_file(source: Source) -> list[str]:
     return [f"{source.megatron}.bin"] if source.megatron else []
 
 
-def _kept(place: Path) -> list[Overlap] | None:
+def _kept(stored: Path) -> list[Overlap] | None:
     try:
-        return [Overlap(**{**kept, "terms": tuple(kept["terms"])}) for kept in json.loads(place.read_text())]
+        return [Overlap(**{**kept, "terms": tuple(kept["terms"])}) for kept in json.loads(stored.read_text())]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
@@ -177,46 +180,32 @@ def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: P
     with ThreadPoolExecutor(MAX_THREADS) as threads:
 
         def groups_by(key: Callable[[_Entry], Hashable], some: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-            """Entries with the same key, of more than one term."""
+            """Return the groups of entries with the same key that are of more than one term."""
             some = list(some)
             groups: dict[Hashable, list[_Entry]] = defaultdict(list)
             for found, entry in zip(threads.map(key, some), some):
                 groups[found].append(entry)
             return (group for group in groups.values() if len({entry.term for entry in group}) > 1)
 
-        def all_of(groups: Iterable[Sequence[_Entry]]) -> list[_Entry]:
-            return [entry for group in groups for entry in group]
-
-        equal_size = all_of(groups_by(lambda entry: entry.size, entries))
-        note(groups_by(lambda entry: _inode(entry.path), equal_size), True)
-        if not same:  # else that is enough, and nothing need be read
+        all_of = itertools.chain.from_iterable
+        equal_size = list(all_of(groups_by(lambda entry: entry.size, entries)))
+        note(groups_by(lambda entry: os.stat(entry.path)[1:3], equal_size), True)  # inode and device
+        if not same:  # otherwise no file has to be read
             note(groups_by(lambda entry: (entry.size, _digest(entry, cache, timeout)), _with_text(equal_size)), False)
         if not same and any(entry.is_packed for entry in entries):
             packed_too = all_of(group for group in groups_by(_head, entries) if any(e.is_packed for e in group))
             note(groups_by(_text_digest, _with_text(packed_too)), False)
-    return [
-        Overlap(
-            (sources[one].given, sources[other].given),
-            *_shown(next(iter(known.values()))),
-            count=len(known),
-            token_files=bool(sources[one].megatron or sources[other].megatron),
-        )
-        for (one, other), known in sorted(same.items())
-    ]
-
-
-def _shown(found: tuple[_Entry, _Entry, bool]) -> tuple[str, str, bool]:
-    one, other, same_file = found
-    return one.path, other.path, same_file
-
-
-def _inode(path: str) -> tuple[int, int]:
-    stat = os.stat(path)
-    return stat.st_dev, stat.st_ino
+    overlaps = []
+    for (one, other), known in sorted(same.items()):
+        first, second, same_file = next(iter(known.values()))
+        terms = sources[one].given, sources[other].given
+        token_files = bool(sources[one].megatron or sources[other].megatron)
+        overlaps.append(Overlap(terms, first.path, second.path, same_file, len(known), token_files))
+    return overlaps
 
 
 def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
-    """The entries that hold more than white space, which is no document."""
+    """Return the entries that hold more than white space, which is no document."""
     return [
         entry
         for entry in entries
@@ -225,14 +214,14 @@ def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
 
 
 def _digest(entry: _Entry, cache: Path, timeout: float) -> str:
-    """The digest of a file's bytes."""
+    """Return the digest of a file's bytes."""
     if entry.size <= SMALL_BYTES:
         return xxhash.xxh3_128_hexdigest(Path(entry.path).read_bytes())
     return file_digest(entry.path, cache, timeout)
 
 
 def _blocks(entry: _Entry, plain_bytes: int = 1 << 22) -> Iterator[bytes]:
-    """A file's text, unpacked; of one that is not packed so many bytes at once."""
+    """Yield a file's text, decompressed if need be. plain_bytes: size of the blocks of a file that is not packed."""
     if entry.is_packed:
         yield from unpacked_blocks(entry.path)
         return
@@ -255,3 +244,83 @@ def _text_digest(entry: _Entry) -> str:
     for block in _blocks(entry):
         digest.update(block)
     return digest.hexdigest()
+
+
+FEW = 0.01  # share of the validation documents that may be trained on
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A prepared entry of data.corpus: its name there, and the folder of its tokens."""
+
+    given: str
+    folder: str
+
+
+def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Sequence[int]) -> dict[str, int]:
+    """Store the text hashes uint64 [d] of train and valid (a cut document in both). Return the files' sizes by name."""
+    sizes = {}
+    both = np.zeros(len(texts), dtype=bool)
+    both[list(cuts)] = True
+    for side, wanted in (("train", ~held_out), ("valid", held_out | both)):
+        temporary = folder / f"{side}.texts.tmp"
+        with open(temporary, "wb") as file:
+            np.save(file, np.unique(texts[wanted]))
+        sizes[f"{side}.texts"] = temporary.stat().st_size
+        temporary.rename(folder / f"{side}.texts")
+    return sizes
+
+
+def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
+    """Return notes on equal documents of terms. Raises ConfigError if one trains on many that another holds out."""
+    advice = (
+        "Take them out of one of the two, or give both as one list without weights, which keeps equal documents on the "
+        "same side"
+    )
+    return [
+        note
+        for one, other in itertools.permutations(terms, 2)
+        for note in _check_pair(
+            f"data.corpus: {{}} documents that {one.given} holds out for validation are",
+            *(one, "valid", other, advice, cache),
+        )
+    ]
+
+
+def check_validation(name: str, corpus: Sequence[Texts], terms: Sequence[Texts], cache: Path) -> list[str]:
+    """Return notes on documents of a validation corpus that are trained on. Raises ConfigError if many are."""
+    return [
+        note
+        for one, other in itertools.product(corpus, terms)
+        for note in _check_pair(
+            f"data.validation_corpora: {{}} documents of {name} ({one.given}) are",
+            *(one, "train", other, "Take them out of data.corpus, or out of the validation corpus", cache),
+        )
+    ]
+
+
+def _check_pair(subject: str, one: Texts, side: str, other: Texts, advice: str, cache: Path) -> list[str]:
+    """Return a note if `other` trains on a few documents of `side` of `one`. Raises ConfigError if these are many."""
+    shared, total = _shared(Path(one.folder, f"{side}.texts"), Path(other.folder, "train.texts"), cache)
+    if not shared:
+        return []
+    note = f"{subject.format(f'{shared:,} of the {total:,}')} in {other.given} too, and trained on"
+    if shared > FEW * total:
+        raise ConfigError(f"{note}. {advice}")
+    return [note]
+
+
+def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
+    """Return how many texts of file `one` are in `other`, and how many `one` has."""
+    stats = [os.stat(path) for path in (one, other)]
+    key = digest_of([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip((one, other), stats)])
+    stored = cache / "overlaps" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        found = checksums.read_summed(stored)
+        return int(found["shared"]), int(found["total"])
+    texts = np.load(one)
+    shared = len(np.intersect1d(texts, np.load(other), assume_unique=True))
+    with contextlib.suppress(OSError):  # a cache that cannot be written: every start compares again
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        checksums.write_summed(stored, {"shared": shared, "total": len(texts)})
+    return shared, len(texts)

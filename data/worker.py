@@ -1,8 +1,8 @@
-"""A process that unpacks files and tokenizes parts for data.prepare: `python -m data.worker`, never started by hand.
+"""A process that unpacks files and tokenizes shards for data.prepare: `python -m data.worker`, never started by hand.
 
 It reads one JSON object per line from standard input, first the settings and then one job after the other, and answers
-each with one line on standard output. It is a fresh interpreter, neither forked from a process that may hold threads
-and locks nor importing the caller's main module, and it imports no torch, so that it starts in a tenth of a second. It
+each with one line on standard output. It is a fresh interpreter: it is not forked from a process that may hold threads
+and locks, does not import the caller's main module, and imports no torch, so that it starts in a tenth of a second. It
 ends when its input does.
 """
 
@@ -23,115 +23,126 @@ import numpy as np
 import xxhash
 
 from configs.schema import ConfigError
-from data.corpus import BadLine, Span, document_hash, read_span, split_sentences, unpack
+from data.corpus import BadLine, Document, Span, document_hash, read_span, split_sentences, unpack
 from data.indexed import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 
 
-def tokenize_part(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
-    """Tokenize the documents of a part and write them to `out` (.npz) and beside it (.bin), atomically. Returns its
-    counts.
-
-    The .bin holds the tokens; the .npz, which is written last and says that the part is complete, sequence_lengths [n],
-    sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of what they hold),
-    control_tokens [c, 2] (special tokens that the texts hold, and how often), goes_on (whether the first document
-    belongs to the last one of the part before), and head and tail: the text of that first document, and of another that
-    goes on in the next part, from which the hashes of the whole are made.
-    GPT: one sequence per document, which ends with end-of-document. BERT: a sequence per sentence.
-    """
-    dtype = token_dtype(tokenizer.vocab_size)
-    end_of_document = np.array([tokenizer.eod], dtype=np.int32)
-    arrays: list[np.ndarray] = []
-    lengths: list[int] = []
-    counts: list[int] = []
-    hashes: list[int] = []
-    texts: list[int] = []
-    bad: list[str] = []
-    num_bytes = 0
-    is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
-    is_control[list(tokenizer.control_tokens())] = True
-    control: Counter[int] = Counter()
-    goes_on = False
-    text_hash = xxhash.xxh3_64()  # of the document so far
-    head, tail = bytearray(), bytearray()
+def tokenize_shard(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
+    """Tokenize the documents of a shard and write them to `out` (.npz) and its .bin, atomically. Return its counts."""
+    shard = _TokenizedShard(tokenizer, family)
     for span in spans:
         by_line = span.by_line or span.format == "stdlib" or span.name.lower().endswith(".py")
         for item in read_span(span, text_key):
             if isinstance(item, BadLine):
-                bad.append(str(item))
-                continue
-            joins = not item.begins and bool(hashes)
-            goes_on |= not item.begins and not hashes
-            if family == "bert":
-                sequences = [ids for ids in tokenizer.encode_batch(split_sentences(item.text, by_line)) if ids]
-                ids = np.array(list(chain.from_iterable(sequences)), dtype=np.int32)
-                arrays.append(ids)
-                lengths.extend(map(len, sequences))
-                new = len(sequences)
+                shard.bad_lines.append(str(item))
             else:
-                ids = tokenizer.encode_array(item.text)
-                arrays.extend((ids, end_of_document) if item.ends else (ids,))
-                new, length = int(not joins), len(ids) + item.ends
-                if joins:
-                    lengths[-1] += length
-                else:
-                    lengths.append(length)
-            control.update(ids[is_control[ids]].tolist())
-            if joins:
-                counts[-1] += new
-            else:
-                counts.append(new)
-                hashes.append(document_hash(item.name))
-            text = item.text.encode("utf-8")
-            if joins:
-                text_hash.update(text)
-                texts[-1] = text_hash.intdigest()
-            else:
-                text_hash = xxhash.xxh3_64(text)
-                texts.append(text_hash.intdigest())
-            if goes_on and len(hashes) == 1:
-                head += text
-            elif item.ends:
-                tail.clear()
-            else:
-                tail += text
-            num_bytes += len(text)
-    tokens = np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype)
-    temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
-    temporary.write_bytes(tokens.data)
-    temporary.rename(out.with_suffix(".bin"))
-    with open(temporary, "wb") as file:
-        np.savez(
-            file,
-            sequence_lengths=np.array(lengths, dtype=np.int32),
-            sequences_per_document=np.array(counts, dtype=np.int64),
-            hashes=np.array(hashes, dtype=np.uint64),
-            texts=np.array(texts, dtype=np.uint64),
-            num_bytes=np.array(num_bytes),
-            bad_lines=np.array(bad, dtype=np.str_),
-            control_tokens=np.array(sorted(control.items()), dtype=np.int64).reshape(-1, 2),
-            goes_on=np.array(goes_on),
-            head=np.frombuffer(head, dtype=np.uint8),
-            tail=np.frombuffer(tail, dtype=np.uint8),
-        )
-    temporary.rename(out)
-    return {"tokens": len(tokens)}
+                shard.add(item, by_line)
+    return {"tokens": shard.write(out)}
 
 
-def _end_with_caller() -> None:
-    """Be killed when the caller's main thread ends, however it ends: Linux's PR_SET_PDEATHSIG. Elsewhere the input's
-    end does it."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+class _TokenizedShard:
+    """The tokenized documents of a shard, collected by `add` and written by `write`.
+
+    The .bin holds the tokens. The .npz, which is written last and marks the shard as complete, holds sequence_lengths
+    [n], sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of their texts),
+    control_tokens [c, 2] (special tokens in the texts, and how often), goes_on (whether the first document belongs to
+    the last one of the shard before), and head and tail: the text of that first document, and of a last one that
+    continues in the next shard, which are needed for the hashes of the whole documents.
+    GPT: one sequence per document, which ends with end-of-document. BERT: one sequence per sentence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, family: str):
+        self._tokenizer, self._family = tokenizer, family
+        self._end_of_document = np.array([tokenizer.eod], dtype=np.int32)
+        self._is_control = np.zeros(tokenizer.vocab_size, dtype=bool)
+        self._is_control[list(tokenizer.control_tokens())] = True
+        self._arrays: list[np.ndarray] = []
+        self._lengths: list[int] = []
+        self._counts: list[int] = []
+        self._hashes: list[int] = []
+        self._texts: list[int] = []
+        self.bad_lines: list[str] = []
+        self._num_bytes = 0
+        self._control: Counter[int] = Counter()
+        self._goes_on = False
+        self._text_hash = xxhash.xxh3_64()  # of the current document's text so far
+        self._head, self._tail = bytearray(), bytearray()
+
+    def add(self, document: Document, by_line: bool) -> None:
+        """Add a document, or the next segment of one. by_line: whether each of its lines is a sentence."""
+        joins = not document.begins and bool(self._hashes)
+        self._goes_on |= not document.begins and not self._hashes
+        if self._family == "bert":
+            sentences = split_sentences(document.text, by_line)
+            sequences = [ids for ids in self._tokenizer.encode_batch(sentences) if ids]
+            ids = np.array(list(chain.from_iterable(sequences)), dtype=np.int32)
+            self._arrays.append(ids)
+            self._lengths.extend(map(len, sequences))
+            new = len(sequences)
+        else:
+            ids = self._tokenizer.encode_array(document.text)
+            self._arrays.extend((ids, self._end_of_document) if document.ends else (ids,))
+            new, length = int(not joins), len(ids) + document.ends
+            if joins:
+                self._lengths[-1] += length
+            else:
+                self._lengths.append(length)
+        self._control.update(ids[self._is_control[ids]].tolist())
+        text = document.text.encode("utf-8")
+        if joins:
+            self._counts[-1] += new
+            self._text_hash.update(text)
+            self._texts[-1] = self._text_hash.intdigest()
+        else:
+            self._counts.append(new)
+            self._hashes.append(document_hash(document.name))
+            self._text_hash = xxhash.xxh3_64(text)
+            self._texts.append(self._text_hash.intdigest())
+        if self._goes_on and len(self._hashes) == 1:
+            self._head += text
+        elif document.ends:
+            self._tail.clear()
+        else:
+            self._tail += text
+        self._num_bytes += len(text)
+
+    def write(self, out: Path) -> int:
+        """Write both files; return the number of tokens."""
+        dtype = token_dtype(self._tokenizer.vocab_size)
+        tokens = np.concatenate(self._arrays).astype(dtype) if self._arrays else np.zeros(0, dtype)
+        temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
+        temporary.write_bytes(tokens.data)
+        temporary.rename(out.with_suffix(".bin"))
+        with open(temporary, "wb") as file:
+            np.savez(
+                file,
+                sequence_lengths=np.array(self._lengths, dtype=np.int32),
+                sequences_per_document=np.array(self._counts, dtype=np.int64),
+                hashes=np.array(self._hashes, dtype=np.uint64),
+                texts=np.array(self._texts, dtype=np.uint64),
+                num_bytes=np.array(self._num_bytes),
+                bad_lines=np.array(self.bad_lines, dtype=np.str_),
+                control_tokens=np.array(sorted(self._control.items()), dtype=np.int64).reshape(-1, 2),
+                goes_on=np.array(self._goes_on),
+                head=np.frombuffer(self._head, dtype=np.uint8),
+                tail=np.frombuffer(self._tail, dtype=np.uint8),
+            )
+        temporary.rename(out)
+        return len(tokens)
 
 
 def main() -> None:
-    _end_with_caller()
+    """Do the jobs of standard input, one after the other."""
+    # Linux's PR_SET_PDEATHSIG kills this process when the caller's main thread ends, in any way; on other systems the
+    # end of the input ends it.
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process by closing its input
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    os.dup2(2, 1)  # output of the libraries must not mix with the replies
     first = sys.stdin.readline()
-    if not first:  # the caller has gone already
+    if not first:  # the caller has ended already
         return
     settings = json.loads(first)
     tokenizer = load_tokenizer(settings["tokenizer"], tried=True) if settings["tokenizer"] else None
@@ -144,7 +155,7 @@ def main() -> None:
             else:
                 assert tokenizer is not None
                 spans = [Span(*fields) for fields in job["spans"]]
-                reply = tokenize_part(tokenizer, spans, settings["text_key"], settings["family"], Path(job["out"]))
+                reply = tokenize_shard(tokenizer, spans, settings["text_key"], settings["family"], Path(job["out"]))
         except ConfigError as error:
             reply = {"error": str(error), "config": True}
         except OSError as error:  # disk full, no permission: no traceback needed
@@ -152,7 +163,7 @@ def main() -> None:
         try:
             replies.write(json.dumps({"job": job["job"], **reply}) + "\n")
             replies.flush()
-        except BrokenPipeError:  # the caller has gone, and nobody wants to read of it
+        except BrokenPipeError:  # the caller has ended, and nobody reads a traceback
             os._exit(1)
 
 

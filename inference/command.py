@@ -1,5 +1,5 @@
-"""What the command lines of generate, evaluate and fill_mask have in common. Imports nothing heavy: --help shall not
-wait for torch."""
+"""Arguments and error handling that generate, evaluate and fill_mask share. Does not import torch: --help must not wait
+for it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from checkpoint import manifest
 from configs import command
 from configs.ranks import launched
 from configs.schema import ConfigError
-from parallel.devices import refuse_missing
+from parallel.card import refuse_missing
 
-GRACE = 5.0  # seconds that a rank has to say why it leaves
+GRACE = 5.0  # seconds for the failed rank to print its error
 PRECISIONS = ("bf16", "fp16", "fp32")  # those of parallel/dtypes.py
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `open_model.open_from` reads."""
+    """Add the arguments that `open_model.open_from` reads."""
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -50,15 +50,15 @@ def _mebibytes(text: str) -> float:
     return value
 
 
-_mebibytes.__name__ = "number"  # what argparse calls it
+_mebibytes.__name__ = "number"  # the name in argparse's errors
 
 
-def _beside_others(body: Callable[[argparse.Namespace], Any], options: argparse.Namespace) -> None:
-    """Run on one of several ranks. Where another one fails in the middle, its own line says why."""
+def _run_on_rank(body: Callable[[argparse.Namespace], Any], options: argparse.Namespace) -> None:
+    """Run on one of several ranks. If another rank fails, leave the explanation to that rank's own message."""
     try:
         body(options)
     except Exception as error:
-        from parallel.refusal import is_lost_rank  # torch is there by now
+        from parallel.joint_errors import is_lost_rank  # torch is imported by now
 
         if not is_lost_rank(error):
             raise
@@ -66,8 +66,8 @@ def _beside_others(body: Callable[[argparse.Namespace], Any], options: argparse.
         raise OSError("another rank has left; its own last line says why") from error
 
 
-def _refuse_other_encodings(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a text among the options that is no UTF-8. A path may be in any encoding."""
+def _check_encodings(options: argparse.Namespace) -> None:
+    """Raise ConfigError for a text option that is not UTF-8. A path may be in any encoding."""
     for name, value in vars(options).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not text.isascii():
@@ -83,17 +83,17 @@ def _refuse_other_encodings(options: argparse.Namespace) -> None:
 def run_command(
     body: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> int:
-    """Parse, run, and turn a mistake into one line and an exit status."""
+    """Parse the arguments and run `body`; an error becomes one line and the exit status."""
     options = parser.parse_args(arguments)
 
     def checked() -> None:
-        _refuse_other_encodings(options)
+        _check_encodings(options)
         launched().check_meeting()
         refuse_missing(options.device, "--device")
         manifest.kind_of_model(options.checkpoint)
         if launched().world_size == 1:
             body(options)
         else:
-            _beside_others(body, options)
+            _run_on_rank(body, options)
 
     return command.run(checked)

@@ -1,4 +1,5 @@
-"""How well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride 128]`.
+"""Measure how well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride
+128]`.
 
 Prints the tokens' perplexity and the bits per byte of each file and of all together; `--by-position` adds the loss of
 all by the position in the text. A file's documents are read as in training, and each follows its tokenizer's begin
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
     from inference.open_model import OpenModel
     from inference.scoring import Score
 
-HARNESS = "bash launch/setup.sh --extra eval"  # what installs it
+HARNESS = "bash launch/setup.sh --extra eval"  # command that installs it
 
 
 def evaluate_texts(
     model: OpenModel, decoder: Decoder, texts: Sequence[str], length: int, stride: int, batch_size: int
 ) -> list[Score]:
-    """The scores of texts that each follow their tokenizer's begin token, or its end-of-text token."""
-    from inference.scoring import (  # imports torch, as others below: seconds that --help need not wait for
+    """Return the scores of texts, each behind the tokenizer's begin token, or its end-of-text token."""
+    from inference.scoring import (  # imports torch, like others below: --help must not wait for it
         Score,
         log_likelihoods_of,
     )
@@ -75,24 +76,24 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
         found = evaluate_texts(model, decoder, texts, length, stride, options.batch)
         scores[str(path)] = sum(found, Score(0.0, 0, 0))
     total = sum(scores.values(), Score(0.0, 0, 0))
-    rows = [*scores.items(), *([("all", total)] if len(scores) > 1 else [])]
+    lines = [*scores.items(), *([("all", total)] if len(scores) > 1 else [])]
     if dist.get_rank() == 0 and not options.json:
-        width = max(len(name) for name, _ in rows)
+        width = max(len(name) for name, _ in lines)
         print(f"{'text':<{width}}  {'tokens':>9} {'perplexity':>12} {'bits/byte':>10}")
-        for name, score in rows:
+        for name, score in lines:
             print(f"{name:<{width}}  {score.num_tokens:>9} {score.perplexity:>12.4f} {score.bits_per_byte:>10.4f}")
         if options.by_position:
             print(f"\n{'position':<{width}}  {'tokens':>9} {'loss, nats':>12}")
-            for place, (nats, count) in total.by_position.items():
-                print(f"{place:<{width}}  {count:>9} {nats / count:>12.4f}")
+            for positions, (nats, count) in total.by_position.items():
+                print(f"{positions:<{width}}  {count:>9} {nats / count:>12.4f}")
     return {
         name: {**vars(score), "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
-        for name, score in rows
+        for name, score in lines
     }
 
 
 def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
-    # Read by the harness's libraries when they are imported: nothing may be fetched.
+    # The harness's libraries read them at import: nothing may be downloaded.
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     import torch.distributed as dist
 

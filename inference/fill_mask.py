@@ -1,4 +1,4 @@
-"""What a BERT puts in the place of [MASK]: `python -m inference.fill_mask --checkpoint MODEL --text "a = [MASK](b)"
+"""Fill in [MASK] with a BERT: `python -m inference.fill_mask --checkpoint MODEL --text "a = [MASK](b)"
 [--top-k 5]`."""
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Guess:
-    """A token for a masked place, and its probability."""
+    """A token for a masked position, and its probability."""
 
     token: int
     probability: float
 
 
 def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> list[list[Guess]]:
-    """The `top_k` likeliest tokens for each place of `tokens` that holds the token `mask`. Raises ConfigError."""
+    """Return the `top_k` likeliest tokens for each position of `tokens` that holds the token `mask`. Raises
+    ConfigError."""
     return fill_masks(model, [tokens], mask, top_k)[0]
 
 
 def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
-    """The same of several texts, in one pass over the weights. Raises ConfigError."""
-    import torch  # seconds that --help and a wrong argument need not wait for
+    """Apply `fill_mask` to several texts in one pass over the weights. Raises ConfigError."""
+    import torch  # here, because --help and a wrong argument must not wait for it
 
     encoder = model.encoder()
     for tokens in texts:
         _check(model, tokens, mask)
-    places = [[place for place, token in enumerate(tokens) if token == mask] for tokens in texts]
+    positions = [[i for i, token in enumerate(tokens) if token == mask] for tokens in texts]
     with torch.inference_mode():
-        logits = encoder.logits([torch.tensor(tokens) for tokens in texts], places)
+        logits = encoder.logits([torch.tensor(tokens) for tokens in texts], positions)
         likeliest = [each.softmax(dim=1).topk(min(top_k, model.vocab_size), dim=1) for each in logits]
     return [
         [
@@ -52,7 +53,7 @@ def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: i
 
 def _check(model: OpenModel, tokens: list[int], mask: int) -> None:
     if mask not in tokens:
-        raise ConfigError("the text has no masked place: write [MASK] where a word is to be filled in.")
+        raise ConfigError("the text has no [MASK]: write it where a word is to be filled in.")
     limit = model.config.model.sequence_length
     if len(tokens) > limit:
         raise ConfigError(
@@ -64,7 +65,8 @@ def _check(model: OpenModel, tokens: list[int], mask: int) -> None:
 
 
 def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
-    """[CLS] text [SEP] with the mask token where the text says [MASK], and that token. Raises ConfigError."""
+    """Return the tokens of [CLS] text [SEP], with the mask token for each [MASK], and the mask token. Raises
+    ConfigError."""
     tokenizer = model.needed_tokenizer("Give the text as token ids with --ids and --mask-id.")
     return [tokenizer.cls, *tokenizer.encode_masked(text), tokenizer.sep], tokenizer.mask
 
@@ -104,7 +106,7 @@ def _main(options: argparse.Namespace) -> None:
 
 
 def _read(model: OpenModel, text: str, options: argparse.Namespace) -> tuple[list[int], int]:
-    """The tokens of a text, and the mask's."""
+    """Return the tokens of a text, and the mask token."""
     if not options.ids:
         return masked_tokens(model, text)
     try:
@@ -118,16 +120,16 @@ def _show(model: OpenModel, text: str, guesses: list[list[Guess]], options: argp
         return str(token) if options.ids else model.needed_tokenizer("").decode([token])
 
     if options.json:
-        places = [
-            [{"text": word(g.token), "token": g.token, "probability": g.probability} for g in place]
-            for place in guesses
+        found = [
+            [{"text": word(g.token), "token": g.token, "probability": g.probability} for g in at_position]
+            for at_position in guesses
         ]
-        print(json.dumps({"text": text, "places": places}), flush=True)
+        print(json.dumps({"text": text, "places": found}), flush=True)
         return
     print(text)
-    for place, found in enumerate(guesses):
+    for number, at_position in enumerate(guesses, start=1):
         print(
-            f"  {place + 1}: " + ", ".join(f"{word(guess.token)!r} {guess.probability:.3f}" for guess in found),
+            f"  {number}: " + ", ".join(f"{word(guess.token)!r} {guess.probability:.3f}" for guess in at_position),
             flush=True,
         )
 

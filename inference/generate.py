@@ -10,16 +10,19 @@ batch. Also under torchrun, in any layout: `torchrun --nproc-per-node 2 -m infer
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs import derived
 from configs.schema import ConfigError
 from inference.command import add_model_arguments, run_command
 from inference.texts import prompts_of, read_prompts
+from inference.weights.routing_file import FLAG, RoutingHeader, RoutingWriter
 
 if TYPE_CHECKING:
     from inference.open_model import OpenModel
@@ -95,7 +98,7 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
-    """Only rank 0 has torchrun's standard input; what it read or what is wrong with it, every rank hears."""
+    """Return rank 0's prompts on all ranks, because only rank 0 has torchrun's standard input. Raises ConfigError."""
     import torch.distributed as dist
 
     answer: list[list[str] | str | None] = [None]
@@ -120,12 +123,53 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
         raise ConfigError(f"a prompt under --ids must be integers with spaces between: {error}.") from error
 
 
+class _Recorder:
+    """Writes the routing of each pass to a file."""
+
+    def __init__(self, writer: RoutingWriter) -> None:
+        self._writer, self._pass = writer, -1
+
+    def begin_pass(self) -> None:
+        self._pass += 1
+
+    def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
+        self._writer.write(self._pass, layer, tokens, experts)
+
+
+@contextlib.contextmanager
+def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
+    """Write the experts that all tokens choose to a new file, on rank 0; do nothing without a path.
+
+    Raises ConfigError for a dense model, and with pipeline stages, of which none has all layers.
+    """
+    if path is None:
+        yield
+        return
+    layers = tuple(layer for layer, is_moe in enumerate(derived.moe_layer_pattern(model.config)) if is_moe)
+    if not layers:
+        raise ConfigError(f"{FLAG} ({path}) needs a model with experts, and {model.source} has none.")
+    layout = model.config.parallel
+    if layout.pipeline > 1:
+        ranks, experts = layout.expert * layout.pipeline, model.config.moe.num_experts or 0
+        advice = "fewer ranks" if experts % ranks else f"parallel.pipeline=1 parallel.expert={ranks}"
+        raise ConfigError(f"parallel.pipeline ({layout.pipeline}) must be 1 with {FLAG}. Try {advice}.")
+    if model.topology.rank > 0:
+        yield
+        return
+    header = RoutingHeader(str(model.source), model.config.moe.num_experts or 0, model.config.moe.top_k, layers)
+    with RoutingWriter(path, header) as writer:
+        model.weights.record = _Recorder(writer)
+        try:
+            yield
+        finally:
+            model.weights.record = None
+
+
 def _main(options: argparse.Namespace) -> None:
-    import torch.distributed as dist  # as the next four, seconds that --help and a wrong argument need not wait for
+    import torch.distributed as dist  # imported here, because --help and a wrong argument must not wait for torch
 
     from inference.generation import Sampling, generate, shared_passes
     from inference.open_model import open_from
-    from inference.recording import recorded
     from models.huggingface.special_tokens import GENERATION_CONFIG, changes_of_text
 
     with open_from(options) as model:
@@ -143,7 +187,7 @@ def _main(options: argparse.Namespace) -> None:
         with recorded(model, options.record_routing):
             shared_passes(
                 decoder, ids, options.max_tokens, options.batch, not options.no_cache
-            )  # the weights that stay
+            )  # loads the weights that stay
             begin = time.perf_counter()
             completions = generate(
                 decoder,

@@ -1,4 +1,4 @@
-"""Continues texts with a model: greedy or sampled, in batches, in any layout."""
+"""Continuation of texts by a model: greedy or sampled, in batches, in any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memory.transfer import to_device
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 leave all tokens in."""
+    """Settings for the choice of a token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 exclude no token."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -25,7 +25,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens that follow a prompt, without the end token (`end`, if one came); `stopped` tells whether the text
+    """The tokens that follow a prompt, without the end token (`end`, if one was chosen). `stopped`: whether the text
     ended before the limit."""
 
     tokens: list[int]
@@ -45,31 +45,34 @@ def generate(
     batch_size: int = 8,
     use_cache: bool = True,
 ) -> list[Continuation]:
-    """Continue each prompt (token ids, at least one) until a token of `stop`, or until `is_done` says so of the new
-    tokens, or `max_tokens` tokens. A collective call.
+    """Continue each prompt (token ids, at least one) until a token of `stop`, or until `is_done` is true of the new
+    tokens, or for `max_tokens` tokens. A collective call.
 
-    A prompt draws from a generator of its own, so its continuation does not depend on its batch. Raises ConfigError for
-    a prompt without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
+    Each prompt draws from its own random generator, so its continuation does not depend on its batch. Raises
+    ConfigError for a prompt without tokens, a token outside the vocabulary, or a text longer than learned positions
+    allow.
     """
-    continues = _Continues(decoder, max_tokens, sampling, frozenset(stop), is_done, use_cache)
+    generation = _Generation(decoder, max_tokens, sampling, frozenset(stop), is_done, use_cache)
     completions: dict[int, Continuation] = {}
     for batches in shared_passes(decoder, prompts, max_tokens, batch_size, use_cache):
-        found = continues.all([_Rows([list(prompts[i]) for i in rows], rows) for rows in batches])
-        for rows, of_batch in zip(batches, found, strict=True):
-            completions.update(zip(rows, of_batch, strict=True))
+        found = generation.run([_PromptBatch([list(prompts[i]) for i in indices], indices) for indices in batches])
+        for indices, of_batch in zip(batches, found, strict=True):
+            completions.update(zip(indices, of_batch, strict=True))
     return [completions[i] for i in range(len(prompts))]
 
 
 def shared_passes(
     decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int, use_cache: bool = True
 ) -> list[list[list[int]]]:
-    """Numbers of the prompts, in batches, by the passes that they share; one batch each where the weights stay in
-    memory. Has the decoder make room for them. Raises ConfigError as `generate`, and where the memory budget is too
-    small."""
+    """Group the indices of the prompts in batches, and the batches by the pass that they share; reserve their memory.
+
+    Passes have one batch each if the weights stay in memory. Raises ConfigError as `generate` does, and if the memory
+    budget is too small.
+    """
     _check(decoder, prompts, max_tokens)
     if not prompts:
         return []
-    # rows of a batch are filled up to the longest
+    # texts of a batch are padded to the longest
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     batches = [by_length[begin : begin + batch_size] for begin in range(0, len(by_length), batch_size)]
     longest = len(prompts[by_length[-1]])
@@ -79,18 +82,18 @@ def shared_passes(
     return [batches[begin : begin + size] for begin in range(0, len(batches), size)]
 
 
-def room_for_answer(prompt_tokens: int, max_tokens: int, length: int) -> int:
-    """How many of `max_tokens` new tokens a text of at most `length` tokens has room for after a prompt; 0 where the
+def answer_limit(prompt_tokens: int, max_tokens: int, length: int) -> int:
+    """Return the most tokens, up to `max_tokens`, that fit behind a prompt in a text of `length` tokens; 0 if the
     prompt alone fills it. A prompt is never cut: without its beginning it asks something else."""
     return max(0, min(max_tokens, length - prompt_tokens))
 
 
 @dataclass
-class _Rows:
-    """A batch under way: its texts, and which of them have ended."""
+class _PromptBatch:
+    """A batch that is being continued: its texts, and which of them have ended."""
 
     prompts: list[list[int]]
-    numbers: list[int]  # of the prompts
+    numbers: list[int]  # indices of the prompts
     cache: Cache | None = None
     generators: list[torch.Generator] = field(default_factory=list)
     texts: list[list[int]] = field(init=False)
@@ -101,19 +104,19 @@ class _Rows:
         self.texts = [list(prompt) for prompt in self.prompts]
         self.ended, self.ends = [False] * len(self.prompts), [None] * len(self.prompts)
 
-    def batch(self) -> TextBatch:
-        """All texts so far."""
+    def so_far(self) -> TextBatch:
+        """Return all texts so far."""
         return TextBatch.of(self.texts, self.cache, self.numbers)
 
     def result(self) -> list[Continuation]:
-        """What was added to each prompt."""
-        rows = zip(self.texts, self.prompts, self.ended, self.ends, strict=True)
-        return [Continuation(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in rows]
+        """Return the continuation of each prompt."""
+        texts = zip(self.texts, self.prompts, self.ended, self.ends, strict=True)
+        return [Continuation(text[len(prompt) :], is_ended, end) for text, prompt, is_ended, end in texts]
 
 
 @dataclass(frozen=True)
-class _Continues:
-    """Continues batches whose passes are shared: a batch's rows end, and draw, as if they were alone."""
+class _Generation:
+    """The settings of one call of `generate`, and its loop over batches that share passes."""
 
     decoder: Decoder
     max_tokens: int
@@ -122,54 +125,54 @@ class _Continues:
     is_done: Callable[[list[int]], bool] | None
     use_cache: bool
 
-    def all(self, batches: list[_Rows]) -> list[list[Continuation]]:
-        """The continuations of each batch."""
-        for rows in batches:
+    def run(self, batches: list[_PromptBatch]) -> list[list[Continuation]]:
+        """Return the continuations of each batch. A text's end and draws do not depend on the other texts."""
+        for batch in batches:
             if self.use_cache:
-                rows.cache = Cache(max(map(len, rows.prompts)) + self.max_tokens)
-            rows.generators = [torch.Generator().manual_seed(self.sampling.seed) for _ in rows.prompts]
+                batch.cache = Cache(max(map(len, batch.prompts)) + self.max_tokens)
+            batch.generators = [torch.Generator().manual_seed(self.sampling.seed) for _ in batch.prompts]
         active = list(batches)
-        logits = self.decoder.prefill_all([rows.batch() for rows in active])
+        logits = self.decoder.prefill_all([batch.so_far() for batch in active])
         for count in range(1, self.max_tokens + 1):
             drawn = [
-                (rows, _choose(found, self.sampling, rows.generators))
-                for rows, found in zip(active, logits, strict=True)
+                (batch, _choose(found, self.sampling, batch.generators))
+                for batch, found in zip(active, logits, strict=True)
             ]
             chosen = []
-            for rows, found in drawn:
+            for batch, found in drawn:
                 tokens = found.cpu()
-                self._add(rows, tokens.tolist())
-                if all(rows.ended):
-                    rows.cache = None
+                self._add(batch, tokens.tolist())
+                if all(batch.ended):
+                    batch.cache = None
                 else:
-                    chosen.append((rows, tokens))
-            active = [rows for rows, _ in chosen]
+                    chosen.append((batch, tokens))
+            active = [batch for batch, _ in chosen]
             if not active or count == self.max_tokens:
                 break
             if self.use_cache:
-                caches = [(tokens, rows.cache) for rows, tokens in chosen if rows.cache is not None]
+                caches = [(tokens, batch.cache) for batch, tokens in chosen if batch.cache is not None]
                 logits = self.decoder.decode_all(caches)
             else:
-                logits = self.decoder.prefill_all([rows.batch() for rows in active])
-        return [rows.result() for rows in batches]
+                logits = self.decoder.prefill_all([batch.so_far() for batch in active])
+        return [batch.result() for batch in batches]
 
-    def _add(self, rows: _Rows, tokens: list[int]) -> None:
-        for row, token in enumerate(tokens):
-            if not rows.ended[row] and token in self.stop:
-                rows.ended[row], rows.ends[row] = True, token
-            if not rows.ended[row]:
-                text = rows.texts[row]
+    def _add(self, batch: _PromptBatch, tokens: list[int]) -> None:
+        for i, token in enumerate(tokens):
+            if not batch.ended[i] and token in self.stop:
+                batch.ended[i], batch.ends[i] = True, token
+            if not batch.ended[i]:
+                text = batch.texts[i]
                 text.append(token)
-                rows.ended[row] = self.is_done is not None and self.is_done(text[len(rows.prompts[row]) :])
+                batch.ended[i] = self.is_done is not None and self.is_done(text[len(batch.prompts[i]) :])
 
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """A token for each row of logits [rows, vocabulary], on the host or the device, the same on every rank."""
+    """Choose a token for each row of logits [b, V], the same on every rank; returns it on the host or the device."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=1)
     else:
         drawn = [_sample(row, sampling, generator) for row, generator in zip(logits.cpu(), generators, strict=True)]
-        tokens = torch.tensor(drawn)  # of the host, which has drawn them
+        tokens = torch.tensor(drawn)  # on the host
     if dist.get_world_size() > 1:
         tokens = to_device(tokens, logits.device)
         dist.broadcast(tokens, src=0)  # ranks that computed the same logits may differ in the last bit
@@ -177,8 +180,8 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Gen
 
 
 def _sample(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw from the `top_k` likeliest tokens, of those from the smallest set whose probabilities reach `top_p` (nucleus
-    sampling, Holtzman et al. 2020)."""
+    """Draw a token from the `top_k` likeliest, and of these from the smallest set whose probabilities reach `top_p`
+    (nucleus sampling, Holtzman et al. 2020)."""
     probabilities, order = (scores / sampling.temperature).softmax(dim=0).sort(descending=True, stable=True)
     if sampling.top_k > 0:
         probabilities = probabilities[: sampling.top_k] / probabilities[: sampling.top_k].sum()
@@ -196,10 +199,10 @@ def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) 
             raise ConfigError(
                 f"prompt {i + 1} has the token {wrong[0]}: the model's vocabulary ends at {decoder.vocab_size - 1}."
             )
-        room = None if decoder.max_length is None else decoder.max_length - len(prompt)
-        if room is not None and max_tokens > room:
+        left = None if decoder.max_length is None else decoder.max_length - len(prompt)
+        if left is not None and max_tokens > left:
             advice = (
-                f"Try --max-tokens {room}." if room > 0 else f"Give a prompt of less than {decoder.max_length} tokens."
+                f"Try --max-tokens {left}." if left > 0 else f"Give a prompt of less than {decoder.max_length} tokens."
             )
             raise ConfigError(
                 f"prompt {i + 1} ({len(prompt)} tokens) and --max-tokens ({max_tokens}) do not fit the model's "

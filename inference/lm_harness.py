@@ -1,4 +1,4 @@
-"""Our models in the LM evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness). Needs the package
+"""Models in the LM evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness). Needs the package
 lm-eval."""
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from lm_eval.tasks import TaskManager
 
 from configs.schema import ConfigError
 from inference.decoder import Decoder
-from inference.generation import Sampling, generate, room_for_answer
+from inference.generation import Sampling, answer_limit, generate
 from inference.open_model import OpenModel
 from inference.scoring import log_likelihoods_of, score_together, shared_batches
 
-MAX_NEW_TOKENS = 256  # of an answer whose task does not say
-# A task's own word for how long an answer may become: the first that it has.
+MAX_NEW_TOKENS = 256  # of an answer, if the task sets no limit
+# A task's keys for the length of an answer, by precedence.
 MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks of a language model, on a Decoder. All ranks of a job run the same harness in step."""
+    """The harness's interface of a language model, on a Decoder. All ranks of a job run the same harness in step."""
 
     def __init__(self, model: OpenModel, decoder: Decoder, batch_size: int) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that a text without a context is predicted from."""
+        """Return the token that starts a text without a context."""
         return self.words.before_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, by default with the special tokens that the tokenizer puts around a text that does not begin with
         their name."""
         if add_special_tokens is None:
-            name = self.words.piece(self.prefix_token_id)
+            name = self.words.token_piece(self.prefix_token_id)
             add_special_tokens = not (name and string.startswith(name))
         return self.words.encode_prompt(string) if add_special_tokens else self.words.encode(string)
 
@@ -71,34 +71,37 @@ class HarnessModel(TemplateLM):
             for batch, (scores, greedy) in zip(those, found, strict=True):
                 for row, i in enumerate(batch):
                     last = len(texts[i]) - 1
-                    part = slice(max(0, last - len(requests[i][2])), last)
-                    results[i] = (float(scores[row, part].double().sum()), bool(greedy[row, part].all()))
+                    answer = slice(max(0, last - len(requests[i][2])), last)
+                    results[i] = (float(scores[row, answer].double().sum()), bool(greedy[row, answer].all()))
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts, in windows of which each predicts as many tokens as the model reads."""
+        """Return the log-likelihood of whole texts, in windows that each predict as many tokens as the model reads."""
         texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
         found = log_likelihoods_of(self.decoder, texts, self.length + 1, self.length, self.batch_size)
         return [float(log_probs.sum()) for log_probs in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations up to one of the task's stop words, which is left out.
+        """Return continuations up to one of the task's stop words, which is left out.
 
-        A prompt is read whole: where it and `max_gen_toks` exceed the model's length, the answer gets what is left.
-        Raises ConfigError, before anything is generated, where nothing is.
+        A prompt is read whole: if it and `max_gen_toks` exceed the model's length, the answer is shortened. Raises
+        ConfigError, before anything is generated, if a prompt leaves no token for the answer.
         """
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
-        wanted = [_most_tokens(request.args[1]) for request in requests]
-        rooms = [room_for_answer(len(prompt), most, self.length) for prompt, most in zip(prompts, wanted, strict=True)]
-        full = [len(prompt) for prompt, most, room in zip(prompts, wanted, rooms, strict=True) if room == 0 < most]
+        wanted = []
+        for request in requests:
+            limits_of_task = (request.args[1].get(name) for name in MOST_TOKENS)
+            wanted.append(int(next((value for value in limits_of_task if value is not None), MAX_NEW_TOKENS)))
+        limits = [answer_limit(len(prompt), most, self.length) for prompt, most in zip(prompts, wanted, strict=True)]
+        full = [len(prompt) for prompt, most, limit in zip(prompts, wanted, limits, strict=True) if limit == 0 < most]
         if full:
             self._refuse(
                 f"a prompt of {full[0]} tokens", "leave room for an answer in", "Try fewer --few-shots, or leave"
             )
-        cut = [room for room, most in zip(rooms, wanted, strict=True) if room < most]
+        cut = [limit for limit, most in zip(limits, wanted, strict=True) if limit < most]
         if cut and dist.get_rank() == 0:
             print(
-                f"note: {len(cut)} of {len(rooms)} answers may be of {min(cut)} to {max(cut)} tokens, less than the "
+                f"note: {len(cut)} of {len(limits)} answers may be of {min(cut)} to {max(cut)} tokens, less than the "
                 f"task's max_gen_toks ({max(wanted)}): with their prompts they end at the model's sequence length "
                 f"({self.length})",
                 file=sys.stderr,
@@ -107,9 +110,9 @@ class HarnessModel(TemplateLM):
         answers: dict[int, str] = {}
         alike: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
-            alike.setdefault(json.dumps([rooms[i], request.args[1]], sort_keys=True, default=str), []).append(i)
-        for those in alike.values():  # they share passes where weights come from files
-            found = self._answers([prompts[i] for i in those], rooms[those[0]], requests[those[0]].args[1])
+            alike.setdefault(json.dumps([limits[i], request.args[1]], sort_keys=True, default=str), []).append(i)
+        for those in alike.values():  # they share passes if weights are streamed
+            found = self._answers([prompts[i] for i in those], limits[those[0]], requests[those[0]].args[1])
             answers.update(zip(those, found, strict=True))
         return [answers[i] for i in range(len(requests))]
 
@@ -121,7 +124,7 @@ class HarnessModel(TemplateLM):
     def _answers(self, prompts: list[list[int]], max_tokens: int, settings: dict[str, Any]) -> list[str]:
         until = settings.get("until") or []
         until = [word for word in ([until] if isinstance(until, str) else until) if word]
-        draws = settings.get("do_sample")  # where a task does not say, a temperature does
+        draws = settings.get("do_sample")  # if the task does not set it, a temperature implies it
         temperature = 0.0 if draws is False else float(settings.get("temperature", 1.0 if draws else 0.0))
         sampling = Sampling(temperature, int(settings.get("top_k", 0)), float(settings.get("top_p", 1.0)))
 
@@ -136,12 +139,6 @@ class HarnessModel(TemplateLM):
         return [text[: min((text.index(word) for word in until if word in text), default=len(text))] for text in texts]
 
 
-def _most_tokens(settings: dict[str, Any]) -> int:
-    """How long an answer may become, under whichever of the harness's names a task says it."""
-    found = (settings.get(name) for name in MOST_TOKENS)
-    return int(next((value for value in found if value is not None), MAX_NEW_TOKENS))
-
-
 def run_tasks(
     model: OpenModel,
     decoder: Decoder,
@@ -151,7 +148,7 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Metrics of each task, by name. Raises ConfigError for a task that the folder does not have."""
+    """Return the metrics of each task, by name. Raises ConfigError for a task that the folder does not have."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:

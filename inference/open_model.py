@@ -1,5 +1,7 @@
-"""Open a trained model for use, from whatever it lies in: a run, a checkpoint, a folder of logical weights or a Hugging
-Face folder. No training model is built: weights come from the files as they are used, and stay where they fit."""
+"""Open a trained model for use, from a run, a checkpoint, a folder of logical weights or a Hugging Face folder.
+
+No training model is built: weights are read from the files as they are used, and stay in memory if they fit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from configs.validate import validate_for_use
 from data.tokenizer import Tokenizer, load_tokenizer
 from inference.decoder import Decoder, Encoder
 from inference.weights.budget import memory_budget
-from inference.weights.files import FileWeights
+from inference.weights.file_weights import FileWeights
 from models.huggingface import unknown_keys
 from parallel import topology
 from parallel.dtypes import DTYPES
@@ -35,7 +37,7 @@ from parallel.topology import Topology
 
 @dataclass
 class OpenModel:
-    """This rank's weights, and what is known of the model. `source` is the folder that they come from."""
+    """This rank's weights, and the config, layout and tokenizer of the model. `source`: the folder of the weights."""
 
     config: Config
     topology: Topology
@@ -46,18 +48,18 @@ class OpenModel:
     source: Path
 
     def decoder(self) -> Decoder:
-        """The model as a text generator. Raises ConfigError for one that is none."""
+        """Return the model as a text generator. Raises ConfigError for a model that is not one."""
         return Decoder(self.weights, self.config, self.topology, self.vocab_size)
 
     def encoder(self) -> Encoder:
-        """The model as one that fills in masked words. Raises ConfigError for one that does not."""
+        """Return the model as one that fills in masked words. Raises ConfigError for a model that does not."""
         return Encoder(self.weights, self.config, self.topology, self.vocab_size)
 
     def needed_tokenizer(self, advice: str) -> Tokenizer:
-        """The tokenizer. Raises ConfigError, ending in `advice`, where none lies beside the model."""
+        """Return the tokenizer. Raises ConfigError, ending in `advice`, if the model has none."""
         if self.tokenizer is None:
             raise ConfigError(
-                f"{self.source} comes without a tokenizer (docs/guide/tokenizers.md has what may be one). {advice}"
+                f"{self.source} comes without a tokenizer (docs/guide/tokenizers.md lists the formats). {advice}"
             )
         return self.tokenizer
 
@@ -72,8 +74,8 @@ def open_model(
     tokenizer: Path | None = None,
     budget: float | None = None,
 ) -> Iterator[OpenModel]:
-    """Open a model in the layout of `overrides` (`parallel.tensor=2`, ...; one rank holds all of it by default) and
-    leave the job after.
+    """Open a model in the layout of `overrides` (`parallel.tensor=2`, ...; by default one rank holds all of it), and
+    close it and the layout afterwards.
 
     `precision` is the stored one by default. `budget`: MiB for weights, keys and values, and what a pass computes
     (None: what is left of the memory). A collective call under torchrun. Raises ConfigError.
@@ -102,7 +104,10 @@ def _opened(
     config.training.device = device
     if precision is not None:
         config.training.precision = precision
-    words = _tokenizer(tokenizer or reader.tokenizer, required=tokenizer is not None)
+    path_of_tokenizer = tokenizer or reader.tokenizer
+    words = None
+    if tokenizer is not None or core_file(path_of_tokenizer) is not None:
+        words = load_tokenizer(path_of_tokenizer)
     end_tokens = reader.end_tokens
     if end_tokens is None:
         end_tokens = set() if words is None else {words.eod}
@@ -114,8 +119,8 @@ def _opened(
     if words is not None and reader.trained_with not in (None, words.digest):
         print(f"the tokenizer {words.path} is not the one that {reader.folder} was trained with", file=sys.stderr)
     joined = dist.is_initialized()
-    place = topology.initialize(config)
-    if place.rank == 0:
+    layout = topology.initialize(config)
+    if layout.rank == 0:
         for note in reader.notes:
             print(f"note: {note}.", file=sys.stderr)
         if reader.model_type is not None:
@@ -128,13 +133,13 @@ def _opened(
         weights = FileWeights(
             reader,
             config,
-            place,
+            layout,
             reader.vocab_size,
             DTYPES[config.training.precision],
-            memory_budget(budget, place.device),
+            memory_budget(budget, layout.device),
             budget,
         )
-        yield OpenModel(config, place, reader.vocab_size, weights, words, end_tokens, reader.folder)
+        yield OpenModel(config, layout, reader.vocab_size, weights, words, end_tokens, reader.folder)
     finally:
         if weights is not None:
             weights.close()
@@ -147,20 +152,14 @@ def _opened(
 def _layout(overrides: list[str]) -> ParallelConfig:
     for text in overrides:
         if not text.startswith("parallel."):
-            raise ConfigError(
-                f"{text} is no key of the layout. Try parallel.tensor=2, with torchrun --nproc-per-node 2."
-            )
+            raise ConfigError(f"{text} is not a layout key. Try parallel.tensor=2, with torchrun --nproc-per-node 2.")
     layout = compose(overrides).parallel if overrides else ParallelConfig()
     layout.sequence = False  # generation does not split the sequence
     return layout
 
 
-def _tokenizer(path: Path, required: bool) -> Tokenizer | None:
-    return load_tokenizer(path) if required or core_file(path) is not None else None
-
-
 def open_from(options: argparse.Namespace) -> contextlib.AbstractContextManager[OpenModel]:
-    """`open_model` with the arguments of inference/command.py."""
+    """Open the model that the arguments of inference/command.py name."""
     return open_model(
         options.checkpoint,
         options.layout,

@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts that may be longer than what the model reads at once."""
+"""Log-likelihoods of texts, which may be longer than the model reads at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from data.pieces import bucket_name
+from data.document_lengths import bucket_name
 from inference.decoder import Decoder, TextBatch
 
 T = TypeVar("T")
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the negative log-likelihood in nats over `num_tokens` tokens that stand for `num_bytes` bytes of UTF-8.
+    """Sum of the negative log-likelihood in nats over `num_tokens` tokens, which encode `num_bytes` bytes of UTF-8.
 
-    by_position: the same sum and number of the tokens that follow one at 0, 1, 2-3, 4-7, ... of their text, of which
-    the token before it is 0.
+    by_position: the sum and the number of tokens, per range of positions (0, 1, 2-3, 4-7, ...) of the token before. The
+    begin token has position 0.
     """
 
     nats: float
@@ -30,7 +30,7 @@ class Score:
 
     @classmethod
     def of(cls, nats: torch.Tensor, num_bytes: int) -> Score:
-        """The score of a text, of each of its tokens' negative log-likelihood fp64 [n]."""
+        """Return the score of a text from the negative log-likelihood of each token, fp64 [n]."""
         found = {}
         for bucket in range((len(nats) - 1).bit_length() + 1):
             own = nats[2 ** (bucket - 1) if bucket else 0 : 2**bucket]
@@ -40,12 +40,12 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """Per token."""
+        """Perplexity per token."""
         return math.exp(min(self.nats / max(self.num_tokens, 1), 700.0))
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable between tokenizers."""
+        """Bits per byte of UTF-8, comparable between tokenizers."""
         return self.nats / math.log(2) / max(self.num_bytes, 1)
 
     def __add__(self, other: Score) -> Score:
@@ -59,8 +59,8 @@ class Score:
 
 
 def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first token that counts) of overlapping windows of at most `length` tokens; tokens 1, 2, ... count
-    once each."""
+    """Yield (begin, end, first token that counts) of overlapping windows of at most `length` tokens. Each token but the
+    first counts in one window."""
     end, counted = min(length, num_tokens), 1
     while counted < num_tokens:
         yield max(0, end - length), end, counted
@@ -68,7 +68,8 @@ def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, in
 
 
 def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: int, batch_size: int) -> torch.Tensor:
-    """Log-probability of each token but the first, fp64 on the host, from the tokens of its window before it."""
+    """Return the log-probability of each token but the first, fp64 on the host, given the tokens of its window before
+    it."""
     return log_likelihoods_of(decoder, [tokens], length, stride, batch_size)[0]
 
 
@@ -76,8 +77,8 @@ def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: in
 def log_likelihoods_of(
     decoder: Decoder, texts: Sequence[list[int]], length: int, stride: int, batch_size: int
 ) -> list[torch.Tensor]:
-    """The same of several texts. A batch has windows of one text; batches share passes where weights come from
-    files."""
+    """Return the log-probabilities of several texts' tokens. A batch has windows of one text; batches share passes if
+    weights are streamed."""
     results = [torch.zeros(max(len(tokens) - 1, 0), dtype=torch.float64) for tokens in texts]
     groups = [
         (number, pending[begin : begin + batch_size])
@@ -94,7 +95,7 @@ def log_likelihoods_of(
 
 
 def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Sequence[int]]) -> list[Sequence[T]]:
-    """Batches of texts that are scored, of so many tokens each, by the passes that they share."""
+    """Group batches of texts to be scored, of `lengths` tokens each, by the passes that they share."""
     if not batches:
         return []
     longest = max(max(of_batch) for of_batch in lengths)
@@ -103,5 +104,5 @@ def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Seq
 
 
 def score_together(decoder: Decoder, batches: Sequence[list[list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`Decoder.score` of batches of texts, in one pass over the weights; shorter texts of a batch are filled up."""
+    """Apply `Decoder.score` to batches of texts in one pass over the weights; shorter texts of a batch are padded."""
     return decoder.score_all([TextBatch.of(texts) for texts in batches])

@@ -1,4 +1,4 @@
-"""Texts from files, read as training reads a corpus (data/corpus): kinds by suffix, UTF-8, line ends as they are."""
+"""Texts from files, read as training reads a corpus (data/corpus): kinds by suffix, UTF-8, unchanged line ends."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import tempfile
 from pathlib import Path
 
 from configs.schema import ConfigError
-from data.corpus import BadLine, File, plan_parts, read_span, unpack
-from data.corpus.kinds import TEXT, WHOLE, format_of, uncompressed
+from data.corpus import BadLine, File, plan_shards, read_span, unpack
+from data.corpus.file_kinds import TEXT, WHOLE, format_of, uncompressed
 
 
 def read_texts(path: Path, option: str, text_key: str = "text", documents_in_text: str = "file") -> list[str]:
-    """The documents of a file; one of an unknown kind is a text. Raises ConfigError, naming the option, for what
-    training would leave out, too."""
+    """Return the documents of a file; a file of unknown kind is a text. Raises ConfigError, naming the option, also for
+    lines that training would skip."""
     try:
         stat = path.stat()
         with open(path, "rb"):
@@ -31,8 +31,8 @@ def read_texts(path: Path, option: str, text_key: str = "text", documents_in_tex
                 unpack(file.path, packed[file.path])
             for item in (
                 item
-                for part in plan_parts([file], packed, documents_in_text)
-                for span in part
+                for shard in plan_shards([file], packed, documents_in_text)
+                for span in shard
                 for item in read_span(span, text_key)
             ):
                 if isinstance(item, BadLine):
@@ -45,19 +45,19 @@ def read_texts(path: Path, option: str, text_key: str = "text", documents_in_tex
         raise ConfigError(_in_terms_of(option, str(error), path)) from error
     if bad:
         lines = "a line that cannot be used" if len(bad) == 1 else f"{len(bad):,} lines that cannot be used, the first"
-        said = f"{option} ({path}) must be mended or left out: it has {lines}: {bad[0]}"
-        raise ConfigError(_in_terms_of(option, said, path))
+        message = f"{option} ({path}) must be mended or left out: it has {lines}: {bad[0]}"
+        raise ConfigError(_in_terms_of(option, message, path))
     return texts
 
 
 def read_prompts(path: Path, option: str, text_key: str = "text") -> list[str]:
-    """The prompts of a file: one a line, or one an object of JSON or a row."""
+    """Return the prompts of a file: one per line, JSON object or row."""
     texts = read_texts(path, option, text_key)
     return split_lines("".join(texts)) if (format_of(path.name) or WHOLE) in (TEXT, WHOLE) else texts
 
 
 def prompts_of(content: bytes, option: str) -> list[str]:
-    """The prompts, one a line, in bytes that came without a file."""
+    """Return the prompts, one per line, in bytes of standard input."""
     with tempfile.TemporaryDirectory(prefix="mixtrain-") as folder:
         path = Path(folder, "prompts")
         path.write_bytes(content)
@@ -68,7 +68,7 @@ def prompts_of(content: bytes, option: str) -> list[str]:
 
 
 def split_lines(text: str) -> list[str]:
-    """The lines of a text; LF and CR LF end one, nothing else does."""
+    """Split a text into lines, which end in LF or CR LF only."""
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     return lines if lines[-1] else lines[:-1]
 

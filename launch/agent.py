@@ -1,20 +1,19 @@
-"""torchrun for this repository: its signals reach the ranks, and its exit status tells a stop on purpose from a
+"""torchrun for this repository: signals reach the ranks, and the exit status distinguishes a stop on purpose from a
 failure.
 
     python -m launch.agent TORCHRUN-OPTION... -- KEY=VALUE...
 
-launch/torchrun.sh calls it. torchrun alone ends with 1 whatever happened, starts ranks again that stopped on purpose,
-dies of the signals that Slurm warns with, and kills its ranks 30 seconds after SIGTERM, however long a checkpoint
-takes. Here
+launch/torchrun.sh calls it. torchrun alone ends with 1 after any failure, restarts ranks that stopped on purpose, dies
+of Slurm's warning signals, and kills its ranks 30 seconds after SIGTERM, however long a checkpoint takes. Here
 
-* SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, as a SIGTERM, SIGHUP are handed to every rank as soon as it can answer them,
-  also to ranks that start later; they then finish their step, save and end (how long that may take is for whoever sent
-  the signal);
+* SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and, as a SIGTERM, SIGHUP are forwarded to every rank as soon as it has a handler,
+  also to ranks that start later; they then finish their step, save and end (the sender of the signal sets the time
+  limit);
 * the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the rank that failed
-  first, and the last line is that rank's own (configs/last_words.py), or says how it died; a wrong config is not
-  started again;
-* a rank's output under --log-dir is also found by its number: rank_00003.out and .err are links to it;
-* with --min-ranks, a single node that runs out of restarts goes on with fewer ranks, as many as the layout allows.
+  first, and the last line is that rank's own (configs/exit_handler.py), or reports how it died; a wrong config is
+  not restarted;
+* rank_00003.out and .err under --log-dir are links to the output of rank 3;
+* with --min-ranks, a single node without restarts left continues with fewer ranks, as many as the layout allows.
 """
 
 from __future__ import annotations
@@ -36,22 +35,28 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from configs.exit_status import STOPPED_EARLY, WRONG_CONFIG
+from configs.exit_handler import STOPPED_EARLY, WRONG_CONFIG
 from configs.schema import ConfigError
 from launch.job import compose_for
-from launch.rank import HANDED_ON
+from launch.rank import FORWARDED
 
-POLL = 0.2  # seconds between two looks for ranks that have not been told
-OTHERS_READ = 5.0  # seconds in which every node reads a changed state of the rendezvous; torch does so once a second
+POLL = 0.2  # seconds between two searches for ranks that have not got a signal yet
+OTHERS_READ = 5.0  # seconds within which every node reads a changed rendezvous state; torch reads it once a second
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the ranks to their end; the exit status."""
-    # Blocked before any thread or rank exists: only the thread below takes them, and a rank that is just starting keeps
-    # them pending instead of dying of them.
-    taken = _signals_to_take()
-    signal.pthread_sigmask(signal.SIG_BLOCK, taken)
-    threading.Thread(target=_hand_on_signals, args=(taken,), daemon=True).start()
+    """Run the ranks to their end; return the exit status."""
+    # Blocked before any thread or rank exists: only the thread below receives them, and a starting rank keeps them
+    # pending instead of dying of them. Signals that the caller ignores, as nohup does, are not forwarded, except for
+    # warnings: launch/torchrun.sh itself has ignored those until now.
+    warnings = (signal.SIGUSR1, signal.SIGUSR2)
+    forwarded = [
+        signum
+        for signum in (*FORWARDED, signal.SIGHUP)
+        if signum in warnings or signal.getsignal(signum) != signal.SIG_IGN
+    ]
+    signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
+    threading.Thread(target=_forward_signals, args=(forwarded,), daemon=True).start()
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc-per-node", type=int, required=True)
@@ -64,22 +69,25 @@ def main(arguments: Sequence[str]) -> int:
         others += ["--log-dir", str(options.log_dir), "--redirects", "3", "--tee", "0:3"]
 
     ranks = options.nproc_per_node
-    _say(f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} on this node")
+    _log(f"starting {ranks} {'rank' if ranks == 1 else 'ranks'} on this node")
     while True:
         status = _run([*others, "--nproc-per-node", str(ranks)], options.log_dir, overrides)
         if status in (0, STOPPED_EARLY) or options.min_ranks is None:
             return status
-        fewer = _fewer_ranks(overrides, ranks, options.min_ranks)
-        if fewer is None:
-            _say(f"no layout of fewer than {ranks} and at least {options.min_ranks} ranks goes with this configuration")
+        for fewer in range(ranks - 1, options.min_ranks - 1, -1):  # the most that the configuration allows
+            with contextlib.suppress(ConfigError):
+                compose_for(overrides, fewer)
+                break
+        else:
+            _log(f"no layout of fewer than {ranks} and at least {options.min_ranks} ranks goes with this configuration")
             return status
-        _say(f"going on with {fewer} ranks in place of {ranks}")
+        _log(f"going on with {fewer} ranks in place of {ranks}")
         ranks = fewer
 
 
 def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
-    """One torchrun with its restarts; the exit status."""
-    # Seconds, in which signals are already heard.
+    """Run torchrun once, with its restarts; return the exit status."""
+    # These imports take seconds, in which signals are already handled.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousStateError
@@ -95,72 +103,69 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
         try:
             run(rendezvous.secure(parse_args([*options, "--signals-to-handle", "SIGQUIT", *rank, *overrides])))
         except ChildFailedError as error:
-            return _last(causes[-1] if causes else _cause(error.failures), log_dir)
+            return _report(causes[-1] if causes else _cause(error.failures), log_dir)
         except RendezvousStateError as error:
             advice = "does anything else write to --master-addr and --master-port? See docs/guide/network.md"
-            return _last(Cause(f"launch: {error}; {advice}", 1), log_dir)
+            return _report(Cause(f"launch: {error}; {advice}", 1), log_dir)
         except RendezvousError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
-            if causes:  # the others ended the job, since it had ended here
-                return _last(
+            if causes:  # the other nodes ended the job, since it had ended here
+                return _report(
                     Cause(f"{causes[-1].line} (and the nodes did not meet again: {reason})", causes[-1].status), log_dir
                 )
             advice = "check --master-addr, --master-port and --num-nodes"
-            return _last(Cause(f"launch: the nodes did not find each other: {reason}; {advice}", 1), log_dir)
+            return _report(Cause(f"launch: the nodes did not find each other: {reason}; {advice}", 1), log_dir)
         except SignalException as error:
-            return _last(Cause(f"launch: ended by {error.sigval.name}", 128 + error.sigval), log_dir)
+            return _report(Cause(f"launch: ended by {error.sigval.name}", 128 + error.sigval), log_dir)
         except Exception as error:
             traceback.print_exc()
-            return _last(Cause(f"launch: {type(error).__name__}: {' '.join(str(error).split())}", 1), log_dir)
+            return _report(Cause(f"launch: {type(error).__name__}: {' '.join(str(error).split())}", 1), log_dir)
         return STOPPED_EARLY if mark.exists() else 0
 
 
 class Cause(NamedTuple):
-    """Why the ranks of this node ended: the line to end with, and the exit status."""
+    """The reason why the ranks of this node ended: the last line to print, and the exit status."""
 
     line: str
     status: int
 
 
 def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
-    """Which of the failures (by rank) the others follow from. ended: the ranks that had ended before torch ended the
-    rest."""
-    rank, failure = min(failures.items(), key=lambda item: (_blame(item[1]), item[0] not in ended, *_kind(item[1])))
-    words = _words(failure)
-    # the launcher's SIGTERM may come before a rank that has spoken has ended
-    status = words.get("status", failure.exitcode)
-    if words:
-        return Cause(str(words["line"]), status if status > 0 else 128 - status)
+    """Return the cause of the failures (by rank): the one that the others follow from. ended: the ranks that had ended
+    before torch ended the rest."""
+
+    def precedence(item: tuple[int, Any]) -> tuple[int, bool, int, float]:
+        """Return the order: a wrong config first, last a rank that torch ended with SIGTERM because another had failed;
+        of these a killed rank, then messages by time (those that miss the killed rank follow it), then others."""
+        rank, failure = item
+        message, exit_code = _message(failure), failure.exitcode
+        status = message.get("status", exit_code)
+        is_ended = (exit_code == -signal.SIGTERM and not message) or message.get("status") == STOPPED_EARLY
+        blame = 0 if status == WRONG_CONFIG else 2 if is_ended else 1
+        kind = (1, float(message.get("time", 0))) if message else (0 if exit_code < 0 else 2, 0.0)
+        return blame, rank not in ended, *kind
+
+    rank, failure = min(failures.items(), key=precedence)
+    message = _message(failure)
+    # a rank that left a message may still be ended by the launcher's SIGTERM
+    status = message.get("status", failure.exitcode)
+    if message:
+        return Cause(str(message["line"]), status if status > 0 else 128 - status)
     who = f"launch: rank {rank} on {socket.gethostname()}"
     if status < 0:
-        # The ranks themselves kill one that hangs, and say so.
-        for witness in map(_words, failures.values()):
+        # The ranks themselves kill one that hangs, and report that.
+        for witness in map(_message, failures.values()):
             if re.search(rf"\brank {rank} on \S+ (?!is dead)", witness.get("line", "")):
                 return Cause(witness["line"], witness.get("status", 1))
         hint = " (from outside, or for want of memory)" if status == -signal.SIGKILL else ""
-        return Cause(
-            f"{who} was killed by {failure.signal_name() if _known(-status) else f'signal {-status}'}{hint}",
-            128 - status,
-        )
+        is_known = any(-status == known for known in signal.Signals)
+        name = failure.signal_name() if is_known else f"signal {-status}"
+        return Cause(f"{who} was killed by {name}{hint}", 128 - status)
     return Cause(f"{who} failed first, with exit status {status}: see its output", status)
 
 
-def _blame(failure: Any) -> int:
-    """0 for a wrong config, 2 for what torch asked to end, with SIGTERM, since another had failed."""
-    words = _words(failure)
-    if words.get("status", failure.exitcode) == WRONG_CONFIG:
-        return 0
-    return 2 if (failure.exitcode == -signal.SIGTERM and not words) or words.get("status") == STOPPED_EARLY else 1
-
-
-def _kind(failure: Any) -> tuple[int, float]:
-    """Who is killed has no words, and who misses it speaks a moment later; else the first words count."""
-    words = _words(failure)
-    return (1, float(words.get("time", 0))) if words else (0 if failure.exitcode < 0 else 2, 0.0)
-
-
-def _words(failure: Any) -> dict[str, Any]:
-    """What the rank said before it ended (configs/last_words.py); nothing if it did not."""
+def _message(failure: Any) -> dict[str, Any]:
+    """Return the message that the rank left before it ended (configs/exit_handler.py); {} without one."""
     if failure.error_file == "<N/A>":
         return {}
     message = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
@@ -169,19 +174,15 @@ def _words(failure: Any) -> dict[str, Any]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; its exit status stays for others to take."""
+    """Whether a child of this process has ended; its exit status stays available to other callers."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # taken already
+    except ChildProcessError:  # another caller has got its status
         return True
 
 
-def _known(signum: int) -> bool:
-    return any(signum == known for known in signal.Signals)
-
-
 def _watch_attempts(causes: list[Cause], mark: Path) -> None:
-    """Note why each attempt ends, and start no ranks again that stopped on purpose or whose config is wrong."""
+    """Record the cause of each attempt's end, and prevent restarts after a stop on purpose or a wrong config."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.launcher import api
@@ -191,7 +192,7 @@ def _watch_attempts(causes: list[Cause], mark: Path) -> None:
             try:
                 return super()._invoke_run(role)
             except RendezvousStateError:
-                # The store may be this node's, and the ranks' end would have the others wait for this agent.
+                # The store may be this node's: let the others read the state before the store ends with this agent.
                 time.sleep(OTHERS_READ)
                 raise
 
@@ -199,20 +200,20 @@ def _watch_attempts(causes: list[Cause], mark: Path) -> None:
             ended = {worker.global_rank for worker in worker_group.workers if _has_ended(int(worker.id))}
             result = super()._monitor_workers(worker_group)
             if result.is_failed() and result.failures:
-                mark.unlink(missing_ok=True)  # of ranks that were asked to end for this
+                mark.unlink(missing_ok=True)  # made by ranks that were ended because of this failure
                 causes.append(_cause(result.failures, ended))
                 if causes[-1].status in (WRONG_CONFIG, STOPPED_EARLY):
                     self._remaining_restarts = 0
                 elif self._remaining_restarts > 0:
                     print(causes[-1].line, file=sys.stderr)
-                    _say(f"starting the ranks again; {self._remaining_restarts - 1} restarts are left then")
+                    _log(f"starting the ranks again; {self._remaining_restarts - 1} restarts are left then")
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]
 
 
-def _last(cause: Cause, log_dir: Path | None) -> int:
-    """Say the line, leave it in LOG_DIR for whoever started this on several nodes, and give the status."""
+def _report(cause: Cause, log_dir: Path | None) -> int:
+    """Print the cause's line, store it in LOG_DIR for scripts that start several nodes, and return the status."""
     print(cause.line, file=sys.stderr, flush=True)
     if log_dir is not None:
         with contextlib.suppress(OSError):
@@ -220,47 +221,25 @@ def _last(cause: Cause, log_dir: Path | None) -> int:
     return cause.status
 
 
-def _fewer_ranks(overrides: list[str], ranks: int, least: int) -> int | None:
-    """The largest number of ranks below `ranks` that the configuration allows."""
-    for count in range(ranks - 1, least - 1, -1):
-        try:
-            compose_for(overrides, count)
-        except ConfigError:
-            continue
-        return count
-    return None
-
-
-def _signals_to_take() -> list[signal.Signals]:
-    """All but those that the caller wants ignored, as nohup does; launch/torchrun.sh itself ignores the warnings until
-    now."""
-    warnings = (signal.SIGUSR1, signal.SIGUSR2)
-    return [
-        signum
-        for signum in (*HANDED_ON, signal.SIGHUP)
-        if signum in warnings or signal.getsignal(signum) != signal.SIG_IGN
-    ]
-
-
-def _hand_on_signals(taken: list[signal.Signals]) -> None:
-    """Take each signal that arrives and give it to the ranks, from now to the end of this process."""
+def _forward_signals(forwarded: list[signal.Signals]) -> None:
+    """Forward each signal that arrives to the ranks, until this process ends."""
     received: list[signal.Signals] = []
     started = False
-    told: set[tuple[signal.Signals, psutil.Process]] = set()
+    sent: set[tuple[signal.Signals, psutil.Process]] = set()
     while True:
-        information = signal.sigtimedwait(taken, POLL)
+        information = signal.sigtimedwait(forwarded, POLL)
         ranks = psutil.Process().children()
         started = started or bool(ranks)
         if information is not None:
             signum = signal.Signals(information.si_signo)
-            if signum == signal.SIGHUP:  # the terminal is gone; ranks know no such signal
+            if signum == signal.SIGHUP:  # the terminal is closed; ranks do not handle this signal
                 signum = signal.SIGTERM
             asks_to_end = signum in (signal.SIGTERM, signal.SIGINT)
             if asks_to_end and not started:
-                _say(f"stopped by {signum.name} before the ranks were started. Start it again to go on")
+                _log(f"stopped by {signum.name} before the ranks were started. Start it again to go on")
                 os._exit(STOPPED_EARLY)
             if asks_to_end and (not ranks or (signum == signal.SIGINT and signum in received)):
-                _say(f"ended by {signum.name}{' for the second time' if ranks else ' while no rank was running'}")
+                _log(f"ended by {signum.name}{' for the second time' if ranks else ' while no rank was running'}")
                 for rank in ranks:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(rank.pid, signal.SIGKILL)  # torchrun makes each rank the leader of a session
@@ -268,17 +247,17 @@ def _hand_on_signals(taken: list[signal.Signals]) -> None:
             if signum not in received:
                 received.append(signum)
                 again = "; again to end them at once" if signum == signal.SIGINT else ""
-                _say(f"{signum.name}: the ranks finish their step, save and stop{again}")
+                _log(f"{signum.name}: the ranks finish their step, save and stop{again}")
         for signum in received:
             for rank in ranks:
-                if (signum, rank) not in told and _answers(rank.pid, signum):
-                    told.add((signum, rank))
+                if (signum, rank) not in sent and _answers(rank.pid, signum):
+                    sent.add((signum, rank))
                     with contextlib.suppress(psutil.NoSuchProcess):
                         rank.send_signal(signum)
 
 
 def _answers(pid: int, signum: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal: without one it would ignore it, or die."""
+    """Whether the process has a handler for the signal; without one it would ignore the signal or die."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -287,7 +266,7 @@ def _answers(pid: int, signum: signal.Signals) -> bool:
     return bool(caught >> (signum - 1) & 1)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What this machine's GPU does with Mixtrain, in order of value, within the seconds that are given.
+# Measure Mixtrain on this machine's GPU within the given seconds, the most valuable results first.
 began=$EPOCHSECONDS # the set-up counts
 set -euo pipefail
 
@@ -8,13 +8,13 @@ usage() {
 Usage: bash launch/gpu_check.sh [--seconds 540] [--system-torch | --image] [--wheels DIR] [OPTION]...
 
 On a machine with an NVIDIA GPU: sets .venv up if need be, and measures rung by rung: tests marked gpu, dense and MoE
-training next to what people use instead, kernels and gaps, what is kept on the host, generation, the longest context.
-Each result is written at once into benchmarks/results/card.jsonl. It stops in time, and goes on at the next call.
+training next to other frameworks, kernels and gaps, state on the host, generation, the longest context. Each result is
+written at once into benchmarks/results/card.jsonl. It stops in time, and continues at the next call.
 
   --seconds N     for everything, from the first line of this command on
-  --system-torch  take the torch that this machine's Python has, and install none
-  --image         take every package that this machine's Python has, in its version, and from --wheels what it lacks; no
-                  .venv is made, which saves a minute
+  --system-torch  use the torch of this machine's Python, and install none
+  --image         use the packages of this machine's Python, in its versions, and missing ones from --wheels; no .venv is
+                  made, which saves a minute
   --wheels DIR    set up from this folder of wheels, without a network; launch/wheels.sh fills one
   --results DIR   folder of card.jsonl
   --commit HASH   that the results name, where the tree is a copy without git
@@ -22,8 +22,8 @@ Each result is written at once into benchmarks/results/card.jsonl. It stops in t
   --list          print the rungs with cost and state, and measure nothing
   --small         tiny sizes, without a GPU too
 
-The exit status is 0 if every rung of this call went well, 1 if one did not, 2 if nothing was begun for what is wrong
-with the options, the machine or the results, and 130 after Ctrl-C.
+The exit status is 0 if every rung of this call went well, 1 if one did not, 2 if nothing was started because the
+options, the machine or the results are wrong, and 130 after Ctrl-C.
 TEXT
 }
 
@@ -97,8 +97,7 @@ while [[ $# -gt 0 ]]; do
 done
 cd "$root"
 
-# Before the set-up, which takes minutes. A container may have a GPU without nvidia-smi: there torch is asked, where one
-# is already.
+# Before the set-up, which takes minutes. A container may have a GPU without nvidia-smi: then an installed torch is asked.
 gpus=$(bash launch/count_gpus.sh)
 listed=$(env -u CUDA_VISIBLE_DEVICES bash launch/count_gpus.sh)
 if ((listed == 0)) && [[ -n ${CUDA_VISIBLE_DEVICES-0} ]]; then

@@ -1,5 +1,4 @@
-"""What a scheduler's script must know of a run before it starts one: whether its config is possible, and where it
-writes.
+"""Facts about a run for a scheduler's script that starts it: whether its config is possible, and its folder.
 
     python -m launch.job --world-size N [--array-task T] -- KEY=VALUE...
 
@@ -16,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from configs.compose import compose, given_keys
-from configs.exit_status import WRONG_CONFIG
+from configs.exit_handler import WRONG_CONFIG
 from configs.schema import Config, ConfigError
 from configs.searched import searches_layout
 from configs.validate import usable_world_size, validate, validate_for_search
@@ -30,7 +29,7 @@ class Job(NamedTuple):
 
 
 def compose_for(overrides: Sequence[str], world_size: int) -> Config:
-    """Compose and check a command line for that many ranks. Raises ConfigError."""
+    """Compose and check a command line for `world_size` ranks. Raises ConfigError."""
     config = compose(list(overrides))
     if searches_layout(config):
         validate_for_search(config, given_keys(list(overrides)), world_size)
@@ -40,10 +39,9 @@ def compose_for(overrides: Sequence[str], world_size: int) -> Config:
 
 
 def make_job(overrides: Sequence[str], world_size: int, array_task: int | None = None) -> Job:
-    """Compose a job, and give the tasks of a job array names of their own where the overrides do not: name=NAME_T.
+    """Compose a job; the tasks of a job array get different names, name=NAME_T, unless the overrides see to that.
 
-    Raises:
-        ConfigError: for an impossible configuration.
+    Raises ConfigError for an impossible configuration.
     """
     if array_task is None:
         return Job(compose_for(overrides, world_size), [])
@@ -55,7 +53,7 @@ def make_job(overrides: Sequence[str], world_size: int, array_task: int | None =
 
 
 def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys: Sequence[str]) -> Job:
-    """The job of one task of an array, with the number added to the values of `keys`."""
+    """Return the job of one task of an array, with its number added to the values of `keys`."""
     before = os.environ.get(ARRAY_TASK)
     os.environ[ARRAY_TASK] = str(array_task)
     try:
@@ -69,12 +67,12 @@ def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys:
 
 
 def _quote(text: str) -> str:
-    """A value that Hydra reads back as this text."""
+    """Return a value that Hydra reads back as this text."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what the scheduler's script asks for; the exit status."""
+    """Print the run's folder and the overrides to add; return the exit status."""
     parser = argparse.ArgumentParser(prog="launch.job", description=__doc__, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--array-task", type=int)

@@ -1,7 +1,7 @@
-"""`python launch/missing_wheels.py DIR`: the wheels of a folder whose packages this Python lacks, one a line.
+"""`python launch/missing_wheels.py DIR`: print the wheels of a folder whose packages this Python lacks, one per line.
 
-A package that is there in another version stays: an image's own fit each other. Standard library alone, since it runs
-before anything is installed.
+A package that is installed in another version stays: an image's own packages fit each other. It needs only the standard
+library, since it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,12 @@ from importlib import metadata
 from pathlib import Path
 
 
-def is_missing(wheel: Path) -> bool:
-    """Whether no version of a wheel's package is installed."""
-    try:
-        metadata.version(wheel.name.partition("-")[0])
-    except metadata.PackageNotFoundError:
-        return True
-    return False
-
-
 def main() -> int:
-    """Print them, by name."""
+    """Print the missing wheels, sorted by name."""
     for wheel in sorted(Path(sys.argv[1]).glob("*.whl")):
-        if is_missing(wheel):
+        try:
+            metadata.version(wheel.name.partition("-")[0])
+        except metadata.PackageNotFoundError:
             print(wheel)
     return 0
 

@@ -36,12 +36,12 @@ else
     echo "quickstart: no GPU; 2 CPU ranks"
 fi
 
-# The composed config says how many experts there are, whatever the overrides; a wrong override ends here.
+# The composed config has the number of experts, whatever the overrides; a wrong override ends the script here.
 composed=$(.venv/bin/python train.py --cfg job --package moe "$@")
 experts=$(sed -n 's/^ *num_experts: *\([0-9][0-9]*\) *$/\1/p' <<<"$composed")
 expert_parallel=$(greatest_common_divisor "${experts:-1}" "$ranks")
 
-# A step takes eight sequences, dealt out evenly, or one for each of more ranks than that.
+# A step has eight sequences, spread evenly over the ranks, or one per rank if there are more ranks.
 samples=$(((8 + ranks - 1) / ranks))
 
 exec bash launch/torchrun.sh --ranks-per-node "$ranks" -- "parallel.expert=$expert_parallel" \

@@ -1,14 +1,13 @@
-"""How the launchers of a job meet: on one node over the loopback alone, on several without running what a stranger
-wrote.
+"""The rendezvous of a job's launchers: on one node over the loopback alone, on several without unpickling foreign data.
 
-torch's stores (2.11 to 2.13) listen on every interface, whatever address they are given, and let anybody read and
-write. torchrun's rendezvous keeps its state in one as a pickle, so whoever reaches the port runs code in the launcher.
-Here
+torch's stores (2.11 to 2.13) listen on every interface, whatever address they are given, and anyone can read and write
+them. torchrun's rendezvous keeps its state in one as a pickle, so whoever reaches the port can run code in the
+launcher. Here
 
 * one node needs no rendezvous: its launcher holds the ranks' store itself, behind a socket that listens on 127.0.0.1;
-* several nodes keep torch's rendezvous, with its state as JSON.
+* several nodes use torch's rendezvous, with its state as JSON.
 
-docs/guide/network.md says what that promises.
+docs/guide/network.md describes what this protects from.
 """
 
 from __future__ import annotations
@@ -37,17 +36,16 @@ BACKEND = "loopback"  # among torchrun's rendezvous backends
 
 
 def secure(options: Namespace) -> Namespace:
-    """torchrun's options with a rendezvous that is safe to listen for: `--standalone` is the loopback's, c10d's state
-    is JSON."""
+    """Return torchrun's options with a safe rendezvous: `--standalone` uses the loopback, and c10d's state is JSON."""
     if options.standalone:
         rendezvous_handler_registry.register(BACKEND, OneNode)
         options.standalone, options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = (
             False,
             BACKEND,
-            LOOPBACK,  # nobody reads it; without one torch warns of --master-addr, which nobody gave
+            LOOPBACK,  # never read; without it torch warns about --master-addr, which was not given
             str(uuid4()),
         )
-    # The one place of torch.distributed that unpickles what a store holds.
+    # The only module of torch.distributed that unpickles the content of a store.
     assert hasattr(dynamic_rendezvous, "pickle"), (
         "this torch reads its rendezvous state in another way; see launch/rendezvous.py"
     )
@@ -56,7 +54,7 @@ def secure(options: Namespace) -> Namespace:
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a launcher that is alone: always rank 0 of 1, with a store that listens on the loopback."""
+    """The rendezvous of a single launcher: always rank 0 of 1, with a store that listens on the loopback."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         assert parameters.max_nodes == 1
@@ -73,7 +71,7 @@ class OneNode(RendezvousHandler):
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        self._round += 1  # an attempt's keys are its own
+        self._round += 1  # each attempt has its own keys
         store = dist.PrefixStore(f"{self._run_id}/{self._round}", self._store)
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
 
@@ -94,13 +92,13 @@ class OneNode(RendezvousHandler):
 
 
 class JsonState:
-    """Stands for the module `pickle` where torch writes and reads the state of a rendezvous."""
+    """A replacement of the module `pickle` for the state of torch's rendezvous."""
 
-    PickleError = ()  # torch would say less of one than `loads` does
+    PickleError = ()  # torch catches none: its message would have less detail than that of `loads`
 
     @staticmethod
     def dumps(state: _RendezvousState) -> bytes:
-        """The same bytes for the same state."""
+        """Return the bytes of a state, the same for equal states."""
         content = {
             "round": state.round,
             "complete": state.complete,
@@ -115,7 +113,7 @@ class JsonState:
 
     @staticmethod
     def loads(content: bytes) -> _RendezvousState:
-        """Raises RendezvousStateError for anything that `dumps` does not write."""
+        """Return the state. Raises RendezvousStateError for bytes that `dumps` does not write."""
         try:
             fields = json.loads(content)
             state = _RendezvousState()

@@ -24,9 +24,9 @@ die() {
 called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
-# Says what a complete installation was made from, and where: written last, and first of all removed by the next one.
+# Records what a complete installation was made from, and where: written last, and removed first by the next one.
 stamp=$venv/.setup-complete
-# There from the first write to the last: an installation that was killed is remade, since pip would trust its remains.
+# Exists from the first write to the last: an installation that was killed is remade, since pip would trust its remains.
 unfinished=$venv/.setup-unfinished
 
 named_python=
@@ -46,7 +46,7 @@ while [[ $# -gt 0 ]]; do
             ;;
         --extra)
             [[ ${2:-} =~ ^[a-z]+$ ]] || die "--extra needs a name, such as --extra dev"
-            # pip would leave out what it does not know, without a word
+            # pip would silently skip an extra that it does not know
             known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml)
             grep -qx -- "$2" <<<"$known" || die "--extra $2: there is no such extra; it is one of ${known//$'\n'/, }"
             extras+=("$2")
@@ -73,7 +73,7 @@ fingerprint() {
     echo "$PWD $(cat pyproject.toml launch/constraints.txt | sha256sum | cut -d ' ' -f 1)"
 }
 
-# True if the stamp is of these files at this place and has all the extras asked for.
+# True if the stamp is of these files in this folder and has all the requested extras.
 is_complete() {
     [[ -x $venv/bin/python && -f $stamp && ! -e $unfinished ]] || return 1
     local made_from has extra
@@ -155,7 +155,7 @@ if [[ -f $stamp ]]; then
     { read -r _ && read -ra old_extras; } <"$stamp" || old_extras=()
     extras+=(${old_extras[@]+"${old_extras[@]}"})
 fi
-# pip answers Ctrl-C with an error of its own; without this the script would take it for a failure that pip has tidied up.
+# pip ends with an ordinary error after Ctrl-C; without this the script would assume that pip has cleaned up.
 trap 'exit 130' INT TERM HUP
 mapfile -t sorted < <(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | sed '/^$/d')
 wanted="${sorted[*]}"
@@ -182,7 +182,7 @@ if [[ -e $venv || -L $venv ]]; then
         reason="it has a torch of its own"
     fi
     if [[ -n $reason ]]; then
-        base_python=$(find_python) # before the old one goes: it must not be lost for a name that does not run
+        base_python=$(find_python) # before the old .venv is deleted: a wrong name must not cost it
         echo "setup: making .venv anew, since $reason"
         rm -rf "$venv"
     fi
@@ -195,7 +195,7 @@ if [[ ! -e $venv ]]; then
     "$base_python" -m venv "$venv" ${system_torch:+--system-site-packages} ||
         die "$base_python could not make a virtual environment in $PWD/$venv"
     if [[ -n $system_torch ]] && ! torch_of "$python" >/dev/null; then
-        # That Python is of a virtual environment itself, whose packages a new one does not see.
+        # That Python is in a virtual environment itself, whose packages are not visible in a new one.
         torch_of "$base_python" >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/system_torch.pth"
     fi
 fi
@@ -210,10 +210,10 @@ touch "$unfinished"
 echo "setup: installing the pinned dependencies${wanted:+ with extras: $wanted} (minutes the first time; PyTorch is large)"
 if ! "$python" -m pip install -qq --disable-pip-version-check --constraint "$constraints" \
     --editable ".${wanted:+[${wanted// /,}]}" ${pip_arguments[@]+"${pip_arguments[@]}"}; then
-    rm -f "$unfinished" # pip failed in its own time and left the environment in order; the next set-up goes on from here
+    rm -f "$unfinished" # pip failed by itself and left a consistent environment; the next set-up continues from here
     die "pip could not install the dependencies (its message is above); run this again once that is mended"
 fi
-# So that no training waits for them; where they can't be compiled, torch's operations do the work.
+# So that no training waits for the compilation; if it fails, torch's operations are used.
 if [[ -f moe/kernels/__main__.py ]]; then
     "$python" -m moe.kernels || true
 fi

@@ -3,8 +3,8 @@
     python -m launch.submit [SBATCH OPTION]... [--ranks-per-node N] [--max-restarts N] [--dry-run] -- [KEY=VALUE]...
 
 The configuration is composed for nodes times ranks first, so that an impossible one is refused now and not when the job
-starts. Then the sbatch line is printed, and run unless --dry-run is given. Options not listed here go to sbatch as they
-are; what is not given is as in launch/slurm.sbatch.
+starts. Then the sbatch line is printed, and run unless --dry-run is given. Other options are passed to sbatch; options
+that are not given are as in launch/slurm.sbatch.
 
     python -m launch.submit --nodes 4 -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=2
     python -m launch.submit --array 0-3 --gpus-per-node 1 -- 'training.seed=${oc.env:SLURM_ARRAY_TASK_ID}'
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.exit_status import WRONG_CONFIG
+from configs.exit_handler import WRONG_CONFIG
 from configs.schema import ConfigError
 from launch.job import ARRAY_TASK, make_job
 
@@ -31,7 +31,7 @@ SCRIPT = "launch/slurm.sbatch"
 
 
 class Request(NamedTuple):
-    """A checked request: the sbatch line and what is known of the job it makes."""
+    """A checked request: the sbatch line, and the numbers of ranks and run folders of its job."""
 
     line: list[str]
     world_sizes: list[int]  # one, or one for each number of nodes that a range allows
@@ -39,11 +39,7 @@ class Request(NamedTuple):
 
 
 def prepare(arguments: Sequence[str]) -> Request:
-    """Check a command line (without --dry-run) and make the sbatch line of it.
-
-    Raises:
-        ConfigError: for an option or a configuration that cannot be.
-    """
+    """Check a command line (without --dry-run) and make its sbatch line. Raises ConfigError."""
     before, overrides = _split(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nodes", "-N")
@@ -59,8 +55,11 @@ def prepare(arguments: Sequence[str]) -> Request:
     known = {
         name: value for name in ("nodes", "gpus_per_node", "array") if (value := getattr(options, name)) is not None
     }
-    defaults = _script_defaults()
-    nodes = _nodes(known.get("nodes", defaults["nodes"]))
+    script = (ROOT / SCRIPT).read_text(encoding="utf-8")
+    defaults: dict[str, str] = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", script, re.MULTILINE))
+    low, _, high = known.get("nodes", defaults["nodes"]).partition("-")  # `4`, or `2-4`
+    fewest = _number("--nodes", low, 1)
+    nodes = range(fewest, _number("--nodes", high or low, fewest) + 1)
     if options.ranks_per_node is not None:
         ranks = _number("--ranks-per-node", options.ranks_per_node, 1)
     else:
@@ -84,7 +83,7 @@ def prepare(arguments: Sequence[str]) -> Request:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check, print and submit; the exit status."""
+    """Check, print and submit; return the exit status."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "-h" in before or "--help" in before:
         print(__doc__)
@@ -111,18 +110,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after `--`."""
+    """Return the arguments before and after `--`."""
     if "--" in arguments:
-        place = list(arguments).index("--")
-        return list(arguments[:place]), list(arguments[place + 1 :])
+        index = list(arguments).index("--")
+        return list(arguments[:index]), list(arguments[index + 1 :])
     if arguments and not arguments[-1].startswith("-") and "=" in arguments[-1]:
         raise ConfigError(f"{arguments[-1]} must stand after `--`, as all config overrides. Try -- {arguments[-1]}")
     return list(arguments), []
-
-
-def _script_defaults() -> dict[str, str]:
-    """The options that the batch script sets itself."""
-    return dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", (ROOT / SCRIPT).read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def _number(option: str, text: str, least: int) -> int:
@@ -131,18 +125,11 @@ def _number(option: str, text: str, least: int) -> int:
     return int(text)
 
 
-def _nodes(text: str) -> list[int]:
-    """The numbers of nodes that sbatch may choose from: `4`, or `2-4`."""
-    low, _, high = text.partition("-")
-    first = _number("--nodes", low, 1)
-    return list(range(first, _number("--nodes", high or low, first) + 1))
-
-
 def _array_tasks(text: str) -> list[int]:
-    """The tasks of sbatch's --array: `3`, `0-7`, `0-15:4`, `1,3,5-7`, each also with `%2` behind it."""
+    """Return the tasks of sbatch's --array: `3`, `0-7`, `0-15:4`, `1,3,5-7`, each also with `%2` after it."""
     tasks: set[int] = set()
-    for part in text.partition("%")[0].split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", part)
+    for item in text.partition("%")[0].split(","):
+        found = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", item)
         if found is None or int(found[2] or found[1]) < int(found[1]):
             raise ConfigError(
                 f"--array ({text}) must be numbers and ranges such as 0-7, 0-15:4 or 1,3,5-7. Try --array 0-7"

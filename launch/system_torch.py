@@ -1,7 +1,7 @@
-"""`python launch/system_torch.py CONSTRAINTS`: the pins for an installation around the torch that this Python has.
+"""`python launch/system_torch.py CONSTRAINTS`: print the pins for an installation that keeps this Python's torch.
 
-They are those of the file, with this torch's version, and without its own dependencies, which came with it. Standard
-library alone, since it runs before anything is installed.
+They are those of the file, with this torch's version, and without torch's dependencies, which are installed already.
+It needs only the standard library, since it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-NEWEST_EXCLUDED, OLDEST = (2, 14), (2, 11)  # as pyproject.toml has it
-OF_ITS_OWN = ("nvidia-", "cuda-", "triton")  # of another CUDA than the file's torch has
+NEWEST_EXCLUDED, OLDEST = (2, 14), (2, 11)  # as in pyproject.toml
+OF_ITS_OWN = ("nvidia-", "cuda-", "triton")  # of the CUDA version of the file's torch
 
 
 def normalized(name: str) -> str:
-    """A package's name as pip compares it."""
+    """Return a package's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def constraints(lines: list[str], torch_version: str, torch_requires: list[str]) -> list[str]:
-    """The lines of a file of constraints without the packages that torch brings, and torch at that version."""
+    """Return the lines of a constraints file without the packages that torch requires, and torch at its version."""
     of_torch = {normalized(re.split(r"[^\w.-]", text, maxsplit=1)[0]) for text in torch_requires} | {"torch"}
     kept = [
         line
@@ -32,9 +32,9 @@ def constraints(lines: list[str], torch_version: str, torch_requires: list[str])
 
 
 def main() -> int:
-    """Prints the constraints; 1 with one line if this torch is not one that Mixtrain runs on."""
+    """Print the constraints; for a torch that Mixtrain does not run on, print one line and return 1."""
     version = metadata.version("torch")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < NEWEST_EXCLUDED:
         print(
             f"torch {version}: Mixtrain runs on 2.11 to 2.13. Leave --system-torch out to install 2.13.0",

@@ -1,19 +1,18 @@
 #!/usr/bin/env bash
 # Start train.py on all ranks of this node, alone or as one of several nodes.
 set -euo pipefail
-trap '' USR1 USR2 # the warnings of a scheduler; launch/agent.py takes them once it runs
+trap '' USR1 USR2 # a scheduler's warnings; launch/agent.py handles them once it runs
 
 usage() {
     cat <<'TEXT'
 Usage: bash launch/torchrun.sh [OPTION]... [--] [KEY=VALUE]...
 
 Starts train.py with torchrun on this node; the same command on every node, with its own --node-rank, starts the job.
-Arguments after the options are config overrides, whose relative paths are those of the current folder. Needs launch/setup.sh to
-have run.
+Arguments after the options are config overrides; their relative paths start at the current folder. Run launch/setup.sh first.
 
   --ranks-per-node N   ranks on each node (default: its GPUs, or 1 without one)
-  --num-nodes N        nodes in the job (default: 1); with MIN:MAX it starts with what comes within half a minute of the MINth
-                       node, and begins again when a node goes or comes (goes with training.elastic=true)
+  --num-nodes N        nodes in the job (default: 1); with MIN:MAX it starts with the nodes that join within half a minute of
+                       the MINth, and restarts when a node leaves or joins (needs training.elastic=true)
   --node-rank R        0 on the node that --master-addr names, another number below --num-nodes on each other (default: 0)
   --master-addr HOST   where node 0 is reached by the others (needed with several nodes)
   --master-port PORT   a free TCP port there (default: 29500)
@@ -29,7 +28,7 @@ on; 2 for a wrong config, which is not started again; anything else is a failure
 line is that rank's. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks finish their step, save and stop, or end at
 once before the first step; a second Ctrl-C ends them in any case.
 
-One node listens on the loopback alone. Several nodes ask nobody who he is: docs/guide/network.md says how to keep others away.
+One node listens on the loopback alone. Several nodes do not authenticate each other: see docs/guide/network.md.
 
 Example, on the second of two nodes with 8 GPUs each:
   bash launch/torchrun.sh --num-nodes 2 --node-rank 1 --master-addr node-a -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=4
@@ -101,7 +100,7 @@ max_nodes=${num_nodes#*:}
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [[ -x $root/.venv/bin/python ]] || die "there is no .venv in $root; run bash launch/setup.sh there first"
-# Relative paths are the caller's; modules are found here, whatever the folders of the caller are called.
+# Relative paths are the caller's; modules are found here, whatever folders the caller's directory has.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
 
 if [[ -z $ranks_per_node ]]; then
@@ -117,7 +116,7 @@ arguments=(--nproc-per-node "$ranks_per_node" --max-restarts "$max_restarts")
 if ((max_nodes == 1)); then
     arguments+=(--standalone)
 else
-    # The c10d rendezvous lets all nodes restart together. It numbers the nodes itself; ours only says who hosts it.
+    # The c10d rendezvous lets all nodes restart together. It numbers the nodes itself; --node-rank only decides the host.
     is_host=$([[ $node_rank == 0 ]] && echo 1 || echo 0)
     arguments+=(--nnodes "$num_nodes" --rdzv-backend c10d --rdzv-id "$job_id" --rdzv-endpoint "$master_addr:$master_port")
     arguments+=(--rdzv-conf "is_host=$is_host,join_timeout=600")

@@ -8,8 +8,8 @@ Usage: bash launch/wheels.sh DIR [--python 3.12] [--without-torch | --image]
 
 Downloads the wheels of launch/constraints.txt for Linux on x86-64 into DIR, for a machine without a network:
 `bash launch/setup.sh --wheels DIR` installs from there. --python is that machine's Python, 3.11 or 3.12. With
---without-torch neither torch nor CUDA's libraries come along, for --system-torch. With --image large packages stay
-away too that images with torch have (transformers, numpy, ...), for `bash launch/gpu_check.sh --image`. Needs Python 3
+--without-torch neither torch nor CUDA's libraries are included, for --system-torch. With --image the large packages of
+images with torch (transformers, numpy, ...) are left out as well, for `bash launch/gpu_check.sh --image`. Needs Python 3
 with pip.
 TEXT
 }
@@ -67,7 +67,7 @@ fi
 if [[ -n $of_images ]]; then
     needed=$(grep -Ev '^(grpcio|hf-xet|mypy|networkx|numpy|pillow|pyarrow|ruff|sympy|tensorboard|transformers|wandb)==' <<<"$needed")
 fi
-# Of the pinned packages the only one without a wheel: it is built here, and runs anywhere.
+# The only pinned package without a wheel: it is built here, and runs on any platform.
 source_only='^antlr4-python3-runtime=='
 "$python" -m pip wheel -q --disable-pip-version-check --no-deps --wheel-dir "$folder" "$(grep -E "$source_only" <<<"$needed")"
 mapfile -t wheels < <(grep -Ev "$source_only" <<<"$needed")

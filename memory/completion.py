@@ -1,4 +1,4 @@
-"""Work that goes on beside the training, and when it is over."""
+"""Completions of work that other threads and streams do while training continues."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 
 import torch
 
-MOST_USERS = 16  # of a piece of memory that are remembered before those that are over are forgotten
-TIMEOUT = 600.0  # seconds that may pass until a piece of work is done
+MOST_USERS = 16  # of one memory that are remembered before finished ones are forgotten
+TIMEOUT = 600.0  # seconds within which work must be done
 
 
 class Cancelled(Exception):
-    """Work that was left out because nobody wants it any more."""
+    """Error of work that was cancelled because its result is no longer needed."""
 
 
 class Completion:
-    """A piece of work that will be over. `error` is what it raised, or what it waited for did."""
+    """The completion of a piece of work. `error`: its error, or that of work that it waited for."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._issued = threading.Event()
-        self._event: Any = None  # of CUDA, where a stream does the work
+        self._event: Any = None  # a CUDA event, where a stream does the work
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
-        self._begun = threading.Lock()  # whoever has it does the work, or cancels it
+        self._started = threading.Lock()  # its owner does the work, or cancels it
 
     @classmethod
     def already(cls) -> Completion:
-        """Nothing to wait for."""
+        """Return a completion of no work."""
         done = cls()
         done.finish()
         return done
 
     @classmethod
     def so_far(cls, device: torch.device) -> Completion:
-        """All that this thread's current stream has been given."""
+        """Return the completion of all work submitted to this thread's current stream."""
         done = cls()
         done.finish(event=record_event(torch.cuda.current_stream(device)) if device.type == "cuda" else None)
         return done
 
     def finish(self, error: BaseException | None = None, event: Any = None) -> None:
-        """The work is over, or failed; on a stream it is issued, and over at the event."""
+        """Mark the work as done or failed; on a stream as issued, and done at the event."""
         self.error, self._event = error, event
         with self._lock:
             self._issued.set()
@@ -52,18 +52,18 @@ class Completion:
             call()
 
     def begin(self) -> bool:
-        """Whether the work is still to be done; from now on it cannot be cancelled."""
-        return self._begun.acquire(blocking=False)
+        """Start the work, unless it was started or cancelled; whether it was. Started work cannot be cancelled."""
+        return self._started.acquire(blocking=False)
 
     def cancel(self) -> bool:
-        """Leave the work out, and what comes after it, unless it has begun; whether it was left out."""
+        """Cancel the work, and all work that waits for it, unless it has started; whether it was cancelled."""
         if not self.begin():
             return False
         self.finish(Cancelled())
         return True
 
     def when_issued(self, call: Callable[[], None]) -> None:
-        """Have it called once nothing is left to the host, by whoever finishes the work; now, if nothing is."""
+        """Call a function once the host's part is done, in the thread that finishes it; at once, if it is done."""
         with self._lock:
             if not self._issued.is_set():
                 self._then.append(call)
@@ -72,21 +72,33 @@ class Completion:
 
     @property
     def is_issued(self) -> bool:
-        """Whether nothing is left to the host; a stream may still be at it."""
+        """Whether the host's part is done; a stream may still be working."""
         return self._issued.is_set()
 
     def wait(self, timeout: float = TIMEOUT) -> None:
-        """The host waits until it is over. Raises TimeoutError."""
+        """Have the host wait until the work is done. Raises TimeoutError."""
         self._wait_issued(timeout)
         if (event := self._event) is not None:
             event.synchronize()
-            self._event = None  # nobody need wait again
+            self._event = None  # no one needs to wait again
 
     def order(self, timeout: float = TIMEOUT) -> None:
-        """What this thread gives its current stream from now on comes after it. Raises TimeoutError."""
+        """Have this thread's current stream wait for the work. Raises TimeoutError."""
         self._wait_issued(timeout)
         if (event := self._event) is not None:
             torch.cuda.current_stream().wait_event(event)
+
+    def result(self) -> None:
+        """Have the host wait until the work is done, and raise the error of failed work. Raises TimeoutError."""
+        self.wait()
+        if self.error is not None:
+            raise self.error
+
+    def follow(self) -> None:
+        """Have this thread's current stream wait for the work, and raise its error. Raises TimeoutError."""
+        self.order()
+        if self.error is not None:
+            raise self.error
 
     def _wait_issued(self, timeout: float) -> None:
         if not self._issued.wait(timeout):
@@ -94,40 +106,39 @@ class Completion:
 
 
 class Users:
-    """Who has been given a piece of memory, one after the other: the next one comes after them, whatever came of
-    that."""
+    """The users of a memory, one after the other: the next one waits for them, even where they failed."""
 
     def __init__(self, *dones: Completion) -> None:
         self._given: list[tuple[Completion, int]] = [(done, 0) for done in dones]
-        self.last = 0.0  # time at which it was given away last
+        self.last = 0.0  # time of the last `add`
 
     def add(self, done: Completion, size: int = 0) -> None:
-        """It has been given to work that is over with `done`."""
+        """Add a user: work whose completion is `done`."""
         self._given.append((done, size))
         if len(self._given) > MOST_USERS:
             self.all()
         self.last = time.perf_counter()
 
     def all(self) -> list[Completion]:
-        """Whom the next one must wait for."""
+        """Return the completions that the next user must wait for."""
         self._given = [item for item in self._given if not isinstance(item[0].error, Cancelled)]
         while len(self._given) > 1 and self._given[0][0].is_issued and self._given[1][0].is_issued:
-            del self._given[0]  # on a stream the later one comes after it
+            del self._given[0]  # on a stream the later one runs after it
         return [done for done, _ in self._given]
 
     @property
     def waiting(self) -> int:
-        """Sizes of all that is not over."""
+        """Sum of the sizes of users that are not done."""
         return sum(size for done, size in self._given if not done.is_issued)
 
 
 def soonest_free(users: Sequence[Users]) -> int:
-    """Which of several pieces of memory will be free first, as far as can be told."""
+    """Return the index of the memory that is expected to be free first."""
     return min(range(len(users)), key=lambda index: (users[index].waiting, users[index].last))
 
 
 def when_all_issued(dones: Sequence[Completion], call: Callable[[], None]) -> None:
-    """Have it called once nothing of these is left to the host."""
+    """Call a function once the host's part of all completions is done."""
     left, lock = len(dones) + 1, threading.Lock()
 
     def one() -> None:
@@ -144,5 +155,5 @@ def when_all_issued(dones: Sequence[Completion], call: Callable[[], None]) -> No
 
 
 def record_event(stream: Any) -> Any:
-    """An event on a stream; a thread that waits for it sleeps, and leaves the processor to others."""
+    """Record an event on a stream; threads that wait for it sleep."""
     return stream.record_event(torch.cuda.Event(blocking=True))

@@ -1,7 +1,7 @@
-"""A thread, on a GPU with streams, that does one thing after the other beside the training.
+"""Threads, on a GPU with streams, that copy and compute one item after the other while training continues.
 
-On the device its streams do the work: the thread issues it, and waits for the host's part of what comes before alone.
-Of the host the thread does the work itself, and on a CPU that of the device too.
+Work of the device is done by the streams: the thread issues it, and waits only for the host's part of earlier work. The
+thread does the host's work itself, and on a CPU the device's work, too.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from memory.completion import TIMEOUT, Cancelled, Completion, record_event, when_all_issued
 
 CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for a thread
-# Whose work goes first: what the passes wait for; weights and gradients of whole layers, ahead of their use and behind
-# it; updates; what nobody waits for.
+# From first to last: work that the passes wait for; weights and gradients of whole layers, before and after their use;
+# updates; work that nothing waits for.
 PRIORITIES = PASSES, LAYERS, UPDATES, SAVES = range(4)
 
 
@@ -35,32 +35,32 @@ class _Item:
 
 
 def _pass_on(before: Completion, done: Completion) -> None:
-    """What comes after work that is cancelled is so at once, whoever else it waits for."""
+    """Cancel work whose predecessor is cancelled, at once."""
     if isinstance(before.error, Cancelled):
         done.cancel()
 
 
 class CopyStream:
-    """A thread, and on a GPU a stream for each priority. Of what can be done, the highest priority goes first, then
-    what was given first. The thread starts with the first work.
+    """A thread, and on a GPU a stream for each priority. Of the work that is ready the highest priority is done first,
+    then in the order of submission. The thread starts with the first work.
 
-    On a GPU work of a lower priority also comes after all of a higher one that was issued before it, and never the
-    other way round: a copy that waits for an update holds up no copy that the passes wait for.
+    On a GPU work of a lower priority also waits for all work of a higher one that was issued before it, never the other
+    way round: a copy that waits for an update delays no copy that the passes wait for.
     """
 
     def __init__(self, name: str, device: torch.device, on_device: bool = False, timeout: float = TIMEOUT):
-        """on_device: the work is the device's; on a CPU it is the thread's all the same."""
+        """on_device: the work is the device's; on a CPU the thread does it all the same."""
         self.name = name
         self.num_bytes = 0  # of all work so far
-        self.busy_seconds = 0.0  # on the host, without what it waited for
-        # Bytes per second that it is held to, for measurements; None: as fast as it goes.
+        self.busy_seconds = 0.0  # on the host, without waits
+        # Bytes per second to which it is limited, for measurements; None: unlimited.
         self.rate: float | None = None
         self._device, self._timeout = device, timeout
         on_streams = on_device and device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in PRIORITIES] if on_streams else None
-        self._events: dict[int, Any] = {}  # by priority: of the last work that was issued
+        self._events: dict[int, Any] = {}  # of the last work issued, by priority
         self._ready: queue.PriorityQueue[_Item] = queue.PriorityQueue()
-        self._count = 0  # of what the thread was given
+        self._count = 0  # of items submitted
         self._lock = threading.Lock()  # a save's thread submits too
         self._is_closing = False
         self._thread: threading.Thread | None = None
@@ -73,11 +73,10 @@ class CopyStream:
         free: Sequence[Completion] = (),
         priority: int = UPDATES,
     ) -> Completion:
-        """Do `work` once all of `after` and `free` is over; it must not allocate memory of the device, nor submit and
-        wait.
+        """Do `work` once all of `after` and `free` is done; it must not allocate device memory, nor submit and wait.
 
-        Where something of `after` failed it is left out, and fails alike. `free`: who had the work's memory before it,
-        whatever came of that.
+        If a completion of `after` failed, the work is not done and fails with the same error. `free`: earlier users of
+        the work's memory, whether they failed or not.
         """
         with self._lock:
             if self._thread is None:
@@ -87,21 +86,21 @@ class CopyStream:
             item = _Item(priority, self._count, work, after, free, num_bytes, Completion())
         for before in after:
             before.when_issued(lambda before=before: _pass_on(before, item.done))  # type: ignore[misc]
-        given = threading.Lock()
+        queued = threading.Lock()
 
-        def give() -> None:
-            if given.acquire(blocking=False):
+        def put() -> None:
+            if queued.acquire(blocking=False):
                 self._ready.put(item)
 
-        item.done.when_issued(give)  # cancelled: the thread is to see that, too
-        when_all_issued([*after, *free], give)
+        item.done.when_issued(put)  # the thread must see cancelled work, too
+        when_all_issued([*after, *free], put)
         return item.done
 
     def issue(
         self, work: Callable[[], object], after: Sequence[Completion] = (), num_bytes: int = 0, priority: int = PASSES
     ) -> Completion:
-        """Do `work` after `after` and all that the calling thread's current stream was given, issued by that thread:
-        on a CPU it is done when this returns."""
+        """Do `work` after `after` and all work of the calling thread's current stream, issued by that thread: on a CPU
+        it is done when this returns."""
         done = Completion()
         if self._streams is None:
             for before in after:
@@ -114,12 +113,12 @@ class CopyStream:
             with torch.cuda.stream(stream):
                 for before in after:
                     before.order(self._timeout)
-            done.finish(event=self._give(work, priority))
+            done.finish(event=self._issue(work, priority))
         self.num_bytes += num_bytes
         return done
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
-        """End the thread after all that it has been given is over; whether it was in time."""
+        """End the thread once all its work is done; whether it ended in time."""
         if (thread := self._thread) is None:
             return True
         self._is_closing = True
@@ -130,43 +129,43 @@ class CopyStream:
 
     @property
     def is_running(self) -> bool:
-        """Whether its thread has begun, and has not been seen to end."""
+        """Whether its thread was started and has not ended."""
         return self._thread is not None
 
     @torch.no_grad()
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        late = 0.0  # what a sleep took too long, the next ones are shorter
-        num_over = 0
-        while not (self._is_closing and num_over == self._count):
+        excess = 0.0  # seconds that sleeps took too long; the next ones are shorter
+        num_done = 0
+        while not (self._is_closing and num_done == self._count):
             item = self._ready.get()
-            num_over += 1
+            num_done += 1
             if not item.done.begin():
                 continue
             try:
                 self._wait(item)
                 before = time.perf_counter()
-                event = self._give(item.work, item.priority)
+                event = self._issue(item.work, item.priority)
                 seconds = time.perf_counter() - before
                 if self.rate is not None:
-                    pause = item.num_bytes / self.rate - seconds - late
+                    pause = item.num_bytes / self.rate - seconds - excess
                     if pause > 0:
                         time.sleep(pause)
                     seconds = time.perf_counter() - before
-                    late += seconds - item.num_bytes / self.rate
-                    late = min(max(late, -0.001), 0.1)
+                    excess += seconds - item.num_bytes / self.rate
+                    excess = min(max(excess, -0.001), 0.1)
                 self.num_bytes += item.num_bytes
                 self.busy_seconds += seconds
                 item.done.finish(event=event)
-            except BaseException as error:  # whoever waits must hear of it
+            except BaseException as error:  # for those who wait
                 item.done.finish(error)
             del item
-        for event in self._events.values():  # no memory goes before the last copy to it or from it is over
+        for event in self._events.values():  # no memory is freed before its last copy is done
             event.synchronize()
 
-    def _give(self, work: Callable[[], object], priority: int) -> Any:
-        """Do the work, or have the priority's stream do it; the stream's event."""
+    def _issue(self, work: Callable[[], object], priority: int) -> Any:
+        """Do the work, or issue it to the priority's stream; return the stream's event."""
         if self._streams is None:
             work()
             return None
@@ -180,10 +179,10 @@ class CopyStream:
         return event
 
     def _wait(self, item: _Item) -> None:
-        """The host's part of all is over, but for what others than these threads do."""
+        """Wait for the item's predecessors, on a GPU by its stream. Raises the error of one."""
         free = [done for done in item.free if not isinstance(done.error, Cancelled)]
         if self._streams is None:
-            free = free[-1:]  # the last user of the memory came after the others itself
+            free = free[-1:]  # the last user of the memory has waited for the others
         for before in (*item.after, *free):
             if self._streams is None:
                 before.wait(self._timeout)

@@ -1,7 +1,7 @@
-"""A scratch file on this node's disk: read and written past the page cache, and gone with the process that made it.
+"""A scratch file on this node's disk, read and written with direct I/O, which is deleted when its process ends.
 
-The kernel's cache would hold what the disk is there to hold, and count as the host's memory. No memory map: a disk that
-fails under one is a bus error, and not an exception.
+The kernel's page cache would count as host memory, which the file is to save. It is not a memory map: there a failure
+of the disk is a bus error instead of an exception.
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from memory.host_memory import BLOCK, free_bytes, instead_of, padded
 
 KEY = "memory.disk_dir"
 GIB = 2**30
-# Of statfs(2): file systems that are the host's memory.
+# File systems in host memory, by their magic number (statfs(2)).
 IN_MEMORY = {0x01021994: "tmpfs", 0x858458F6: "ramfs"}
 
 
 def offsets(sizes: Sequence[int]) -> list[int]:
-    """Where each of several records begins in a file, and at last how long that is."""
+    """Return the offsets of records in a file, followed by the file's length, in bytes."""
     return list(accumulate((padded(size) for size in sizes), initial=0))
 
 
 def aligned(num_bytes: int, pinned: bool) -> torch.Tensor:
-    """An uninitialized uint8 host tensor of so many bytes, rounded up to whole blocks, for a disk to read into."""
+    """Return an uninitialized uint8 host tensor for direct I/O, of `num_bytes` rounded up to whole blocks."""
     size = padded(num_bytes)
     if pinned:
         memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        if memory.data_ptr() % BLOCK == 0:  # CUDA's are whole pages, and a block more might be rounded up to twice that
+        if (
+            memory.data_ptr() % BLOCK == 0
+        ):  # CUDA allocates whole pages, and might round a block more up to twice the size
             return memory
     memory = torch.empty(size + BLOCK, dtype=torch.uint8, pin_memory=pinned)
     start = -memory.data_ptr() % BLOCK
@@ -45,10 +47,9 @@ def aligned(num_bytes: int, pinned: bool) -> torch.Tensor:
 
 
 class Disk:
-    """`num_bytes` of scratch in a folder, allocated in full; the file has no name. Several threads may read and write
-    at once.
+    """A file without a name of `num_bytes` in a folder, allocated in full. Several threads may read and write at once.
 
-    Raises ConfigError where the folder cannot hold it. instead: keys that do without a disk.
+    Raises ConfigError where it cannot be allocated. instead: keys with which no disk is needed.
     """
 
     def __init__(self, folder: str, num_bytes: int, instead: str = "optimizer.state_device=host"):
@@ -69,7 +70,7 @@ class Disk:
             ) from error
         try:
             os.posix_fallocate(self._file.fileno(), 0, max(self.num_bytes, BLOCK))
-            self.is_direct = self._go_direct()  # false: the file system refuses it, and the kernel's cache is used
+            self.is_direct = self._enable_direct()  # false: the file system refuses it, and the page cache is used
         except OSError as error:
             self._file.close()
             if error.errno not in FULL:
@@ -82,27 +83,29 @@ class Disk:
     def read_into(self, offset: int, tensor: torch.Tensor) -> None:
         """Fill a host tensor (uint8, whole blocks, `aligned`) from the bytes at `offset`, a multiple of BLOCK. Raises
         OSError."""
-        self._transfer("read", lambda part, at: os.preadv(self._file.fileno(), [part], at), offset, tensor)
+        self._transfer("read", lambda view, at: os.preadv(self._file.fileno(), [view], at), offset, tensor)
         with self._lock:
             self.num_read += tensor.numel()
 
     def write_from(self, offset: int, tensor: torch.Tensor) -> None:
-        """Write such a tensor to the bytes at `offset`. Nothing is flushed: it is read back by this process alone.
-        Raises OSError."""
-        self._transfer("written", lambda part, at: os.pwrite(self._file.fileno(), part, at), offset, tensor)
+        """Write such a tensor to the bytes at `offset`. Nothing is flushed, as only this process reads it. Raises
+        OSError."""
+        self._transfer("written", lambda view, at: os.pwrite(self._file.fileno(), view, at), offset, tensor)
         with self._lock:
             self.num_written += tensor.numel()
 
     def close(self) -> None:
-        """Give the room back. Nobody may read or write any more."""
+        """Delete the file. It must not be read or written any more."""
         self._file.close()
 
-    def _go_direct(self) -> bool:
+    def _enable_direct(self) -> bool:
         fd = self._file.fileno()
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-            os.pwrite(fd, memoryview(aligned(BLOCK, pinned=False).zero_().numpy()), 0)  # some refuse only now
+            os.pwrite(
+                fd, memoryview(aligned(BLOCK, pinned=False).zero_().numpy()), 0
+            )  # some file systems refuse only here
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -122,22 +125,22 @@ class Disk:
                 raise self._failed(what, error) from error
             if count < BLOCK:
                 raise self._failed(what, OSError(errno.EIO, f"{count} of {size - done} bytes"))
-            done += count // BLOCK * BLOCK  # the rest of a block once more: what follows must stay aligned
+            done += count // BLOCK * BLOCK  # an incomplete block again: the next offset must be aligned
 
     def _failed(self, what: str, error: OSError) -> OSError:
         return DiskError(error.errno, f"{KEY} ({self.folder}) cannot be {what}: {error.strerror}")
 
 
 class DiskError(OSError):
-    """What the disk answered, in one line that names the folder."""
+    """An error of the disk, in one line that names the folder."""
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 def _file_system(folder: str) -> int:
-    """The magic number of a folder's file system; 0 where the C library does not say."""
-    answer = ctypes.create_string_buffer(256)  # struct statfs, which begins with it
+    """Return the magic number of a folder's file system; 0 where statfs fails."""
+    answer = ctypes.create_string_buffer(256)  # struct statfs; the number is its first field
     if ctypes.CDLL(None).statfs(os.fsencode(folder), answer) != 0:
         return 0
     return ctypes.c_long.from_buffer(answer).value & 0xFFFFFFFF

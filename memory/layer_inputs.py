@@ -1,12 +1,12 @@
-"""Layer inputs that a training keeps for its backward pass, on the host in between (selective checkpoint offload of
+"""Layer inputs that are kept for the backward pass, on the host between the passes (selective checkpoint offload of
 arXiv 2609.14306, section 3.3).
 
-With full recomputation a layer keeps its input alone. It leaves while the next layer computes, and is back before the
-backward pass gets to its layer: while one recomputes, the one below comes. What finds no buffer free stays on the
-device. The buffers are there from the start, so a step can run out of nothing.
+With full recomputation a layer keeps its input alone. The input is copied out while the next layer computes, and copied
+back before the backward pass needs it, while the layer above recomputes. Without a free buffer it stays on the device.
+The buffers are allocated before the first step, so that no step runs out of memory for them.
 
-Where all micro-batches go through a layer before the next, who runs them puts what lies between two layers here, and
-says what is next: inputs are read twice, gradients once.
+In layer-wise order, the schedule puts the tensors between two layers here, and names those that it reads next: inputs
+are read twice, gradients once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Buffer:
 
 @dataclass(eq=False)
 class _Input:
-    """A layer's input between its passes. `tensor`: on the device; `buffer`: on the host, where it left or leaves."""
+    """A layer's input between its passes. `tensor`: on the device; `buffer`: on the host, if it is or will be there."""
 
     chunk: int
     is_first: bool  # of the chunk's layers
@@ -38,8 +38,8 @@ class _Input:
     shape: torch.Size
     dtype: torch.dtype
     buffer: _Buffer | None = None
-    next: _Input | None = None  # whose turn in the backward pass is next
-    is_read_again: bool = False  # by a pass after the one that reads it now
+    next: _Input | None = None  # in the order of the backward pass
+    is_read_again: bool = False  # by a later pass than the one that reads it now
 
     @property
     def num_bytes(self) -> int:
@@ -52,16 +52,16 @@ class Counts:
 
     device: int = 0
     device_peak: int = 0
-    restored_peak: int = 0  # layer inputs that were copied back and not yet consumed, of one model chunk
+    restored_peak: int = 0  # layer inputs of one model chunk, copied back and not yet consumed
     copies_out: int = 0
     copies_back: int = 0
 
 
 class LayerInputs:
-    """The store of one rank. All calls are those of the thread that computes, and none waits for the device."""
+    """The layer inputs of one rank. The thread that computes makes all calls, and no call waits for the device."""
 
     def __init__(self, link: HostLink, buffers: Sequence[torch.Tensor]):
-        """buffers: memory of the host from the link, for a layer's input each."""
+        """buffers: host memory from the link, for one layer's input each."""
         self.counts = Counts()
         self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
@@ -70,21 +70,22 @@ class LayerInputs:
         self.begin()
 
     def begin(self) -> None:
-        """A step starts: whatever an error has left is given up."""
+        """Begin a step; inputs that an error has left are dropped."""
         for buffer in self._buffers:
-            buffer.used.order()  # no memory is somebody else's before a copy to it or from it is over
+            buffer.used.order()  # no memory is reused before a copy to it or from it is done
         self._free = self._buffers[::-1]
-        self._last: dict[int, _Input] = {}  # of each chunk, the last of the backward pass that is known so far
+        self._last: dict[int, _Input] = {}  # by chunk, the last one so far in the order of the backward pass
         self._leaving: _Input | None = None
         self._coming: set[_Input] = set()
-        # By the layer that computes, at most one; with its tensor where others hold that.
+        # Of the layer that computes; with the tensor where its memory must be freed by hand, as others refer to it.
         self._in_use: list[tuple[_Input, torch.Tensor | None]] = []
         self.counts = Counts()
 
     @contextmanager
     def kept(self, chunk: int, is_within: Callable[[], bool]) -> Iterator[None]:
-        """What autograd saves of a pass through the layers of model chunk `chunk`: each one's input, and what is small
-        or the same for all of them. `is_within`: whether a layer computes, whose own are let go of."""
+        """Inside, keep the tensors that autograd saves in a pass through the layers of model chunk `chunk`: each
+        layer's input, and small tensors or those that all layers share. `is_within`: whether a layer computes; the
+        tensors that it saves are recomputed."""
         inputs: list[_Input] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Input:
@@ -102,21 +103,21 @@ class LayerInputs:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        if inputs:  # micro-batches come back in their order: this one's last layer after the first of the one before
+        if inputs:  # backward passes follow the order of micro-batches: this one's last layer after the last's first
             if chunk in self._last:
                 self._last[chunk].next = inputs[-1]
             self._last[chunk] = inputs[0]
 
     def put(self, tensor: torch.Tensor) -> _Input:
-        """Keep what a pass has made for another. The tensor is the store's now: the caller lets go of it."""
+        """Keep the output of a pass for another pass. The caller gives up the tensor."""
         kept = _Input(0, False, tensor.detach(), tensor.shape, tensor.dtype)
         self._keep(kept)
         return kept
 
     def take(self, *wanted: _Input, again: bool = False, then: Sequence[_Input] = ()) -> list[torch.Tensor]:
-        """What a pass reads, until the next call; `again`: a later pass reads it too. `then`: what the pass after this
-        one will read, as far as it is there."""
-        self._let_go()
+        """Return the tensors that a pass reads, valid until the next call. `again`: a later pass reads them, too.
+        `then`: those that the next pass will read and that exist already."""
+        self._drop_used()
         was_away = sum(self._bring(kept) for kept in wanted)
         found = [_tensor(kept) for kept in wanted]
         for kept in wanted:
@@ -131,17 +132,19 @@ class LayerInputs:
         return found
 
     def _keep(self, kept: _Input) -> None:
-        self._settle()
+        # The layer before has computed: its input is consumed, and the copy out in flight is done.
+        self._drop_used()
+        self._leave()
         self._count(kept.num_bytes)
         if self._free:
             buffer = kept.buffer = self._free.pop()
             assert kept.tensor is not None and kept.num_bytes == buffer.memory.numel()
-            self._copy(self._link.down, _view(buffer.memory, kept), kept.tensor, buffer)
+            self._submit_copy(self._link.down, _view(buffer.memory, kept), kept.tensor, buffer)
             self._leaving = kept
             self.counts.copies_out += 1
 
     def _restore(self, kept: _Input) -> torch.Tensor:
-        self._let_go()
+        self._drop_used()
         self._stay(kept)
         self._leave()
         was_away = self._bring(kept)
@@ -155,51 +158,46 @@ class LayerInputs:
         return tensor
 
     def _fetch(self, kept: _Input) -> None:
-        """Have it come back, unless it is here or comes already."""
+        """Copy an input back to the device, unless it is there or in flight."""
         if kept.tensor is not None:
             return
         assert kept.buffer is not None
         kept.tensor = torch.empty(kept.shape, dtype=kept.dtype, device=self._link.device)
         self._count(kept.num_bytes)
-        self._copy(self._link.up, kept.tensor, _view(kept.buffer.memory, kept), kept.buffer)
+        self._submit_copy(self._link.up, kept.tensor, _view(kept.buffer.memory, kept), kept.buffer)
         self._coming.add(kept)
         self.counts.copies_back += 1
 
     def _bring(self, kept: _Input) -> bool:
-        """Have it here for what computes now; whether it was away."""
+        """Make an input available to the present pass; whether it was on the host."""
         self._stay(kept)
         self._fetch(kept)
         was_away = kept in self._coming
         self._coming.discard(kept)
         if was_away:
             assert kept.buffer is not None
-            _follow(kept.buffer.used)
+            kept.buffer.used.follow()
         return was_away
 
     def _stay(self, kept: _Input) -> None:
-        """It is wanted before it has left, and stays beside its copy."""
+        """Keep an input on the device if it is still there, in addition to its copy."""
         if self._leaving is kept:
             self._leaving = None
 
     def _free_buffer(self, kept: _Input) -> None:
-        """It is read for the last time."""
+        """Free an input's buffer after its last read."""
         kept.tensor = None
         if kept.buffer is not None:
-            _follow(kept.buffer.used)
+            kept.buffer.used.follow()
             self._free.append(kept.buffer)
 
-    def _settle(self) -> None:
-        """The layer before has computed: its input is consumed, and what was leaving all the while has left."""
-        self._let_go()
-        self._leave()
-
-    def _let_go(self) -> None:
+    def _drop_used(self) -> None:
         while self._in_use:
             used, tensor = self._in_use.pop()
             if used.is_read_again:
                 if used.buffer is None:
                     continue
-                _follow(used.buffer.used)
+                used.buffer.used.follow()
                 used.tensor = None
             self._drop(used, tensor)
 
@@ -208,22 +206,22 @@ class LayerInputs:
         if leaving is None:
             return
         assert leaving.buffer is not None and leaving.tensor is not None
-        _follow(leaving.buffer.used)
+        leaving.buffer.used.follow()
         self._drop(leaving, leaving.tensor)
         leaving.tensor = None
 
     def _drop(self, kept: _Input, tensor: torch.Tensor | None) -> None:
-        # Megatron-core's schedule and the callers of the layers hold the first one's, and do not read it again.
+        # Megatron-core's schedule and the callers of the layers refer to the first one, and do not read it again.
         if tensor is not None and kept.is_first:
             tensor.untyped_storage().resize_(0)
         self._count(-kept.num_bytes)
 
-    def _copy(self, stream: CopyStream, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
+    def _submit_copy(self, stream: CopyStream, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
         num_bytes = source.numel() * source.element_size()
-        tensors = [(target, source)]  # the copy stream lets go of them before it says that the copy is over
-        # The stream has followed the buffer's last copy, and whatever was in the device's memory before.
+        tensors = [(target, source)]  # the copy stream drops them before the copy's completion
+        # The stream has waited for the buffer's last copy, and for earlier users of the device's memory.
         after = (Completion.so_far(self._link.device),)
-        buffer.used = stream.submit(lambda: _copy(*tensors.pop()), after, num_bytes, priority=PASSES)
+        buffer.used = stream.submit(lambda: _copy_async(*tensors.pop()), after, num_bytes, priority=PASSES)
 
     def _count(self, num_bytes: int) -> None:
         self.counts.device += num_bytes
@@ -235,16 +233,9 @@ def _tensor(kept: _Input) -> torch.Tensor:
     return kept.tensor
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+def _copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
 def _view(memory: torch.Tensor, kept: _Input) -> torch.Tensor:
     return memory[: kept.num_bytes].view(kept.dtype).view(kept.shape)
-
-
-def _follow(done: Completion) -> None:
-    """What is computed from now on comes after it. Raises what it raised."""
-    done.order()
-    if done.error is not None:
-        raise done.error

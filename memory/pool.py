@@ -1,8 +1,8 @@
-"""Scratch memory that is used again, step after step.
+"""A pool of scratch memory that steps reuse.
 
-On the host a large tensor is a fresh mapping each time: the kernel clears its pages at the first touch, which costs
-more than writing them (4 times, for 16 MiB of gathered rows). CUDA's caching allocator solves the same problem, so
-there this is `torch.empty`.
+On the host a large new tensor is a new mapping: the kernel clears its pages at the first touch, which costs more than
+writing them (4 times, for 16 MiB of gathered rows). CUDA's caching allocator solves the same problem, so that there
+this is `torch.empty`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from collections.abc import Sequence
 
 import torch
 
-STEPS_PER_DOUBLING = 4  # sizes are rounded up to a quarter power of two, so that drifting counts find the same buffers
+STEPS_PER_DOUBLING = 4  # sizes are rounded up to a quarter power of two, so that changing counts find the same buffers
 
 
 class Workspace:
-    """A pool of host buffers. A tensor that is taken and never given back is freed by Python like any other."""
+    """A pool of host buffers. A tensor that is taken and not given back is freed by Python as any other."""
 
     def __init__(self) -> None:
-        self.pooled = True  # false: plain tensors, freed at once, so that a counter of live memory sees what is in use
+        self.pooled = (
+            True  # false: plain tensors, freed at once, so that a counter of live memory sees the bytes in use
+        )
         self._free: list[torch.Tensor] = []
 
     def take(self, shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialized contiguous tensor of this shape, on the device and of the dtype of `like`."""
+        """Return an uninitialized contiguous tensor of this shape, on the device and with the dtype of `like`."""
         dtype = dtype or like.dtype
         if like.device.type != "cpu" or not self.pooled:
             return torch.empty(shape, dtype=dtype, device=like.device)
@@ -33,19 +35,18 @@ class Workspace:
         return buffer[:num_bytes].view(dtype).view(shape)
 
     def give(self, *tensors: torch.Tensor | None) -> None:
-        """Hand back tensors that `take` returned; nobody may use them any more."""
+        """Give back tensors of `take`, which must not be used any more."""
         for tensor in tensors:
             if tensor is not None and tensor.device.type == "cpu" and self.pooled:
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def lend(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Memory like `take`'s, for somebody else: it comes back by itself when nobody refers to it."""
+        """Return a tensor as `take` does, which is given back when it is deleted."""
         if like.device.type != "cpu" or not self.pooled:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         num_bytes = math.prod(shape) * like.element_size()
         buffer = self._fitting(num_bytes)
-        # The tensor's storage refers to the array, and the array's end gives the buffer back. The finalizer holds the
-        # buffer.
+        # The tensor's storage refers to the array; when the array is deleted, its finalizer gives the buffer back.
         array = buffer.numpy()[:num_bytes]
         weakref.finalize(array, self._free.append, buffer).atexit = False
         return torch.from_numpy(array).view(like.dtype).view(shape)
@@ -55,16 +56,10 @@ class Workspace:
         if fitting:
             return self._free.pop(min(fitting, key=lambda i: self._free[i].numel()))
         smaller = [i for i, buffer in enumerate(self._free) if buffer.numel() < num_bytes]
-        if smaller:  # outgrown: the pool never holds more buffers than were once in use together
+        if smaller:  # outgrown: the pool never has more buffers than were in use at once
             self._free.pop(max(smaller, key=lambda i: self._free[i].numel()))
-        return torch.empty(_rounded(num_bytes), dtype=torch.uint8)
+        step = 4096 if num_bytes <= 4096 else 2 ** ((num_bytes - 1).bit_length() - 1) // STEPS_PER_DOUBLING
+        return torch.empty(max(-(-num_bytes // step), 1) * step, dtype=torch.uint8)
 
 
-def _rounded(num_bytes: int) -> int:
-    if num_bytes <= 4096:
-        return 4096
-    step = 2 ** ((num_bytes - 1).bit_length() - 1) // STEPS_PER_DOUBLING
-    return -(-num_bytes // step) * step
-
-
-WORKSPACE = Workspace()  # shared by all layers of the process: their calls follow one another
+WORKSPACE = Workspace()  # shared by all layers of the process, whose calls do not overlap

@@ -1,8 +1,8 @@
-"""A file that is read alone, at any offset: opened once, so that it still reads where it was deleted meanwhile.
+"""Files that are only read, at any offset. A file is opened once, so that it can be read after it was deleted.
 
-Direct reads go past the kernel's cache through aligned memory: weights lie at any byte of their files, and the cache of
-a model that is read once would stand beside the memory that it is read into. Where a file system refuses them, the
-cache is used, and what was read is dropped from it.
+Direct reads bypass the kernel's page cache through aligned memory: weights start at any byte of their files, and the
+cache of a model that is read once would need as much memory again. Where a file system refuses direct reads, the cache
+is used, and what was read is dropped from it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 
 from memory.host_memory import BLOCK, padded
 
-NUM_THREADS = 2  # that read beside those that copy
+NUM_THREADS = 2  # that read while others copy
 CHUNK_BYTES = 4 * 2**20  # of one read
-DROP_BYTES = 8 * 2**20  # that are read before they are dropped from the kernel's cache
+DROP_BYTES = 8 * 2**20  # that are read before they are dropped from the page cache
 
 
 class UnreadableFile(OSError):
-    """Why a file cannot be read, in one line that names it."""
+    """Error of a file that cannot be read, in one line with its path."""
 
     def __init__(self, path: Path, number: int | None, cause: str):
         super().__init__(number, cause)
@@ -39,8 +39,8 @@ class UnreadableFile(OSError):
 
 
 @dataclass(frozen=True)
-class _Issued:
-    """A read that some thread will do."""
+class _QueuedRead:
+    """A read that a thread will do."""
 
     done: Future[None]
     file: ReadOnlyFile
@@ -49,36 +49,35 @@ class _Issued:
     needed: int
 
 
-def _read_issued(work: SimpleQueue[_Issued | None]) -> None:
+def _read_queued(work: SimpleQueue[_QueuedRead | None]) -> None:
     while (item := work.get()) is not None:
         try:
             item.file.read_aligned(item.start, item.chunk, item.needed)
-        except BaseException as error:  # whoever waits must hear of it
+        except BaseException as error:  # for the one who waits
             item.done.set_exception(error)
         else:
             item.done.set_result(None)
-        del item  # no file stays open for a thread that waits
+        del item  # a waiting thread keeps no file open
 
 
-def _end_threads(work: SimpleQueue[_Issued | None]) -> None:
+def _end_threads(work: SimpleQueue[_QueuedRead | None]) -> None:
     for _ in range(NUM_THREADS):
         work.put(None)
 
 
 class BounceBuffers:
-    """Aligned memory for direct reads: two chunks for each thread that reads, one of which is read into while the other
-    is copied from."""
+    """Aligned memory for direct reads: two chunks per thread, of which one is filled while the other is copied."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES):
         self.chunk_bytes = padded(chunk_bytes)
         self._of_thread = threading.local()
-        self._work: SimpleQueue[_Issued | None] = SimpleQueue()
+        self._work: SimpleQueue[_QueuedRead | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         weakref.finalize(self, _end_threads, self._work)
 
     def pair(self) -> tuple[memoryview, memoryview]:
-        """The calling thread's two chunks."""
+        """Return the calling thread's two chunks."""
         if not hasattr(self._of_thread, "pair"):
             one, other = (memoryview(mmap.mmap(-1, self.chunk_bytes)) for _ in range(2))  # whole pages
             self._of_thread.pair = (one, other)
@@ -86,41 +85,41 @@ class BounceBuffers:
         return found
 
     def issue(self, file: ReadOnlyFile, start: int, chunk: memoryview, needed: int) -> Future[None]:
-        """Begin to read bytes of a file into a chunk."""
+        """Start to read bytes of a file into a chunk."""
         with self._lock:
-            while len(self._threads) < NUM_THREADS:  # that no process waits for at its end: a disk may never answer
+            while len(self._threads) < NUM_THREADS:  # daemons, as a disk may never answer
                 name = f"direct-read {len(self._threads)}"
-                thread = threading.Thread(target=_read_issued, args=(self._work,), name=name, daemon=True)
+                thread = threading.Thread(target=_read_queued, args=(self._work,), name=name, daemon=True)
                 self._threads.append(thread)
                 thread.start()
         done: Future[None] = Future()
-        self._work.put(_Issued(done, file, start, chunk, needed))
+        self._work.put(_QueuedRead(done, file, start, chunk, needed))
         return done
 
 
 class ReadOnlyFile:
-    """A file's bytes. Several threads may read at once. Raises UnreadableFile where it cannot be opened."""
+    """A file for reading by several threads at once. Raises UnreadableFile where it cannot be opened."""
 
     def __init__(self, path: Path, bounce: BounceBuffers | None = None):
-        """`bounce`: read past the kernel's cache, through these, where the file system allows it."""
+        """`bounce`: buffers for direct reads, where the file system allows them."""
         self.path = path
         self._bounce = bounce
         direct = None if bounce is None else _open_direct(path)
         self.is_direct = direct is not None
         self._descriptor = _open(path, os.O_RDONLY) if direct is None else direct
         if not self.is_direct:
-            # no readahead: it brings pages that are dropped in part alone, or not at all
+            # no readahead: its pages would be dropped only in part, or not at all
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self.size = os.fstat(self._descriptor).st_size  # bytes
         self._lock = threading.Lock()
-        self._read: list[tuple[int, int]] = []  # bytes that the kernel's cache holds by our doing
+        self._read: list[tuple[int, int]] = []  # ranges that our reads have put into the page cache
         self._num_read = 0
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
-        """Nobody reads any more."""
+        """Close the file. It must not be read any more."""
         descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
         if descriptor >= 0:
             if not self.is_direct:
@@ -128,7 +127,7 @@ class ReadOnlyFile:
             os.close(descriptor)
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill writable bytes with those that begin at `start`, which may be any. Raises UnreadableFile."""
+        """Fill writable bytes with those of the file from any `start` on. Raises UnreadableFile."""
         if start + len(target) > self.size:
             raise UnreadableFile(self.path, errno.EIO, f"it ends at byte {self.size}, not at {start + len(target)}")
         if self.is_direct:
@@ -137,7 +136,11 @@ class ReadOnlyFile:
             for at in range(0, len(target), DROP_BYTES):
                 chunk = target[at : at + DROP_BYTES]
                 self._fill(start + at, chunk, len(chunk), 1)
-                self._dropped_later(start + at, start + at + len(chunk))
+                with self._lock:
+                    self._read.append((start + at, start + at + len(chunk)))
+                    self._num_read += len(chunk)
+                    if self._num_read >= DROP_BYTES:
+                        self._drop(self._descriptor)
 
     def read_aligned(self, start: int, chunk: memoryview, needed: int) -> None:
         """Fill a chunk of aligned memory from a multiple of BLOCK; the file may end behind `needed` bytes. Raises
@@ -149,26 +152,26 @@ class ReadOnlyFile:
         pair, size, end = self._bounce.pair(), self._bounce.chunk_bytes, start + len(target)
         starts = range(start // BLOCK * BLOCK, end, size)
 
-        def part(number: int) -> tuple[int, memoryview, int]:
+        def read_of(number: int) -> tuple[int, memoryview, int]:
             needed = min(end - starts[number], size)
             return starts[number], pair[number % 2][: padded(needed)], needed
 
         if len(starts) == 1:
-            self.read_aligned(*part(0))
-            _copy(pair[0][start - starts[0] : end - starts[0]], target)
+            self.read_aligned(*read_of(0))
+            _copy_bytes(pair[0][start - starts[0] : end - starts[0]], target)
             return
-        under_way: Future[None] | None = None
+        in_flight: Future[None] | None = None
         try:
             for number, at in enumerate(starts):
-                if under_way is None:
-                    under_way = self._bounce.issue(self, *part(number))
-                under_way.result()
-                under_way = None if number + 1 == len(starts) else self._bounce.issue(self, *part(number + 1))
+                if in_flight is None:
+                    in_flight = self._bounce.issue(self, *read_of(number))
+                in_flight.result()
+                in_flight = None if number + 1 == len(starts) else self._bounce.issue(self, *read_of(number + 1))
                 low, high = max(at, start), min(at + size, end)
-                _copy(pair[number % 2][low - at : high - at], target[low - start : high - start])
+                _copy_bytes(pair[number % 2][low - at : high - at], target[low - start : high - start])
         finally:
-            if under_way is not None:  # the memory is the thread's own: nothing may write to it any more
-                wait([under_way])
+            if in_flight is not None:  # the buffers stay this thread's: the read must end before they are used again
+                wait([in_flight])
 
     def _fill(self, start: int, chunk: memoryview, needed: int, block: int) -> None:
         done = 0
@@ -180,24 +183,17 @@ class ReadOnlyFile:
             if done + count < needed and count < block:
                 size = os.fstat(self._descriptor).st_size
                 raise UnreadableFile(self.path, errno.EIO, f"it was cut at byte {size} of {self.size} meanwhile")
-            done += count if done + count >= needed else count // block * block  # what follows must stay aligned
-
-    def _dropped_later(self, start: int, end: int) -> None:
-        with self._lock:
-            self._read.append((start, end))
-            self._num_read += end - start
-            if self._num_read >= DROP_BYTES:
-                self._drop(self._descriptor)
+            done += count if done + count >= needed else count // block * block  # the next read must be aligned
 
     def _drop(self, descriptor: int) -> None:
-        for start, end in self._read:  # the kernel drops whole pages: one that begins or ends there goes too
+        for start, end in self._read:  # the kernel drops only whole pages: include those at the ends
             start, end = start // BLOCK * BLOCK, padded(end)
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         self._read, self._num_read = [], 0
 
 
-def _copy(source: memoryview, target: memoryview) -> None:
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # others run meanwhile
+def _copy_bytes(source: memoryview, target: memoryview) -> None:
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))  # without the GIL
 
 
 def _open(path: Path, flags: int) -> int:
@@ -215,7 +211,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _open_direct(path: Path) -> int | None:
-    """A descriptor for direct reads; None where the file system refuses them, some at the first read."""
+    """Open a file for direct reads; None where the file system refuses them, some only at the first read."""
     try:
         descriptor = _open(path, os.O_RDONLY | os.O_DIRECT)
     except UnreadableFile as error:

@@ -1,8 +1,8 @@
-"""Records that lie on the host or on the disk, and come to where they are changed and go back: reads ahead, writes
-behind.
+"""A store of records on the host or on the disk: records are checked out, changed and put back; the disk is read before
+and written after their use.
 
-All calls are the main thread's and none blocks: what is to be waited for is handed on. A record's location is what is
-read, written and held for a save; the records of two locations can be swapped without a copy.
+The main thread makes all calls, and no call blocks: completions are passed on. Reads, writes and snapshots belong to a
+record's location; the records of two locations can be swapped without a copy.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from memory.host_memory import padded
 
 @dataclass
 class _Location:
-    """Where a record lies: in memory of its own, or on the disk from `offset` on."""
+    """The storage of a record: its own memory, or the disk from `offset` on."""
 
     memory: torch.Tensor | None
     offset: int = 0
-    written: Completion = field(default_factory=Completion.already)  # the last change, which a reader waits for
-    held: Completion = field(default_factory=Completion.already)  # a save has read it
+    written: Completion = field(default_factory=Completion.already)  # the last change; reads wait for it
+    released: Completion = field(default_factory=Completion.already)  # by a save that reads it
 
 
 @dataclass
-class _Slot:
+class _Stage:
+    """Host memory that records of the disk pass through."""
+
     memory: torch.Tensor
     priority: int  # of writes
     users: Users = field(default_factory=Users)
-    is_lent: bool = False  # and nobody has said until when
+    is_checked_out: bool = False  # until `put` or `release`
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A record on its way: read from `source` once `there` is over, changed in `target` once all of `change_after`
-    is, and `free`, whatever came of that. Both are the same bytes, unless the record is put to another location of the
+    """A record for reading and changing: read it from `source` once `there` is done, and change it in `target` once all
+    of `change_after` and `free` is. Both are the same bytes, unless the record is put to another location of the
     host."""
 
     source: torch.Tensor
@@ -49,103 +51,104 @@ class Checkout:
     there: Completion
     change_after: tuple[Completion, ...]
     to: _Location
-    slot: _Slot | None
-    free: tuple[Completion, ...] = ()  # who had the target's memory before
+    stage: _Stage | None
+    free: tuple[Completion, ...] = ()  # earlier users of the target's memory, whether they failed or not
 
 
 class Store:
-    """`len(sizes)` records of so many bytes each; `on_disk` says which of them are on the disk."""
+    """`len(sizes)` records of these bytes, on the host or the disk."""
 
     def __init__(
         self,
         link: HostLink,
         sizes: Sequence[int],
         host: Sequence[torch.Tensor | None],
-        slots: Sequence[torch.Tensor],
+        stages: Sequence[torch.Tensor],
         disk: Disk | None,
         offsets: Sequence[int],
         for_passes: int = 0,
     ):
-        """host: memory of each record, None for those of the disk, which begin at `offsets`. slots: host memory for the
-        largest of these; the first `for_passes` serve what passes wait for, and no update holds them."""
+        """host: memory of each record, None for records of the disk, which start at `offsets`. stages: host memory for
+        the largest of these each; the first `for_passes` are for records that passes wait for, not for updates."""
         self.link, self.sizes = link, sizes
         self._locations = [_Location(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
-        made = [_Slot(memory, LAYERS if i < for_passes else UPDATES) for i, memory in enumerate(slots)]
-        self._slots, self._slots_of_passes = made[for_passes:], made[:for_passes]
+        made = [_Stage(memory, LAYERS if i < for_passes else UPDATES) for i, memory in enumerate(stages)]
+        self._stages, self._pass_stages = made[for_passes:], made[:for_passes]
         self._disk = disk
-        self.bytes_read = self.bytes_written = 0  # of the disk, without what was cancelled
+        self.bytes_read = self.bytes_written = 0  # of the disk, without cancelled work
         self._counting = threading.Lock()  # a stream may cancel
-        self.waits_for_save = 0  # changes that had to wait until a save had read the record
+        self.waits_for_save = 0  # changes that had to wait for a save to read the record
 
     def fetch(
         self, index: int, to: int | None = None, priority: int = UPDATES, after: Sequence[Completion] = ()
     ) -> Checkout:
-        """Have record `index` come to the host, to be changed and put to record `to` (itself, unless it is given).
-        `put` or `release` gives the checkout back. `priority`: of the read, see memory/copy_stream.py;
-        `after`: what a read of the disk waits for."""
+        """Check record `index` out, to be changed and put to record `to` (by default itself).
+
+        `put` or `release` gives the checkout back. `priority`: of the read, see memory/copy_stream.py; `after`:
+        completions that a read of the disk waits for.
+        """
         location, target = self._locations[index], self._locations[index if to is None else to]
         if location.memory is not None:
             assert target.memory is not None
-            return Checkout(location.memory, target.memory, location.written, self._unheld(target), target, None)
-        slot = self._lend(priority)
-        disk, memory = self._disk, slot.memory[: padded(self.sizes[index])]
+            return Checkout(location.memory, target.memory, location.written, self._unreleased(target), target, None)
+        stage = self._check_out(priority)
+        disk, memory = self._disk, stage.memory[: padded(self.sizes[index])]
         assert disk is not None and target.memory is None
         there = self.link.read.submit(
             lambda: disk.read_into(location.offset, memory),
             (location.written, *after),
             memory.numel(),
-            free=slot.users.all(),
+            free=stage.users.all(),
             priority=priority,
         )
         self._count(there, read=memory.numel())
-        slot.users.add(there, self.sizes[index])
-        record = slot.memory[: self.sizes[index]]
-        return Checkout(record, record, there, (), target, slot)
+        stage.users.add(there, self.sizes[index])
+        record = stage.memory[: self.sizes[index]]
+        return Checkout(record, record, there, (), target, stage)
 
     def overwrite(self, index: int, priority: int = UPDATES) -> Checkout:
-        """Memory of the host for what record `index` shall hold, whatever it holds now. `put` gives it back.
-        `priority`: of what comes to it."""
+        """Check host memory out for new contents of record `index`, without reading it. `put` gives it back.
+        `priority`: of the writer."""
         location = self._locations[index]
         if location.memory is not None:
-            memory, after = location.memory, (*self._unheld(location), location.written)
+            memory, after = location.memory, (*self._unreleased(location), location.written)
             return Checkout(memory, memory, Completion.already(), after, location, None)
-        slot = self._lend(priority)
-        record = slot.memory[: self.sizes[index]]
-        return Checkout(record, record, Completion.already(), (), location, slot, tuple(slot.users.all()))
+        stage = self._check_out(priority)
+        record = stage.memory[: self.sizes[index]]
+        return Checkout(record, record, Completion.already(), (), location, stage, tuple(stage.users.all()))
 
-    def _lend(self, priority: int) -> _Slot:
-        may = self._slots_of_passes if priority < UPDATES and self._slots_of_passes else self._slots
-        slots = [slot for slot in may if not slot.is_lent] or may
-        slot = slots[soonest_free([slot.users for slot in slots])]
-        slot.is_lent = True
-        return slot
+    def _check_out(self, priority: int) -> _Stage:
+        may = self._pass_stages if priority < UPDATES and self._pass_stages else self._stages
+        stages = [stage for stage in may if not stage.is_checked_out] or may
+        stage = stages[soonest_free([stage.users for stage in stages])]
+        stage.is_checked_out = True
+        return stage
 
     def put(self, checkout: Checkout, after: Completion) -> Completion:
-        """The checkout's target is what its record holds from now on, once `after` is over. Returns when the record is
-        there."""
-        if checkout.slot is None:
+        """Make the checkout's target its record, once `after` is done. Return the completion of the write."""
+        if checkout.stage is None:
             checkout.to.written = after
             return after
-        disk, memory = self._disk, checkout.slot.memory[: padded(checkout.target.numel())]
+        disk, memory = self._disk, checkout.stage.memory[: padded(checkout.target.numel())]
         assert disk is not None
         location = checkout.to
         written = self.link.write.submit(
             lambda: disk.write_from(location.offset, memory),
-            (after, *self._unheld(location)),
+            (after, *self._unreleased(location)),
             memory.numel(),
-            priority=checkout.slot.priority,
+            priority=checkout.stage.priority,
         )
         self._count(written, written=memory.numel())
         location.written = written
-        checkout.slot.users.add(written, checkout.target.numel())
-        checkout.slot.is_lent = False
+        checkout.stage.users.add(written, checkout.target.numel())
+        checkout.stage.is_checked_out = False
         return written
 
     def release(self, checkout: Checkout, after: Completion) -> None:
-        """Nothing was changed; the checkout is over with `after`."""
-        if checkout.slot is not None:
-            checkout.slot.users.add(after, checkout.target.numel())
-            checkout.slot.is_lent = False
+        """Give an unchanged checkout back; it is used until `after` is done."""
+        if checkout.stage is not None:
+            checkout.stage.users.add(after, checkout.target.numel())
+            checkout.stage.is_checked_out = False
 
     def swap(self, one: int, other: int) -> None:
         """Exchange two records of the same size, without a copy."""
@@ -153,16 +156,16 @@ class Store:
         self._locations[one], self._locations[other] = self._locations[other], self._locations[one]
 
     def last_write(self, index: int) -> Completion:
-        """When the record is as it was last put."""
+        """Return the completion of a record's last `put`."""
         return self._locations[index].written
 
-    def hold(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Snapshot:
-        """Keep these records as they are now, for a save, until it has read them. `buffer`: host memory for the largest
-        one of the disk."""
+    def snapshot(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Snapshot:
+        """Keep these records unchanged until a save has read them. `buffer`: host memory for the largest record of the
+        disk."""
         locations = [self._locations[index] for index in indices]
         for location in locations:
-            assert location.held.is_issued, "one save at a time"
-            location.held = Completion()
+            assert location.released.is_issued, "one save at a time"
+            location.released = Completion()
         return Snapshot(locations, [self.sizes[index] for index in indices], self._disk, buffer)
 
     def _count(self, done: Completion, read: int = 0, written: int = 0) -> None:
@@ -174,32 +177,29 @@ class Store:
         add(1)
         done.when_issued(lambda: add(-1) if isinstance(done.error, Cancelled) else None)
 
-    def _unheld(self, location: _Location) -> tuple[Completion, ...]:
-        if location.held.is_issued:
+    def _unreleased(self, location: _Location) -> tuple[Completion, ...]:
+        if location.released.is_issued:
             return ()
         self.waits_for_save += 1
-        return (location.held,)
+        return (location.released,)
 
 
 class Snapshot:
-    """Records as they were at one moment. Any one thread may read and release; a change of a record waits for that."""
+    """Records at one moment. Any one thread may read and release; a change of a record waits for its release."""
 
     def __init__(
         self, locations: Sequence[_Location], sizes: Sequence[int], disk: Disk | None, buffer: torch.Tensor | None
     ):
         self._locations, self._sizes, self._disk, self._buffer = locations, sizes, disk, buffer
-        # As they are now: later changes wait for this hold, and a later hold has others.
-        self.held, self._written = (
-            [location.held for location in locations],
-            [location.written for location in locations],
-        )
+        # The present completions: later changes wait for them, and a later snapshot has others.
+        self.released = [location.released for location in locations]
+        self._written = [location.written for location in locations]
 
     def read(self, index: int) -> torch.Tensor:
-        """The record's bytes, until the next `read` or its `release`. Raises what its last change raised."""
+        """Return the record's bytes, valid until the next `read` or its `release`. Raises the error of its last
+        change."""
         location, size, written = self._locations[index], self._sizes[index], self._written[index]
-        written.wait()
-        if written.error is not None:
-            raise written.error
+        written.result()
         if location.memory is not None:
             return location.memory
         assert self._disk is not None and self._buffer is not None
@@ -207,10 +207,10 @@ class Snapshot:
         return self._buffer[:size]
 
     def release(self, index: int) -> None:
-        """It may be changed again."""
-        self.held[index].finish()
+        """Let a record change."""
+        self.released[index].finish()
 
     def close(self) -> None:
-        """All of them may."""
+        """Let all records change."""
         for index in range(len(self._locations)):
             self.release(index)

@@ -1,1 +1,1 @@
-"""GPT and BERT on Megatron-core's parts."""
+"""GPT and BERT, built of Megatron-core's modules."""

@@ -1,7 +1,7 @@
-"""BERT (Devlin et al. 2018): one model chunk from Megatron-core's parts, its forward pass and its losses.
+"""BERT (Devlin et al. 2018): one model chunk of Megatron-core's modules, its forward pass and its losses.
 
-Megatron-core's own BertModel cannot run under sequence parallelism without apex (its head's norm), has no norm on the
-embeddings and ignores the rotary base; this one has the same structure and the same parameter names.
+Megatron-core's own BertModel needs apex for sequence parallelism (its head's norm), has no norm on the embeddings and
+ignores the rotary base; this class has the same structure and the same parameter names.
 Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows of this tensor rank.
 """
 
@@ -26,25 +26,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import (
+from models.attention.sequence_rows import (
     SLICES,
     MicroBatchRows,
     RowSlices,
-    is_shared,
-    of_padding,
-    on_rank,
-    spread_over,
+    is_sharded,
+    padding_slices,
+    position_ids,
+    sequence_parallel_group,
+    with_slices,
 )
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
 from models.norm import mark_sequence_parallel, norm_class
-from models.pointwise.frequencies import Rotary
-from parallel.by_layer import BegunPass
-from parallel.context import position_ids
+from models.pointwise.rotary import Rotary
+from parallel.layer_wise import StartedPass
 from parallel.topology import Axis, Topology
 
-# Hidden states; logits and the sentence head's; the sum of the losses, each token's, and the sentence head's logits.
+# Hidden states; or logits and sentence logits; or the sum of the losses, the loss per token, and sentence logits.
 Output: TypeAlias = (
     torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 )
@@ -59,8 +59,7 @@ class BertShare(NamedTuple):
 
 
 class BertEmbedding(LanguageModelEmbedding):
-    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s, b, h]` (`s` split under
-    sequence parallelism)."""
+    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s, b, h]` (or a slice of s)."""
 
     def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(config=config, num_tokentypes=NUM_TOKEN_TYPES, **kwargs)
@@ -94,7 +93,7 @@ class MaskedLMHead(MegatronModule):
 
 
 class Bert(LanguageModule):
-    """The part of a BERT that one (virtual) pipeline stage holds."""
+    """The layers of a BERT that one (virtual) pipeline stage holds, with the ends of the model that belong to it."""
 
     def __init__(
         self,
@@ -155,19 +154,11 @@ class Bert(LanguageModule):
         """Take the hidden state of the previous pipeline stage."""
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        types: torch.Tensor,
-        padding_mask: torch.Tensor,
-        targets: Targets | None = None,
-        apart: RowSlices | None = None,
-        share: BertShare | None = None,
-    ) -> Output:
-        """Run this stage: see `forward` of this file for shapes."""
-        begun = self.begin(tokens, types, padding_mask, targets, apart, share)
-        hidden = self.encoder(hidden_states=begun.hidden, **begun.settings)
-        return begun.end(hidden) if self.post_process else hidden  # type: ignore[no-any-return]
+    def forward(self, **inputs: Any) -> Output:
+        """Run this stage on the arguments of `begin`; the function `forward` of this file has the shapes."""
+        started = self.begin(**inputs)
+        hidden = self.encoder(hidden_states=started.hidden, **started.settings)
+        return started.end(hidden) if self.post_process else hidden  # type: ignore[no-any-return]
 
     def begin(
         self,
@@ -175,73 +166,62 @@ class Bert(LanguageModule):
         types: torch.Tensor,
         padding_mask: torch.Tensor,
         targets: Targets | None = None,
-        apart: RowSlices | None = None,
+        slices: RowSlices | None = None,
         share: BertShare | None = None,
-    ) -> BegunPass:
-        """What comes before the layers, and what they get."""
+    ) -> StartedPass:
+        """Compute the input of the layers, and return it with their arguments and the rest of the pass."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if share is None else share.positions
             hidden = self.embedding(input_ids=tokens, position_ids=numbers, tokentype_ids=types)
         positions = None if share is None else share.positions
-        rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
+        micro_batch_rows = MicroBatchRows(
+            tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
+        )
         settings = {
             # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes
             # reaches no loss.
             "attention_mask": ~padding_mask[:, None, None, :],
-            "rotary_pos_emb": rows.angles,
-            "packed_seq_params": rows if self.passes_rows else None,
+            "rotary_pos_emb": micro_batch_rows.angles,
+            "packed_seq_params": micro_batch_rows if self.passes_rows else None,
         }
-        return BegunPass(hidden, settings, partial(self._end, targets, share))
+        return StartedPass(hidden, settings, partial(self._end, targets, share))
 
     def _end(self, targets: Targets | None, share: BertShare | None, hidden: torch.Tensor) -> Output:
         sentence_logits = None
-        if self.pooler is not None:
-            pooled = self.pooler(hidden, 0) if share is None else self._pooled(hidden, share)
-            sentence_logits = self.binary_head(pooled)
+        if self.pooler is not None and share is None:
+            sentence_logits = self.binary_head(self.pooler(hidden, 0))
+        elif self.pooler is not None and share is not None:
+            whole = hidden
+            if self.config.sequence_parallel:  # all tensor ranks compute the same from here on
+                whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+            # [k, h] of [s, 1, h]: the first tokens that this rank holds, none or more
+            sentence_logits = self.binary_head(torch.tanh(self.pooler.dense(whole[share.first_rows, 0])))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
             return logits.transpose(0, 1).contiguous(), sentence_logits
-        transformed = self.lm_head(self.output_layer.rows(hidden, targets))
+        transformed = self.lm_head(self.output_layer.select(hidden, targets))
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
 
-    def _pooled(self, hidden: torch.Tensor, share: BertShare) -> torch.Tensor:
-        """What the pooler makes of the first tokens that this rank holds, none or more: `[k, h]` from `[s, 1, h]`."""
-        assert self.pooler is not None
-        if self.config.sequence_parallel:  # all tensor ranks go on with the same
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return torch.tanh(self.pooler.dense(hidden[share.first_rows, 0]))
 
-
-def build_chunk(
-    config: Config,
-    megatron: TransformerConfig,
-    topology: Topology,
-    block: TransformerBlockSubmodules,
-    padded_vocab_size: int,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-) -> Bert:
-    """The part of a BERT that one (virtual) pipeline stage holds, weights not yet filled."""
-    return Bert(config, megatron, topology, block, padded_vocab_size, pre_process, post_process, vp_stage)
+build_chunk = Bert
 
 
 def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
-    """A micro-batch of the host with what is made of it there: its slices of attention.
+    """Add the slices of attention to a micro-batch on the host.
 
-    With context ranks: this rank's part of it, with the labels of the samples whose first tokens it holds.
+    With context ranks: return this rank's rows of it, with the labels of the samples whose first tokens it holds.
     """
-    apart = of_padding(batch["padding_mask"], switches_at(config.model.rotary_scaling))
-    if not is_shared(context):
-        return on_rank(config, batch, apart, context)
+    slices = padding_slices(batch["padding_mask"], switches_at(config.model.rotary_scaling))
+    if not is_sharded(context):
+        return with_slices(config, batch, slices, context)
     samples, length = batch["tokens"].shape
-    found = on_rank(config, {**batch, "positions": position_ids(batch["tokens"])}, apart, context)
+    found = with_slices(config, {**batch, "positions": position_ids(batch["tokens"])}, slices, context)
     is_first = found["positions"][0] == 0
     found["first_rows"] = is_first.nonzero().flatten()
     if "sentence_label" in batch:
-        found["sentence_label"] = batch["sentence_label"][found[SLICES].rows[is_first] // length]
+        found["sentence_label"] = batch["sentence_label"][found[SLICES].sequence_rows[is_first] // length]
         found["num_samples"] = samples
     return found
 
@@ -250,30 +230,30 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
     """Run this rank's stage on `tokens`, `types` (int64 `[b, s]`), `padding_mask` (bool `[b, s]`, True = real token)
     and its targets (see models/loss/token_loss.py).
 
-    Last stage: (the sum of the losses and each token's, fp32 `[b, s]`, or logits `[b, s, v]` without labels; sentence
-    logits `[b, 2]` or None). Other stages: hidden `[s, b, h]`.
+    The last stage returns (sum of the losses, loss per token fp32 `[b, s]`, sentence logits `[b, 2]` or None); without
+    labels (logits `[b, s, v]`, sentence logits). Other stages return hidden states `[s, b, h]`.
     """
     return model(
         tokens=batch["tokens"],
         types=batch["types"],
         padding_mask=batch["padding_mask"],
         targets=targets_of(batch),
-        apart=batch.get(SLICES),
+        slices=batch.get(SLICES),
         share=BertShare(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None,
     )
 
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the masked-LM loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar, and the head's mean
-    loss.
+    """Return the sum of the masked-LM loss over the predicted tokens (where `loss_mask` is 1), an fp32 scalar, and the
+    extra losses.
 
-    The second is `{"sentence_loss": scalar}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
+    These are `{"sentence_loss": mean}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
     """
     assert isinstance(output, tuple) and len(output) == 3, "only the last pipeline stage has a loss"
     loss_sum, _, sentence_logits = output
     extra = {}
     if sentence_logits is not None:
-        if "num_samples" in batch:  # of which this rank has some, or none
+        if "num_samples" in batch:  # in all; this rank has some of them, or none
             summed = F.cross_entropy(sentence_logits.float(), batch["sentence_label"], reduction="sum")
             extra["sentence_loss"] = summed / batch["num_samples"]
         else:
@@ -284,8 +264,8 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 def logits(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Logits over the whole logical vocabulary `[b, s, vocab_size]` and of the sentence head, on every tensor rank of
-    the last stage."""
+    """Return logits over the whole logical vocabulary, `[b, s, vocab_size]`, and those of the sentence head, on every
+    tensor rank of the last stage."""
     output = forward(model, {name: value for name, value in batch.items() if name != "labels"})
     assert isinstance(output, tuple) and len(output) == 2, "only the last pipeline stage has logits"
     token_logits, sentence_logits = output

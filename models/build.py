@@ -1,4 +1,4 @@
-"""Build this rank's model chunks for the configured layout, weights initialized. Needs initialized process groups."""
+"""Builds this rank's model chunks for the configured layout, with initial weights. Needs initialized process groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from configs.schema import Config
 from models import bert, gpt
-from models.blueprint import padded_vocab_size, parts, weights
+from models.blueprint import model_chunks, padded_vocab_size, weights
 from models.feed_forward import tile_feed_forward
 from models.initial_weights import initialize_weights
 from models.loss.output_layer import become_output_layer
@@ -24,27 +24,27 @@ FAMILIES: dict[str, ModuleType] = {"gpt": gpt, "bert": bert}
 
 
 def family_module(config: Config) -> ModuleType:
-    """models.gpt or models.bert: both offer `forward(model, batch)`, `loss(output, batch)` and `logits`."""
+    """Return models.gpt or models.bert: both have `forward(model, batch)`, `loss(output, batch)` and `logits`."""
     return FAMILIES[config.model.family]
 
 
 def build_model(
     config: Config, topology: Topology, vocab_size: int, *, fill: bool = True, streams: bool = False
 ) -> list[torch.nn.Module]:
-    """This rank's model chunks (`parallel.virtual_pipeline` of them, or one), on its device, weights initialized, not
-    wrapped.
+    """Build this rank's model chunks (`parallel.virtual_pipeline` of them, or one) on its device, with initial weights,
+    not wrapped.
 
     `vocab_size` is the logical one; padding of the storage changes neither loss nor gradients. Without `fill` the
-    weights hold anything: the caller loads them. `streams`: experts lie off the device, and are filled where they lie.
-    Raises ConfigError.
+    weights are uninitialized memory, which the caller fills. `streams`: experts are offloaded, and the caller fills
+    them. Raises ConfigError.
     """
     family, device, pipeline = family_module(config), topology.device, topology.pipeline
     backend = resolve_backend(config, device)
     megatron = transformer_config(config, backend)
     num_chunks = config.parallel.virtual_pipeline or 1
     chunks = []
-    # torch's own layers draw initial values that are overwritten below; the global generator must not move by how many
-    # of them this rank happens to hold.
+    # torch's own layers draw initial values, which are overwritten below; the state of the global generator must not
+    # depend on the number of such layers on this rank.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for index in range(num_chunks):
             vp_stage = index if num_chunks > 1 else None
@@ -58,8 +58,8 @@ def build_model(
                 post_process=pipeline.is_last and index == num_chunks - 1,
                 vp_stage=vp_stage,
             )
-            part = parts(config)[pipeline.rank][index]
-            chunk.blueprint_weights = dict(weights(config, vocab_size, part))  # what models/weights.py reads
+            blueprint = model_chunks(config)[pipeline.rank][index]
+            chunk.blueprint_weights = dict(weights(config, vocab_size, blueprint))  # for models/weights.py
             chunks.append(chunk.to(device))
     for chunk in chunks:
         for parameter in chunk.parameters():

@@ -1,7 +1,7 @@
-"""Folders of safetensors: a streaming reader and writer, and the folder of logical weights with its config.yaml.
+"""Folders of safetensors: a streaming reader, and the folder of logical weights with its config.yaml.
 
-Both Hugging Face folders and ours hold `model.safetensors`, or parts of at most PART_BYTES with an index. Tensors pass
-one at a time (models/weight_files/writer.py).
+Both Hugging Face folders and ours hold `model.safetensors`, or files of at most MAX_FILE_BYTES with an index. Tensors
+are read and written one at a time (models/weight_files/writer.py).
 """
 
 from __future__ import annotations
@@ -26,19 +26,16 @@ from configs.architecture import architecture, description
 from configs.checksums import write_folder_sums
 from configs.schema import Config, ConfigError
 from configs.weights import FORMAT, means_nothing, read_config
-from configs.weights import config_from as config_from  # of what a folder's config.yaml says
+from configs.weights import config_from as config_from
 from memory.read_only_file import BounceBuffers
-from models.weight_files.checks import one_line
 from models.weight_files.choice import INDEX_NAME as INDEX_NAME
 from models.weight_files.choice import SINGLE_NAME as SINGLE_NAME
 from models.weight_files.choice import choose
 from models.weight_files.expected import FP32_NAMES, logical_shapes
 from models.weight_files.logical import LogicalWeight
-from models.weight_files.pickled_file import Held, PickledFile
-from models.weight_files.pieces import bands_of, fill, whole
-from models.weight_files.safetensors_file import SafetensorsFile
-from models.weight_files.stored import StoredMatrix, as_matrix
-from models.weight_files.writer import PART_BYTES as PART_BYTES
+from models.weight_files.stored_tensors import StoredMatrix, as_matrix, bands_of, fill, whole
+from models.weight_files.tensor_files import HeldFile, PickledFile, SafetensorsFile, TensorType, one_line
+from models.weight_files.writer import MAX_FILE_BYTES as MAX_FILE_BYTES
 from models.weight_files.writer import TensorSpec as TensorSpec
 from models.weight_files.writer import Writer as Writer
 from parallel.dtypes import DTYPES, SAFETENSORS_NAMES
@@ -47,69 +44,58 @@ WEIGHT_DTYPES = {SAFETENSORS_NAMES[dtype]: dtype for dtype in DTYPES.values()}
 
 
 @dataclass(frozen=True)
-class _RowsOfTensor:
-    """Rows of a tensor of a file under a name of their own."""
+class _ReadableTensor:
+    """A tensor that can be read by a name: a tensor of a file, or consecutive rows of one."""
 
     file: SafetensorsFile | PickledFile
-    tensor: str
-    first: int
-    of: tuple[int, ...]  # their shape
-
-    def dtype(self, name: str) -> str:
-        return self.file.dtype(self.tensor)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.of
-
-    def stored(self, name: str) -> StoredMatrix:
-        return self.file.stored(self.tensor).rows_from(self.first, as_matrix(self.of)[0])
-
-    def close(self) -> None:
-        self.file.close()
+    name: str  # in the file
+    kind: TensorType
+    first_row: int | None = None  # None: the whole tensor
 
 
 class Reader:
-    """Reads tensors by name from a folder's model.safetensors or its parts, with `pickled` from pytorch_model.bin or
-    its parts where there are none. Raises ConfigError where they are missing or broken, or disagree with the index."""
+    """Reads tensors by name from a folder's model.safetensors, or the files of its index; with `pickled`, from
+    pytorch_model.bin if there are no safetensors. Raises ConfigError if files are missing, broken, or disagree with
+    the index."""
 
     def __init__(self, folder: Path, pickled: bool = False, bounce: BounceBuffers | None = None) -> None:
-        """`bounce`: read past the kernel's cache, through these."""
-        # Folders may keep a second copy in another format beside these (consolidated.safetensors).
+        """`bounce`: buffers to read through, past the kernel's cache."""
+        # Folders may hold the model a second time in another format (consolidated.safetensors).
         choice = choose(folder, pickled)
         index = folder / choice.name
-        parts: dict[str, set[str] | None]  # file -> the tensors that it must hold, where the index says it
-        parts = _read_index(index, choice.suffix) if choice.is_index else {choice.name: None}
+        files: dict[str, set[str] | None]  # the tensors that each file must hold; None without an index
+        files = _read_index(index, choice.suffix) if choice.name.endswith(".json") else {choice.name: None}
         self.folder = folder
-        self.notes = [] if choice.note is None else [choice.note]  # what the user should know of it
-        self._file_of: dict[str, SafetensorsFile | PickledFile | _RowsOfTensor] = {}
-        held = Held()
-        for part, expected in sorted(parts.items()):
-            path = folder / part
+        self.notes = [] if choice.note is None else [choice.note]  # for the user
+        self._tensors: dict[str, _ReadableTensor] = {}
+        held = HeldFile()
+        for file_name, expected in sorted(files.items()):
+            path = folder / file_name
             file = SafetensorsFile(path, bounce) if choice.suffix == ".safetensors" else PickledFile(path, held)
-            found = file.names()
-            for name in sorted(found & self._file_of.keys()):
-                raise ConfigError(f"tensor {name} is twice in folder {folder}: in {part} and in another file.")
+            found = file.types.keys()
+            for name in sorted(found & self._tensors.keys()):
+                raise ConfigError(f"tensor {name} is twice in folder {folder}: in {file_name} and in another file.")
             if expected is not None and expected != found:
                 name = min(expected ^ found)
                 says, has = ("names", "lacks it") if name in expected else ("does not name", "holds it")
-                raise ConfigError(f"{index} {says} tensor {name} of {part}, which {has}; copy the folder again.")
-            self._file_of.update(dict.fromkeys(found, file))
+                raise ConfigError(f"{index} {says} tensor {name} of {file_name}, which {has}; copy the folder again.")
+            self._tensors |= {name: _ReadableTensor(file, name, kind) for name, kind in file.types.items()}
 
     def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
+        """The names of all tensors."""
+        return set(self._tensors)
 
     def dtype(self, name: str) -> str:
-        """The type of the tensor called `name` as safetensors calls it (F32, BF16, I64, ...), without reading it."""
-        return self._file_of[name].dtype(name)
+        """The type of a tensor as safetensors names it (F32, BF16, I64, ...), without reading the tensor."""
+        return self._tensors[name].kind.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor called `name`, without reading it."""
-        return self._file_of[name].shape(name)
+        """The shape of a tensor, without reading it."""
+        return self._tensors[name].kind.shape
 
     def main_dtype(self, names: Iterable[str]) -> torch.dtype:
-        """The type of most of these weights. Others may be kept in fp32, as a router's bias is; raises ConfigError for
-        any other type."""
+        """Return the type of most of these weights. The others may be kept in fp32, as a router's bias is; raises
+        ConfigError for any other type."""
         dtypes = {name: self.dtype(name) for name in sorted(names)}
         sizes: Counter[str] = Counter()
         for name, dtype in dtypes.items():
@@ -127,44 +113,48 @@ class Reader:
         return WEIGHT_DTYPES[main]
 
     def stored(self, name: str) -> StoredMatrix:
-        """Where the tensor called `name` lies. Raises ConfigError if there is none."""
-        if name not in self._file_of:
+        """Return a tensor as it is stored, unread. Raises ConfigError if there is none of this name."""
+        if name not in self._tensors:
             raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
-        return self._file_of[name].stored(name)
+        tensor = self._tensors[name]
+        stored = tensor.file.stored(tensor.name)
+        if tensor.first_row is None:
+            return stored
+        return stored.rows_from(tensor.first_row, as_matrix(tensor.kind.shape)[0])
 
-    def split_rows(self, name: str, parts: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Give the rows of the tensor called `name`, which is taken as a matrix, to tensors of these names and shapes,
-        one after the other; its own name is gone. Raises ConfigError for a name that is there already."""
-        file, first = self._file_of.pop(name), 0
-        assert not isinstance(file, _RowsOfTensor)
-        for part, shape in parts:
-            if part in self._file_of:
-                raise ConfigError(f"folder {self.folder} has tensor {part} twice: by itself, and as rows of {name}.")
-            self._file_of[part] = _RowsOfTensor(file, name, first, shape)
+    def split_rows(self, name: str, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Replace a tensor, treated as a matrix, by tensors of these names and shapes, which have its rows in order.
+        Raises ConfigError for a name that is in use."""
+        tensor, first = self._tensors.pop(name), 0
+        assert tensor.first_row is None
+        for new, shape in named_shapes:
+            if new in self._tensors:
+                raise ConfigError(f"folder {self.folder} has tensor {new} twice: by itself, and as rows of {name}.")
+            self._tensors[new] = _ReadableTensor(tensor.file, name, TensorType(tensor.kind.dtype, shape), first)
             first += as_matrix(shape)[0]
 
     def get(self, name: str) -> torch.Tensor:
-        """The tensor called `name`, on the host. Raises ConfigError if there is none."""
+        """Read a tensor to the host. Raises ConfigError if there is none of this name."""
         stored = self.stored(name)
         result = torch.empty(self.shape(name), dtype=stored.read_as)
-        fill(result.view(stored.rows, stored.columns), [whole(stored)])
+        fill(result.view(stored.num_rows, stored.num_columns), [whole(stored)])
         return result
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same shape and numbers, compared a band at a time. Raises ConfigError."""
+        """Whether two tensors have the same shape, type and numbers, compared a band at a time. Raises ConfigError."""
         if self.shape(one) != self.shape(other):
             return False
         both = zip(bands_of(self.stored(one)), bands_of(self.stored(other)))
         return self.dtype(one) == self.dtype(other) and all(mine.equal(theirs) for mine, theirs in both)
 
     def all_names(self) -> list[str]:
-        """Names of everything in the files, also of what others need alone."""
-        return sorted(self._file_of)
+        """The names of all tensors in the files, including those that `names` of a subclass hides."""
+        return sorted(self._tensors)
 
     def close(self) -> None:
-        """Close the files. Nothing is read any more."""
-        for file in self._file_of.values():
-            file.close()
+        """Close the files; no tensor can be read afterwards."""
+        for tensor in self._tensors.values():
+            tensor.file.close()
 
 
 def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
@@ -174,20 +164,20 @@ def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
             f"{path} weight_map ({show_json(weight_map)}) must be an object: the name of each tensor, and the file "
             "that holds it."
         )
-    parts: dict[str, set[str] | None] = {}
-    for name, part in weight_map.items():
-        if not isinstance(part, str) or not part.endswith(suffix) or Path(part).name != part:
+    files: dict[str, set[str] | None] = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file.endswith(suffix) or Path(file).name != file:
             raise ConfigError(
-                f"{path} weight_map.{name} ({show_json(part)}) must be the name of a {suffix} file beside it."
+                f"{path} weight_map.{name} ({show_json(file)}) must be the name of a {suffix} file beside it."
             )
-        names = parts.setdefault(part, set())
+        names = files.setdefault(file, set())
         assert names is not None
         names.add(name)
-    return parts
+    return files
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError where there is none, or one that says a key twice."""
+    """Return the object in a JSON file. Raises ConfigError if there is none, or if it has a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
@@ -209,7 +199,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_token_ids(path: Path, key: str) -> set[int]:
-    """The token ids that a key of a JSON file names: none, one or a list. Raises ConfigError for anything else."""
+    """Return the token ids at a key of a JSON file: null, one or a list. Raises ConfigError for anything else."""
     value = read_json(path).get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
@@ -225,12 +215,12 @@ def show_json(value: Any) -> str:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write into that takes the name `folder` only when the block ends well. Raises ConfigError if that is
-    in use, or cannot be made."""
+    """Yield a partial folder to write into, which is renamed to `folder` when the block succeeds and deleted when it
+    fails. Raises ConfigError if `folder` is in use, or cannot be made."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output folder {folder} must be new or empty. Try another name.")
-    target = folder.resolve()  # an empty folder may be a link: what it points to is replaced
-    # no name of the user's, nor of another process
+    target = folder.resolve()  # an empty folder may be a link: its target is replaced
+    # a name that neither the user nor another process has
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -254,8 +244,8 @@ def save_logical_folder(
     vocab_size: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: as they
-    are); every rank calls it, rank 0 writes. Raises OSError."""
+    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: their
+    own types). Every rank calls it, rank 0 writes. Raises OSError."""
     from models.weights import gather_logical, logical_tensors  # Megatron-core: seconds that no reader need wait for
 
     held: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
@@ -282,7 +272,7 @@ def save_logical_folder(
 
 @dataclass(frozen=True)
 class LogicalFolder:
-    """An open folder of logical weights."""
+    """An open folder of logical weights, with its config."""
 
     config: Config
     vocab_size: int
@@ -292,8 +282,8 @@ class LogicalFolder:
 
 
 def open_logical_folder(folder: Path, bounce: BounceBuffers | None = None) -> LogicalFolder:
-    """Open a folder of logical weights; what it holds besides the model's own is passed over. `bounce`: read past the
-    kernel's cache, through these. Raises ConfigError, also for a weight that is missing."""
+    """Open a folder of logical weights; tensors that are not the model's are ignored. `bounce`: buffers to read
+    through, past the kernel's cache. Raises ConfigError, also for a missing weight."""
     config = config_from(read_config(folder))
     vocab_size = config.model.vocab_size
     if vocab_size is None:
@@ -314,7 +304,7 @@ def load_logical_folder(
     off_device: Iterable[AbstractContextManager[None]] = (),
 ) -> None:
     """Fill this rank's `chunks`, in any layout, from a folder of logical weights; `off_device`: see
-    models/weights.py. Raises ConfigError for another model's."""
+    models/weights.py. Raises ConfigError for the weights of another model."""
     folder = Path(folder)
     theirs = read_config(folder)
     wrong = [
@@ -341,7 +331,6 @@ def load_logical_folder(
 def write_config(
     folder: Path, overrides: dict[str, dict[str, Any]], special_tokens: dict[str, Any] | None = None
 ) -> None:
-    """Write config.yaml: the model as overrides of the sections `model` and `moe`, and which tokens are special, where
-    that is known."""
+    """Write config.yaml: overrides of the sections `model` and `moe`, and the special tokens if they are known."""
     known = {} if special_tokens is None else {"special_tokens": special_tokens}
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides, **known}, sort_keys=False))

@@ -17,54 +17,50 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from configs.rotary import switches_at
 from configs.schema import Config
 from models.attention.layers import takes_rows
-from models.attention.rows import (
+from models.attention.sequence_rows import (
     SLICES,
     MicroBatchRows,
     RowSlices,
-    is_shared,
-    of_documents,
-    on_rank,
-    spread_over,
+    document_slices,
+    is_sharded,
+    position_ids,
+    sequence_parallel_group,
+    with_slices,
 )
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
-from models.pointwise.frequencies import Rotary
-from parallel.by_layer import BegunPass
-from parallel.context import position_ids
+from models.pointwise.rotary import Rotary
+from parallel.layer_wise import StartedPass
 from parallel.topology import Axis, Topology
 
-POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # rotary positions are ours
+POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # models/pointwise has rotary positions
 
 
 class Gpt(GPTModel):
-    """The part of a GPT that one (virtual) pipeline stage holds: Megatron-core's modules, and passes of our own."""
+    """The layers of a GPT that one (virtual) pipeline stage holds: Megatron-core's modules, with our forward pass."""
 
     def __init__(self, model: Config, **settings: Any) -> None:
         super().__init__(**settings)
         self.rotary = Rotary(model) if model.model.position_embedding == "rope" else None
         self.passes_rows = takes_rows(self)
 
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        targets: Targets | None = None,
-        positions: torch.Tensor | None = None,
-        apart: RowSlices | None = None,
-    ) -> torch.Tensor | LossOutput:
-        """Run this stage: see `forward` of this file for shapes."""
-        begun = self.begin(tokens, targets, positions, apart)
-        hidden = self.decoder(hidden_states=begun.hidden, **begun.settings)
-        return begun.end(hidden) if self.post_process else hidden
+    def forward(self, **inputs: Any) -> torch.Tensor | LossOutput:
+        """Run this stage on the arguments of `begin`; the function `forward` of this file has the shapes."""
+        started = self.begin(**inputs)
+        hidden = self.decoder(hidden_states=started.hidden, **started.settings)
+        return started.end(hidden) if self.post_process else hidden
 
     def begin(
         self,
         tokens: torch.Tensor,
         targets: Targets | None = None,
         positions: torch.Tensor | None = None,
-        apart: RowSlices | None = None,
-    ) -> BegunPass:
-        """What comes before the layers, and what they get."""
-        rows = MicroBatchRows(tokens, self.rotary, apart, positions, spread_over(self.config, self.pg_collection))
+        slices: RowSlices | None = None,
+    ) -> StartedPass:
+        """Compute the input of the layers, and return it with their arguments and the rest of the pass."""
+        micro_batch_rows = MicroBatchRows(
+            tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
+        )
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if positions is None else positions
@@ -72,16 +68,16 @@ class Gpt(GPTModel):
         settings = {
             "attention_mask": None,
             # latent attention takes them from the rows
-            "rotary_pos_emb": None if self.config.multi_latent_attention else rows.angles,
-            "packed_seq_params": rows if self.passes_rows else None,
+            "rotary_pos_emb": None if self.config.multi_latent_attention else micro_batch_rows.angles,
+            "packed_seq_params": micro_batch_rows if self.passes_rows else None,
         }
-        return BegunPass(hidden, settings, partial(self._end, targets))
+        return StartedPass(hidden, settings, partial(self._end, targets))
 
     def _end(self, targets: Targets | None, hidden: torch.Tensor) -> torch.Tensor | LossOutput:
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             return self.output_layer(hidden, weight=weight)[0].transpose(0, 1).contiguous()
-        return self.output_layer(self.output_layer.rows(hidden, targets), weight=weight, targets=targets)
+        return self.output_layer(self.output_layer.select(hidden, targets), weight=weight, targets=targets)
 
 
 def build_chunk(
@@ -94,7 +90,7 @@ def build_chunk(
     post_process: bool,
     vp_stage: int | None,
 ) -> Gpt:
-    """A chunk of the model, weights not yet filled."""
+    """Build a model chunk; its weights are not filled yet."""
     return Gpt(
         config,
         config=megatron,
@@ -111,37 +107,37 @@ def build_chunk(
 
 
 def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
-    """A micro-batch of the host with what is made of it there: where documents stay apart (`positions`, int64 `[b, s]`,
-    of each token in its piece), its slices of attention.
+    """Add the slices of attention to a micro-batch on the host, if documents are separate (`positions`, int64 `[b, s]`,
+    of each token in its segment).
 
-    With context ranks: this rank's part of it, with positions and slices in any case.
+    With context ranks: return this rank's rows of it, with positions and slices in any case.
     """
     if "positions" not in batch:
-        if not is_shared(context):
+        if not is_sharded(context):
             return batch
         batch = {**batch, "positions": position_ids(batch["tokens"])}
-    apart = of_documents(batch["positions"], switches_at(config.model.rotary_scaling))
-    return on_rank(config, batch, apart, context)
+    slices = document_slices(batch["positions"], switches_at(config.model.rotary_scaling))
+    return with_slices(config, batch, slices, context)
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
     """Run this rank's stage on `batch["tokens"]`, int64 `[b, s]`, what `on_host` made, and its targets (see
     models/loss/token_loss.py).
 
-    Last stage: the sum of the losses and each token's, fp32 `[b, s]`; without labels, this tensor rank's logits
-    `[b, s, v]`. Other stages: hidden `[s, b, h]`. With context ranks a rank's rows are one sample.
+    The last stage returns the sum of the losses and the loss per token, fp32 `[b, s]`; without labels, this tensor
+    rank's logits `[b, s, v]`. Other stages return hidden states `[s, b, h]`. With context ranks a rank's rows form one
+    sample.
     """
     return model(
-        tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), apart=batch.get(SLICES)
+        tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), slices=batch.get(SLICES)
     )
 
 
 def loss(output: LossOutput, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the language-model loss over the predicted tokens (where `loss_mask` is 1), fp32 scalar; no extra
-    losses."""
+    """Return the sum of the loss over the predicted tokens (`loss_mask` is 1), an fp32 scalar, and no extra losses."""
     return output[0], {}
 
 
 def logits(model: torch.nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Logits over the whole logical vocabulary, `[b, s, vocab_size]`, on every tensor rank of the last stage."""
+    """Return logits over the whole logical vocabulary, `[b, s, vocab_size]`, on every tensor rank of the last stage."""
     return gather_from_tensor_model_parallel_region(forward(model, {"tokens": tokens}))[..., :vocab_size]

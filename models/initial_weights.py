@@ -1,7 +1,7 @@
-"""Initial weights that depend on the seed and the model alone, never on the layout.
+"""Initial weights, which depend on the seed and the model alone, never on the layout.
 
 A logical tensor is drawn in blocks of 256 rows, each by a generator of its own, seeded by a hash of (seed, name,
-block). So a rank draws only the blocks that its part needs, and every layout has the same bits. Where tensor
+block). So a rank draws only the blocks that its slice needs, and every layout has the same bits. If tensor
 parallelism splits the columns of a matrix, its blocks are 256 columns. The blueprint's kind of a weight decides its
 distribution, which is GPT-2's (Radford et al. 2019, section 2.3): normal with `model.init_std`, divided by
 sqrt(2 * num_layers) for the layers that write into the residual stream; biases 0, norms 1.
@@ -34,16 +34,16 @@ def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> Non
 def fill_off_device(
     chunks: Sequence[torch.nn.Module], config: Config, off_device: Iterable[AbstractContextManager[None]]
 ) -> None:
-    """Fill those that lie off the device, which are at hand in these contexts, a part in each."""
+    """Fill the offloaded weights; each of these contexts makes some of them accessible."""
     with torch.no_grad():
         for item in tensors_off_device(chunks, off_device):
             fill(item, config)
 
 
 def fill(item: LogicalTensor, config: Config) -> None:
-    """Give this rank's part of a logical tensor its initial values; what pads the vocabulary becomes 0.
+    """Fill this rank's slice of a logical tensor with initial values, and rows that pad the vocabulary with 0.
 
-    Raises ValueError for a kind of weight that it does not know.
+    Raises ValueError for an unknown kind of weight.
     """
     mean, std = distribution(item.name, item.kind, config)
     dim = item.dim or 0
@@ -60,7 +60,7 @@ def fill(item: LogicalTensor, config: Config) -> None:
 
 
 def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
-    """All of a weight that no rank splits by its columns, with its initial values; fp32, on the host."""
+    """Return the initial values of a whole weight, whose columns no layout splits: fp32, on the host."""
     assert not weight.is_expert and all(split.dim == 0 for split in weight.splits)
     mean, std = distribution(name, weight.kind, config)
     full = torch.full(weight.shape, mean)
@@ -71,7 +71,7 @@ def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
 
 
 def distribution(name: str, kind: str, config: Config) -> tuple[float, float]:
-    """Mean and standard deviation of a weight of this kind; the mean is 0 where the deviation is not."""
+    """Return the mean and the standard deviation of a kind of weight; one of the two is 0."""
     std = config.model.init_std
     of_kind = {
         "matrix": (0.0, std),
@@ -88,10 +88,10 @@ def distribution(name: str, kind: str, config: Config) -> tuple[float, float]:
 def blocks(
     name: str, shape: Sequence[int], dim: int, start: int, end: int, std: float, seed: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The blocks along `dim` that hold some of `start` to `end`: the first index of each, and its numbers, fp32 on the
-    host.
+    """Yield the blocks along `dim` that overlap indices `start` to `end`: the first index of each, and its numbers,
+    fp32 on the host.
 
-    The tensor is overwritten by the next block.
+    Each block overwrites the tensor of the one before.
     """
     generator = torch.Generator()
     memory = torch.empty(math.prod(shape) // shape[dim] * min(DRAWN_ROWS, shape[dim]))

@@ -1,8 +1,7 @@
-"""What makes a bare model parallel, in order: the one place to look. The model files do not know which layout they run
-in.
+"""All steps that make a bare model parallel, in order. The model files do not know the layout.
 
-Megatron-core's layers take their share of the work from their settings while they are built: `layer_settings`, the
-first half. What is built is then marked and wrapped: `parallelize`, the second half.
+Megatron-core's layers read their share of the work from their settings when they are built: `layer_settings`, the first
+half. The built model is then marked and wrapped: `parallelize`, the second half.
 """
 
 from __future__ import annotations
@@ -28,83 +27,79 @@ from models.weights import logical_tensors
 from parallel.megatron.ddp import in_half_precision, wrap
 from parallel.topology import Topology
 
+# selective: attention scores and the wide activations of dense feed-forward layers, which take most of a layer's memory
+# (Korthikanti et al. 2022, section 4). For MoE layers moe.memory_strategy decides.
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
+
 
 def layer_settings(config: Config) -> dict[str, Any]:
-    """The part of Megatron's TransformerConfig that says how a model is spread over the ranks, and what it computes
-    again."""
+    """Return Megatron's TransformerConfig settings that distribute a model over ranks, and of recomputation."""
     layout = config.parallel
     return {
-        # 1. Tensor and sequence parallelism: each layer holds its slice of the weights, norms and dropout their part of
-        # the tokens.
+        # 1. Tensor and sequence parallelism: each layer holds a slice of its weights; norms and dropout process a share
+        # of the tokens.
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.sequence,
         # 2. Context parallelism: attention exchanges keys and values.
         "context_parallel_size": layout.context,
-        # 3. Expert parallelism folds over the same ranks. Where the tensor size of experts is None, Megatron-core falls
-        # back to the other one, in the groups and in the config alike.
+        # 3. Expert parallelism reuses the same ranks. If the tensor size of experts is None, Megatron-core takes the
+        # one of the other layers, both for the groups and in the config.
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": derived.expert_tensor_size(config),
-        # 4. Pipeline parallelism: a chunk holds its layers alone. The interleaved schedule sends activations and
-        # gradients to the same rank when there are two pipeline ranks. In one batch they are told apart by order alone,
-        # and get swapped; overlapped, each direction has its own group.
+        # 4. Pipeline parallelism: a chunk holds only its own layers. With two pipeline ranks the interleaved schedule
+        # sends activations and gradients to the same rank. In one batch only their order distinguishes them, and they
+        # get swapped; overlapped, each direction has its own group.
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "overlap_p2p_comm": layout.virtual_pipeline is not None,
         "batch_p2p_comm": layout.virtual_pipeline is None,
-        # Else the host waits for the whole device after each such batch, which old versions of torch needed.
+        # Otherwise the host waits for the whole device after each batch, which old versions of torch needed.
         "batch_p2p_sync": False,
-        # 5. Recomputation: what a layer does not keep for its backward pass.
-        **_recompute(config.training.recompute),
+        # 5. Recomputation: activations that a layer does not keep for its backward pass.
+        **RECOMPUTE[config.training.recompute],
     }
 
 
 def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Make this rank's bare chunks, as models/build.py builds them, ready for training."""
+    """Mark and wrap this rank's bare chunks, as models/build.py builds them, for training."""
     settings = get_model_config(chunks[0])
-    # 6. Which weights are slices: the gradients' norm counts what all tensor ranks hold once.
+    # 6. Marks of weights that are slices: the gradients' norm counts weights that all tensor ranks hold once.
     mark_tensor_parallel(chunks)
     # 7. Precision: the inputs and outputs of a half-precision model are cast at its borders.
     if config.training.precision != "fp32":
         chunks = [in_half_precision(settings, chunk) for chunk in chunks]
     # 8. Data parallelism: gradient buffers, their reduction, and the gather of a sharded optimizer's weights. Owned
-    # parameters (parallel/owned.py) are left out, and get what they need here.
+    # parameters (parallel/owned.py) are left out; `wrap` starts their own gradients.
     data = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         overlap_param_gather=derived.overlap_param_gather(config),
         use_distributed_optimizer=config.optimizer.distributed,
     )
-    # 9. Gradients go into those buffers where they are made.
+    # 9. Weight gradients are added to those buffers by the kernels that compute them.
     if config.model.fusions != "off":
         accumulate_in_products(chunks)
     return wrap(data, chunks, topology.groups)
 
 
 def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the product:
-    neither a gradient in bf16 nor a pass that adds it up."""
-    # Megatron-core has one setting for all layers, and its own output layer needs apex for it. Other layers than
-    # TransformerEngine's do not have the attribute.
+    """Let TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the matrix
+    product, which saves a bf16 gradient and the pass that adds it."""
+    # Megatron-core has one setting for all layers, and its own output layer needs apex for it. Only TransformerEngine's
+    # layers have the attribute.
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
 
 
-def _recompute(kind: str) -> dict[str, Any]:
-    # selective: attention scores and the wide activations of dense feed-forward layers, which hold most of a layer's
-    # memory (Korthikanti et al. 2022, section 4). What an MoE layer keeps is moe.memory_strategy's business.
-    settings: dict[str, dict[str, Any]] = {
-        "none": {},
-        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
-        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }
-    return settings[kind]
-
-
 def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
-    """Mark each weight as split over the tensor ranks or copied: the gradients' norm counts a split one on each, a copy
-    on rank 0.
+    """Mark each weight as split over the tensor ranks or replicated: the gradients' norm counts split weights on every
+    rank, replicated ones on rank 0.
 
     Megatron-core marks weights while it initializes them, which is turned off here.
     """
@@ -119,13 +114,13 @@ def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def bare(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Undo the wrapping of `parallelize`: the chunks inside."""
+    """Return the bare chunks inside the wrappers of `parallelize`."""
     return list(unwrap_model(list(chunks)))
 
 
 @contextmanager
 def frozen_weights(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Context for reading weights between steps: gathers that are still due are finished first, dropout is off."""
+    """Context for reading weights between steps: pending gathers are finished first, and dropout is off."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.disable_forward_pre_hook(param_sync=True)

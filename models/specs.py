@@ -1,6 +1,6 @@
-"""Layer specs: which modules a transformer layer is made of, for each backend, norm position and feed-forward kind.
+"""Layer specs: the modules of a transformer layer, for each backend, norm position and kind of feed-forward layer.
 
-portable: own norm, torch's SDPA and Megatron-core's parallel linear layers; runs wherever torch runs.
+portable: our own norm, torch's SDPA and Megatron-core's parallel linear layers; runs wherever torch runs.
 transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA only).
 """
 
@@ -33,17 +33,16 @@ from configs.schema import Config, ConfigError, ModelConfig
 from models.attention.layers import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
 from models.feed_forward import FeedForward
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class
+from moe.layer import moe_spec
 from moe.placement.policy import policy_of
 from moe.planning.inputs import initial_plan
-from moe.spec import moe_spec
 from parallel.megatron.startup import transformer_engine_fault
 from parallel.topology import Axis, Topology
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The modules that a backend offers. `norm_column_linear` is a norm and a linear layer in one, where there is
-    one."""
+    """The modules of a backend. `norm_column_linear` fuses a norm and a linear layer; None without such a module."""
 
     norm: type
     qk_norm: type
@@ -56,8 +55,7 @@ class Backend:
 class PostNorm(torch.nn.Module):
     """Bias, dropout, residual sum, then the norm: the end of a post-norm sub-layer (Vaswani et al. 2017, section 3.1).
 
-    Takes the place of Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to
-    apply.
+    Replaces Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to apply.
     """
 
     def __init__(self, norm: type, config: TransformerConfig) -> None:
@@ -65,18 +63,18 @@ class PostNorm(torch.nn.Module):
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Any:
-        """The function (output with bias, residual, dropout probability) -> normalized sum, `[s, b, h]`."""
+        """Return the function (output with bias, residual, dropout probability) -> normalized sum, `[s, b, h]`."""
         add = get_bias_dropout_add(training, fused)
         return lambda output_with_bias, residual, probability: self.norm(add(output_with_bias, residual, probability))
 
 
 @functools.cache
 def bias_copying(row_linear: type) -> type:
-    """A row parallel linear layer that returns a copy of its bias instead of the parameter.
+    """Return a subclass of a row parallel linear layer that returns a copy of its bias instead of the parameter.
 
-    A feed-forward layer under recompute (Megatron-core's CheckpointFunction) returns that bias, and autograd would make
-    the parameter itself an output of the checkpoint: its backward pass then calls itself without end.
-    """
+    A feed-forward layer under recompute (Megatron-core's CheckpointFunction) returns that bias. If it were the
+    parameter itself, autograd would make it an output of the checkpoint, whose backward pass would then recurse
+    forever."""
 
     class BiasCopying(row_linear):  # type: ignore[valid-type,misc]
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -87,10 +85,10 @@ def bias_copying(row_linear: type) -> type:
 
 
 def resolve_backend(config: Config, device: torch.device) -> str:
-    """`model.backend` with `auto` decided: transformer_engine where it can be used and the device is CUDA, else
+    """Return `model.backend`, with `auto` resolved: transformer_engine if the device is CUDA and it works there, else
     portable.
 
-    Raises ConfigError for transformer_engine where it cannot run.
+    Raises ConfigError for transformer_engine if it cannot run.
     """
     wanted = config.model.backend
     fault = transformer_engine_fault()
@@ -108,7 +106,7 @@ def resolve_backend(config: Config, device: torch.device) -> str:
 
 
 def backend_line(config: Config, device: torch.device) -> str | None:
-    """What to say where `auto` takes the portable backend on a GPU; None elsewhere."""
+    """Return the line to log if `auto` chooses the portable backend on a GPU; otherwise None."""
     fault = transformer_engine_fault()
     if config.model.backend != "auto" or device.type != "cuda" or fault is None:
         return None
@@ -123,10 +121,10 @@ def block_spec(
     vp_stage: int | None,
     off_device: bool = False,
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's model chunk and the final norm. Layers are dense or MoE by `moe.layers`. `off_device`:
-    experts' weights lie off the device."""
+    """Return the spec of this rank's layers of a model chunk, with the final norm; `moe.layers` says which layers are
+    MoE. `off_device`: the experts' weights are offloaded."""
     backend = _backend(backend_name, megatron)
-    # TransformerEngine's attention would need lengths of its own, and rows that it deals itself.
+    # TransformerEngine's attention would need its own sequence lengths, and its own sharding of the sequences.
     if config.data.documents == "separate" or config.parallel.context > 1:
         backend = replace(backend, attention=ScaledDotProductAttention)
     causal = config.model.family == "gpt"
@@ -134,21 +132,9 @@ def block_spec(
     stage = topology.pipeline.rank
     offset = get_transformer_layer_offset(megatron, vp_stage, stage)
     pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage, stage)]
-    moe = _moe_spec(config, topology, backend, off_device)
-    return TransformerBlockSubmodules(
-        layer_specs=[
-            _layer(backend, megatron, topology.tensor, config, causal, post_norm, moe if is_moe else None)
-            for is_moe in pattern
-        ],
-        # The last layer of a post-norm model has normalized its output already.
-        layer_norm=None if post_norm else backend.norm,
-    )
-
-
-def _moe_spec(config: Config, topology: Topology, backend: Backend, off_device: bool) -> ModuleSpec:
     all_to_all = "flat" if config.moe.all_to_all == "auto" else config.moe.all_to_all
     linear = MLPSubmodules(linear_fc1=backend.column_linear, linear_fc2=backend.row_linear)
-    return moe_spec(
+    moe = moe_spec(
         topology.groups,
         linear,
         config.model.activation,
@@ -158,6 +144,14 @@ def _moe_spec(config: Config, topology: Topology, backend: Backend, off_device: 
         config.moe.group_score_top_k,
         strided=config.moe.token_budget is not None,
         off_device=off_device,
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[
+            _layer(backend, megatron, topology.tensor, config, causal, post_norm, moe if is_moe else None)
+            for is_moe in pattern
+        ],
+        # The last layer of a post-norm model has normalized its output already.
+        layer_norm=None if post_norm else backend.norm,
     )
 
 
@@ -170,12 +164,12 @@ def _layer(
     post_norm: bool,
     moe: ModuleSpec | None,
 ) -> ModuleSpec:
-    # `moe` takes the place of a dense feed-forward layer.
-    # A backend that fuses a norm with the linear layer after it can do so before attention and before a dense
-    # feed-forward layer of a pre-norm model; before MoE the router needs the norm's output too.
+    # `moe` replaces the dense feed-forward layer. A backend that fuses a norm with the linear layer after it can do so
+    # in a pre-norm model, before attention and before a dense feed-forward layer; an MoE router needs the norm's
+    # output too.
     fused_norm = backend.norm_column_linear if not post_norm else None
     latent = isinstance(megatron, MLATransformerConfig)
-    fused_input_norm = None if latent else fused_norm  # two layers of latent attention read the norm
+    fused_input_norm = None if latent else fused_norm  # in latent attention two linear layers read the norm's output
     attention = (
         _latent_attention(backend)
         if latent
@@ -189,8 +183,8 @@ def _layer(
             module=FeedForward, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear)
         )
     if post_norm:
-        # TransformerLayer has no post-norm, but it has a norm before cross attention: with no cross attention, what
-        # that norm returns is the layer's state, so it is the norm after self attention.
+        # TransformerLayer has no post-norm, but a norm before cross attention. Without cross attention, the output of
+        # that norm is the layer's state, so it is the norm after self-attention.
         submodules = TransformerLayerSubmodules(
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
@@ -199,6 +193,10 @@ def _layer(
             mlp_bda=ModuleSpec(module=PostNorm, params={"norm": backend.norm, "config": megatron}),
         )
     else:
+        # Checkpoints name these norms as TransformerEngine does, so that a run can change its backend.
+        fused_norm_keys = {} if latent else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+        if moe is None:
+            fused_norm_keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         submodules = TransformerLayerSubmodules(
             input_layernorm=IdentityOp if fused_input_norm else backend.norm,
             self_attention=attention,
@@ -206,7 +204,7 @@ def _layer(
             pre_mlp_layernorm=IdentityOp if fused_norm and moe is None else backend.norm,
             mlp=feed_forward,
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_fused_norm_keys(not latent, moe is None) if not fused_norm else {},
+            sharded_state_dict_keys_map={} if fused_norm else fused_norm_keys,
         )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
 
@@ -226,7 +224,7 @@ def _attention(
         )
         key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups, "tensor": tensor})
     params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding}
-    # Where TransformerEngine is, it has a kernel for the rotary embedding, but none for a factor.
+    # TransformerEngine has a kernel for the rotary embedding, but none that takes a factor.
     factor = attention_factor(model.rotary_scaling) if model.position_embedding == "rope" else 1.0
     ours = backend.attention is ScaledDotProductAttention or factor != 1.0
     if ours:
@@ -260,12 +258,6 @@ def _latent_attention(backend: Backend) -> ModuleSpec:
             kv_layernorm=LatentNorm,
         ),
     )
-
-
-def _fused_norm_keys(before_attention: bool, before_feed_forward: bool) -> dict[str, str]:
-    # Checkpoints name these norms as TransformerEngine does, so that a run can change its backend.
-    keys = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"} if before_attention else {}
-    return {**keys, "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"} if before_feed_forward else keys
 
 
 def _backend(name: str, megatron: TransformerConfig) -> Backend:

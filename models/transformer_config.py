@@ -1,4 +1,4 @@
-"""configs/schema.py -> Megatron-core's TransformerConfig. The only file that knows both vocabularies."""
+"""configs/schema.py -> Megatron-core's TransformerConfig: the only file that knows the names of both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation, as GPT-2 has it (Hendrycks and Gimpel 2016, section 2)."""
+    """GELU in its tanh approximation, as in GPT-2 (Hendrycks and Gimpel 2016, section 2)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -27,9 +27,10 @@ ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
 def transformer_config(config: Config, backend: str = "portable") -> TransformerConfig:
-    """Megatron's view of the model, its layout and its precision, for a config that passed configs/validate.py.
+    """Return Megatron's settings of the model, its layout and its precision; the config has passed
+    configs/validate.py.
 
-    `backend`: as models/specs.py resolves it; it says which of Megatron's fusions there are.
+    `backend`, as models/specs.py resolves it, decides which of Megatron's fusions are available.
     """
     model, training = config.model, config.training
     dtype = DTYPES[training.precision]
@@ -43,7 +44,7 @@ def transformer_config(config: Config, backend: str = "portable") -> Transformer
         kv_channels=derived.head_dim(config),
         normalization=NORMALIZATIONS[model.normalization],
         layernorm_epsilon=model.norm_epsilon,
-        # Also says that gradients of q_layernorm and k_layernorm are summed over tensor ranks, whose heads differ.
+        # Also makes Megatron sum gradients of q_layernorm and k_layernorm over tensor ranks, whose heads differ.
         qk_layernorm=model.qk_norm,
         activation_func=ACTIVATIONS[model.activation],
         gated_linear_unit=model.activation == "swiglu",
@@ -61,15 +62,15 @@ def transformer_config(config: Config, backend: str = "portable") -> Transformer
         deterministic_mode=training.deterministic,
         calculate_per_token_loss=False,
         # Frees an output as soon as its send is posted. CUDA streams keep the bytes until they are sent; gloo reads
-        # them later, from memory that is no longer theirs.
+        # them later, when the memory may have been reused.
         deallocate_pipeline_outputs=choose_device(config).type == "cuda",
         # models/initial_weights.py fills every weight, so Megatron's own draw would be thrown away.
         perform_initialization=False,
         use_cpu_initialization=False,
-        # Of apex alone: the output layer, which is Megatron's own, would refuse it. models/parallelize.py has the
-        # layers of TransformerEngine do it.
+        # Needs apex: Megatron's own output layer would refuse it. models/parallelize.py sets it for TransformerEngine's
+        # layers.
         gradient_accumulation_fusion=False,
-        # Of Megatron's own attention and apex' norm, which no backend has.
+        # For Megatron's own attention and the norm of apex, which no backend has.
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **fusions(config, backend),
@@ -80,24 +81,24 @@ def transformer_config(config: Config, backend: str = "portable") -> Transformer
 
 
 def fusions(config: Config, backend: str) -> dict[str, Any]:
-    """The fusions of Megatron-core that this model can use, as its TransformerConfig names them; {} where they are
+    """Return the fusions of Megatron-core that this model can use, as settings of TransformerConfig; {} if they are
     off.
 
-    Their kernels come from TransformerEngine, or from torch's compiler, which TransformerEngine needs itself.
+    Their kernels are TransformerEngine's, or those of torch's compiler, which TransformerEngine needs itself.
     """
     model = config.model
     if backend != "transformer_engine" or model.fusions == "off":
         return {}
     chosen: dict[str, Any] = {}
-    # Of latent attention: with Megatron-core's own YaRN alone. It knows no factor of cosines and sines.
+    # Not for latent attention, which fuses with Megatron-core's own YaRN only, nor with a factor of cosines and sines.
     rotates = model.position_embedding == "rope" and model.attention == "grouped"
-    joined = config.data.documents == "joined"  # its kernel takes one list of angles for all samples
+    joined = config.data.documents == "joined"  # the kernel takes one list of angles for all samples
     if rotates and joined and attention_factor(model.rotary_scaling) == 1.0:
         chosen["apply_rope_fusion"] = True
-    # The fused GELU is the approximation by tanh, whose exact form Megatron refuses; it is not what `gelu` says.
+    # The fused GELU is the tanh approximation, not the exact function that `gelu` means.
     if model.activation == "swiglu":
         chosen["bias_activation_fusion"] = True
-    if model.hidden_dropout > 0 or model.linear_bias:  # else it is a single addition
+    if model.hidden_dropout > 0 or model.linear_bias:  # otherwise it is a single addition
         chosen["bias_dropout_fusion"] = True
     return chosen
 
@@ -113,10 +114,10 @@ def _latent(config: Config) -> dict[str, Any]:
         "qk_head_dim": derived.head_dim(config),
         "qk_pos_emb_head_dim": model.rotary_head_dim,
         "v_head_dim": model.value_head_dim,
-        # models/pointwise/frequencies.py has the frequencies. For YaRN alone Megatron-core takes a factor with them.
+        # models/pointwise/rotary.py has the frequencies. Megatron-core takes a factor with them for YaRN alone.
         "rope_type": "rope" if attention_factor(scaling) == 1.0 else "yarn",
         "rotary_base": model.rotary_base,
-        # Both are for the scale of the scores alone; configs.rotary.scores_factor is the same.
+        # Both set the scale of the scores only, to the same value as configs.rotary.scores_factor.
         "rotary_scaling_factor": scaling["factor"] if scores_factor(scaling) != 1.0 else 1.0,
         "mscale_all_dim": scaling["mscale_all_dim"] if scores_factor(scaling) != 1.0 else 0.0,
     }
@@ -139,7 +140,7 @@ def _moe(config: Config) -> dict[str, Any]:
         "moe_layer_freq": derived.moe_layer_pattern(config),
         "moe_router_topk": moe.top_k,
         "moe_router_score_function": moe.router_score,
-        # Softmax before the choice leaves the weights as they are; after it, they sum to 1.
+        # Softmax before the top-k keeps the probabilities; after it, the weights sum to 1.
         "moe_router_pre_softmax": moe.router_score == "softmax" and not moe.normalize_top_k,
         "moe_router_topk_scaling_factor": moe.routed_scaling_factor,
         "moe_router_num_groups": moe.num_groups,
@@ -152,7 +153,7 @@ def _moe(config: Config) -> dict[str, Any]:
         "moe_z_loss_coeff": moe.z_loss_coeff or None,
         "moe_expert_capacity_factor": moe.capacity_factor,
         "moe_token_drop_policy": moe.drop_policy,
-        # Built by Megatron's constructor and not used; with the other one it would refuse a capacity factor.
+        # Built by Megatron's constructor and not used; the other dispatcher would refuse a capacity factor.
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,
     }

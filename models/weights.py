@@ -1,16 +1,17 @@
 """Logical weights: the model's tensors under layout-free names, in Megatron's layout of a single process.
 
 A rank holds slices of them: some layers (pipeline), some experts (expert parallel, all of a rank in one stacked
-parameter), a part of a dimension (tensor parallel), with the vocabulary padded. Initialization, import and export all
-go through this file.
+parameter), a range of a dimension (tensor parallel), with the vocabulary padded. Initialization, import and export all
+use this file.
 
 Names are Megatron-core's parameter names with the global layer number and `experts.<global expert>`, the same for every
-backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own. What a name
-stands for (shape, kind, splits) is the blueprint's.
+backend: `decoder.layers.3.mlp.experts.5.linear_fc1.weight`. A tied output layer has no name of its own. The blueprint
+has the shape, kind and splits of each name.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -36,24 +37,22 @@ FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """One parameter (or persistent buffer, or expert of a stacked parameter) of this rank and where it lies in its
-    logical tensor."""
+    """A parameter of this rank (or persistent buffer, or stacked expert), and its position in the logical tensor."""
 
     name: str
-    # the storage; writing to it changes the model. Has its part of `main_grad` where its parameter has one
+    # the storage: writing to it changes the model. With the slice of `main_grad`, if its parameter has one
     local: torch.Tensor
     shape: tuple[int, ...]  # of the logical tensor
-    kind: str  # as the blueprint calls it: matrix, norm, bias ...
+    kind: str  # of the blueprint: matrix, norm, bias ...
     dim: int | None  # split by tensor parallelism
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
     group: dist.ProcessGroup  # the tensor parallel group that splits it
-    # Its numbers lie off the device, and `local` stands in for them unless they are at hand (parallel/owned.py).
+    # Whether its numbers are offloaded, and `local` is a stand-in unless they are here now (parallel/owned.py).
     off_device: bool = False
     is_here: bool = True
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a logical tensor; rows that pad the vocabulary are zero. Raises ValueError for a wrong
-        shape."""
+        """Return this rank's slice of a logical tensor; padding rows of the vocabulary are zero. Raises ValueError."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"weight {self.name} has shape {tuple(full.shape)}, but this model needs {self.shape}")
         if self.dim is None:
@@ -64,8 +63,8 @@ class LogicalTensor:
         return local
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """(first index here, first index of the logical tensor, length) of each run of indices along the split
-        dimension.
+        """Return the runs of indices along the split dimension: (first index here, first index of the logical tensor,
+        length).
 
         A tensor that is not split is one run along dimension 0. Indices here that no run covers pad the vocabulary.
         """
@@ -73,34 +72,26 @@ class LogicalTensor:
             return [(0, 0, self.shape[0])]
         return local_runs(self.shape[self.dim], self.local.size(self.dim), self.group.rank(), self.gated)
 
-    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The logical tensor from the slices of all tensor ranks, in order."""
+    def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Assemble the logical tensor from the slices of all tensor ranks, in order."""
         if self.dim is None:
-            return pieces[0]
+            return slices[0]
         if self.gated:
-            return torch.cat([piece.chunk(2)[half] for half in range(2) for piece in pieces])
-        full = torch.cat(list(pieces), dim=self.dim)
+            return torch.cat([local.chunk(2)[half] for half in range(2) for local in slices])
+        full = torch.cat(list(slices), dim=self.dim)
         return full.narrow(self.dim, 0, self.shape[self.dim])
 
 
 def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:
-    """Everything that this rank's model chunks (wrapped or not) hold of the logical weights."""
+    """Return the slices of logical weights in this rank's model chunks, wrapped or not."""
     return [item for chunk in unwrap_model(list(chunks)) for item in _chunk_tensors(chunk)]
-
-
-def tensors_to_fill(
-    chunks: Sequence[torch.nn.Module], off_device: Iterable[AbstractContextManager[None]] = ()
-) -> Iterator[LogicalTensor]:
-    """The same to be written, one after the other. `off_device`: in each of these contexts a part of what lies off the
-    device is at hand, and kept when it ends."""
-    yield from (item for item in logical_tensors(chunks) if not item.off_device)
-    yield from tensors_off_device(chunks, off_device)
 
 
 def tensors_off_device(
     chunks: Sequence[torch.nn.Module], off_device: Iterable[AbstractContextManager[None]]
 ) -> Iterator[LogicalTensor]:
-    """What lies off the device, as its parts come to hand in these contexts: see `tensors_to_fill`."""
+    """Yield the slices of offloaded weights for the caller to fill: each context of `off_device` makes some of them
+    accessible, and stores them when it ends."""
     for at_hand in off_device:
         with at_hand:
             for chunk in unwrap_model(list(chunks)):
@@ -113,9 +104,10 @@ def load_logical(
     off_device: Iterable[AbstractContextManager[None]] = (),
 ) -> None:
     """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`; `off_device`: see
-    `tensors_to_fill`. Raises ValueError for a wrong shape."""
+    `tensors_off_device`. Raises ValueError for a wrong shape."""
+    on_device = (item for item in logical_tensors(chunks) if not item.off_device)
     with torch.no_grad():
-        for item in tensors_to_fill(chunks, off_device):
+        for item in itertools.chain(on_device, tensors_off_device(chunks, off_device)):
             item.local.copy_(item.cut(get(item.name)))
 
 
@@ -125,8 +117,8 @@ def gather_logical(
     """Collect the logical weights of all ranks, one tensor at a time, sorted by name; every rank must iterate to the
     end.
 
-    Yields (name, full tensor on this rank's device) on every rank. `select` may take something else of each parameter
-    that has its shape: its gradient, say.
+    Yields (name, full tensor on this rank's device) on every rank. `select` may replace each parameter by another
+    tensor of its shape, such as its gradient.
     """
     items = {item.name: item for item in logical_tensors(chunks)}
     tensors = {name: select(item.local) for name, item in items.items()}
@@ -140,18 +132,19 @@ def gather_logical(
     for name in sorted(sources):
         source, shape, dtype = sources[name]
         full = torch.empty(shape, dtype=dtype, device=device)
-        # The ranks that split a tensor hold the same names, so all of the source's tensor group meet here.
+        # Ranks that split a tensor hold the same names, so the whole tensor group of the source is in this branch.
         if name in tensors and source in dist.get_process_group_ranks(items[name].group):
             item, local = items[name], tensors[name].contiguous()
-            pieces = [torch.empty_like(local) for _ in range(item.group.size())]
-            dist.all_gather(pieces, local, group=item.group)
-            full.copy_(item.join(pieces))
+            slices = [torch.empty_like(local) for _ in range(item.group.size())]
+            dist.all_gather(slices, local, group=item.group)
+            full.copy_(item.join(slices))
         dist.broadcast(full, src=source)
         yield name, full
 
 
 def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Iterator[LogicalTensor]:
-    """at_hand_alone: of parameters off the device those that are at hand, and no others."""
+    """Yield a chunk's slices; with `at_hand_alone`, only the slices of offloaded parameters that are currently
+    accessible."""
     tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
     if at_hand_alone:
         tensors = {name: tensor for name, tensor in tensors.items() if is_at_hand(tensor)}
@@ -161,7 +154,7 @@ def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Itera
         weight = chunk.blueprint_weights.get(of_blueprint)
         if weight is None:
             raise ValueError(f"the model has the weight {name!r}, which its blueprint does not know")
-        # A stack's first dimension are its experts, which are tensors of their own here.
+        # The first dimension of a stack is its experts, which are separate tensors here.
         stacked, dim = int(weight.is_expert), None
         for split in weight.splits:
             if split.axis in (TENSOR, EXPERT_TENSOR):
@@ -169,13 +162,13 @@ def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Itera
             elif split.axis != EXPERT:
                 unknown("logical_tensors", f"axis of {name}", split.axis)
         group = chunk.pg_collection.expt_tp if weight.is_expert else chunk.pg_collection.tp
-        off_device, is_here = getattr(tensor, "place", (False, True))
+        off_device, is_here = getattr(tensor, "offload_state", (False, True))
         shape = weight.shape[stacked:]
         yield LogicalTensor(name, tensor, shape, weight.kind, dim, weight.gated, group, off_device, is_here)
 
 
 def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(logical name, name in the blueprint, tensor): stacked experts one by one, as views."""
+    """Yield (logical name, name in the blueprint, tensor) of parameters, and of each expert of a stack, as a view."""
     for local_name, tensor in tensors.items():
         match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", local_name)
         if match is None:
@@ -191,7 +184,7 @@ def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iter
             for i, expert in enumerate(layer.mlp.local_expert_indices):
                 view = tensor.detach()[i]
                 if owner is not None:
-                    view.place = owner.off_device, owner.is_here  # type: ignore[attr-defined]
+                    view.offload_state = owner.off_device, owner.is_here  # type: ignore[attr-defined]
                 if gradients is not None:
                     view.main_grad = gradients[i]  # type: ignore[attr-defined]
                 yield f"{prefix}{EXPERTS}{expert}.{rest.removeprefix(EXPERTS)}", prefix + rest, view

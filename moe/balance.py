@@ -1,10 +1,11 @@
 """The load-balancing loss over the global batch, the same in every layout.
 
-Of a layer it is E * sum over e of f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4): f_e is the share of
-expert e in all choices, P_e the mean of its scores. Both are over the global batch, as in arXiv 2501.11873.
+The loss of a layer is E * sum over e of f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4): f_e is the share
+of expert e in all choices, P_e the mean of its scores. Both are over the global batch, as in arXiv 2501.11873.
 
-A step's f is known when its last micro-batch has chosen; the first one's backward pass comes before. So the gradients
-are those of the loss with the f of the last update, and nothing waits: docs/decisions/balance-by-the-update-before.md.
+The f of a step is known only after its last micro-batch was routed, but the backward pass of the first one runs
+earlier. The gradients are therefore those of the loss with the f of the last update:
+docs/decisions/global-aux-loss-of-previous-step.md.
 
 Shapes: L MoE layers, T tokens, E experts.
 """
@@ -20,10 +21,10 @@ from moe.router import Router
 
 
 class GlobalBalance:
-    """The loss of the routers in `chunks`, and what it is made of. `layers`: the numbers of the model's MoE layers.
+    """The global load-balancing loss of the routers in `chunks`; `layers`: the numbers of the model's MoE layers.
 
-    Nothing here communicates. `take` gives this rank's part of two sums over the step's tokens, float64 [2, L, E]:
-    choices, and scores.
+    Nothing here communicates. `take` returns this rank's contribution to two sums over the step's tokens, float64
+    [2, L, E]: choices, and scores.
     """
 
     def __init__(
@@ -39,16 +40,18 @@ class GlobalBalance:
                     module.global_balance = self._loss
 
     def begin(self) -> None:
-        """A step begins: forget what passes have left."""
+        """Start a step: clear the sums of earlier passes."""
         self._sums.zero_()
 
     def take(self) -> torch.Tensor:
-        """This rank's sums since `begin`."""
+        """Return this rank's sums since `begin`."""
         return self._sums
 
     def follow(self, choices: torch.Tensor | None) -> None:
-        """Weigh scores by these choices of a global batch from now on: float64 [L, E] on the host. None: by even ones,
-        whose loss has no gradient."""
+        """Weight scores with these choices of a global batch from now on: float64 [L, E] on the host.
+
+        None: with even choices, whose loss has no gradient.
+        """
         if choices is None:
             self._shares.fill_(1 / self._shares.size(1))
         else:
@@ -64,6 +67,6 @@ class GlobalBalance:
 
 
 def values(sums: torch.Tensor) -> torch.Tensor:
-    """The loss of each layer [L] by the sums [2, L, E] of a whole global batch: 1 for perfect balance."""
+    """Return the loss of each layer [L] from the sums [2, L, E] of a global batch; 1 is perfect balance."""
     f, p = sums / sums.sum(dim=2, keepdim=True)
     return sums.size(2) * (f * p).sum(dim=1)

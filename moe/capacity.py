@@ -1,8 +1,8 @@
-"""Which of its chosen tokens an expert with a capacity keeps: by the tokens of the whole micro-batch, in every layout.
+"""Expert capacity: the tokens that an expert keeps, chosen from the whole micro-batch alike in every layout.
 
-Under sequence parallelism the tensor ranks hold them, in the order of their ranks; context ranks in any order, and then
-each token says its turn. A decision looks at the values and at the tokens' order alone, never at which of equal values
-a kernel finds first. So it is the same on every device.
+Under sequence parallelism the tensor ranks hold the tokens in the order of their ranks. Context ranks hold them in any
+order; each token then has a turn, its position in the micro-batch. A decision depends only on the values and on the
+order of the tokens, never on which of equal values a kernel finds first, so it is the same on every device.
 
 Shapes: T this rank's tokens, E experts, R ranks, K the most that a rank's tokens can take of a capacity.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 MAGNITUDE = 0x7FFFFFFF  # of an fp32 number: all bits but the sign
-TURN_BITS = 31  # of a token's turn: a key of its probability's 31 bits and these fits an int64
+TURN_BITS = 31  # bits of a token's turn: with the 31 bits of its probability they fit an int64
 LAST_TURN = 2**TURN_BITS - 1
 
 
@@ -25,18 +25,18 @@ def keep(
     group: dist.ProcessGroup | None = None,
     turns_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The assignments among `chosen_TE` [T, E] (bool) that their experts keep: at most `capacity` of an expert.
+    """Return the assignments of `chosen_TE` [T, E] (bool) that their experts keep, at most `capacity` per expert.
 
     `policy` position: the first ones, in the order of tokens; probs: the most probable by `probs_TE` [T, E] (fp32, not
-    negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, each as many; None:
-    this rank has them all. `turns_T` int64 [T]: the order of tokens, where it is not that of ranks and rows; each
-    number below 2**31 once on all ranks.
+    negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, the same number each;
+    None: this rank has them all. `turns_T` int64 [T]: the position of each token where it does not follow from its rank
+    and row; unique over all ranks and below 2**31.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if capacity >= size * len(chosen_TE):
         return chosen_TE
     if turns_T is not None:
-        # One number for each assignment, the greatest of which are kept: what decides, then earlier turns.
+        # One key per assignment, the greatest are kept: ordered by the policy's value, then by earlier turns.
         keys_TE = (LAST_TURN - turns_T)[:, None].expand_as(chosen_TE)
         if policy == "probs":
             keys_TE = keys_TE + (_bits(probs_TE).long() << TURN_BITS)
@@ -51,22 +51,21 @@ def keep(
     best_KE = bits_TE.topk(min(capacity, len(bits_TE)), dim=0, sorted=False).values
     best_RKE = _gather(best_KE, size, group)
     least_E = best_RKE.flatten(0, 1).topk(capacity, dim=0, sorted=False).values.amin(dim=0)
-    room_E = capacity - (best_RKE > least_E).sum(dim=(0, 1)) - (best_RKE[:rank] == least_E).sum(dim=(0, 1))
-    return (bits_TE > least_E) | _first(chosen_TE & (bits_TE == least_E), room_E)
+    capacity_left_E = capacity - (best_RKE > least_E).sum(dim=(0, 1)) - (best_RKE[:rank] == least_E).sum(dim=(0, 1))
+    return (bits_TE > least_E) | _first(chosen_TE & (bits_TE == least_E), capacity_left_E)
 
 
 def _bits(probs_TE: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of numbers that are not negative; NaN is the greatest: a step that went wrong is not hidden
-    by dropping it."""
+    """Return integers in the order of the non-negative `probs_TE`. NaN is the greatest, so that it is never dropped."""
     return probs_TE.detach().view(torch.int32) & MAGNITUDE
 
 
-def _first(taken_TE: torch.Tensor, room_E: torch.Tensor) -> torch.Tensor:
-    return taken_TE & (taken_TE.cumsum(dim=0, dtype=torch.int32) <= room_E)
+def _first(chosen_TE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
+    return chosen_TE & (chosen_TE.cumsum(dim=0, dtype=torch.int32) <= count_E)
 
 
 def _gather(own: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """What every rank has, [R, ...]."""
+    """Return the tensors of all ranks, [R, ...]."""
     if group is None:
         return own[None]
     everywhere = own.new_empty(size * len(own), *own.shape[1:])

@@ -1,34 +1,33 @@
-"""How one call of an MoE layer runs: what planners decide and the schedule obeys."""
+"""The chunk plan of one call of an MoE layer, which planners decide and the schedule follows."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-# Chunks that are dispatched before the first is computed, and combines that may be on their way before one is waited
-# for.
+# Chunks that are dispatched before the first is computed, and combines that may be in flight before one is waited for.
 DEPTH = 2
 AHEAD = DEPTH + 1  # chunks whose receive buffers are ready beyond the one that is computed
 FP32 = 4  # bytes of a number
-WHOLE = 2**62  # more assignments than there are: all at once
+WHOLE = 2**62  # greater than any number of assignments: all at once
 MAX_IN_FLIGHT = 2 * DEPTH + 2  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 
 
-@dataclass(frozen=True, eq=False)  # there are those of STRATEGIES alone, and planners look them up often
+@dataclass(frozen=True, eq=False)  # only those of STRATEGIES exist, and planners hash them often
 class Strategy:
-    """How the backward pass gets back what it needs of each chunk.
+    """The memory strategy: how the backward pass obtains the tensors of each chunk.
 
-    `rows`, the dispatched input: "keep", "communicate" (dispatched again from the layer's own input) or "offload" (to
-    the host and back). `preactivations`, what goes into the activation function: "keep", "recompute" from the rows, or
-    "offload".
+    `token_rows`, the dispatched input: "keep", "communicate" (dispatched again from the layer's own input) or "offload"
+    (to the host and back). `preactivations`, the input of the activation function: "keep", "recompute" from the rows,
+    or "offload".
     """
 
-    rows: str
+    token_rows: str
     preactivations: str
 
     @property
     def offloads(self) -> bool:
-        """Something comes back from the host, in the forward pass's chunks."""
-        return "offload" in (self.rows, self.preactivations)
+        """Whether tensors are copied back from the host, in the forward pass's chunks."""
+        return "offload" in (self.token_rows, self.preactivations)
 
 
 STRATEGIES = {
@@ -40,15 +39,15 @@ STRATEGIES = {
     "offload_recompute": Strategy("offload", "recompute"),
     "communicate_offload": Strategy("communicate", "offload"),
 }
-NOTHING_KEPT = STRATEGIES["communicate_recompute"]  # also of a call without a backward pass
+NOTHING_KEPT = STRATEGIES["communicate_recompute"]  # also used for calls without a backward pass
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Numbers of chunks of the two passes, a key of STRATEGIES, and the backward pass's order.
+    """The numbers of chunks of both passes, a key of STRATEGIES, and the order of the backward pass.
 
     The weight gradients of chunk i are computed after the input gradients of chunk i + `weight_lag` (or the last one):
-    0 holds least memory, `backward_degree` - 1 sends all input gradients first.
+    0 takes the least memory, `backward_degree` - 1 sends all input gradients first.
     """
 
     degree: int = 1
@@ -66,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How one pass of a plan runs, "forward" or "backward"."""
+    """The settings of one pass of a plan, named "forward" or "backward"."""
 
     name: str
     degree: int
@@ -75,12 +74,12 @@ class PassPlan:
 
 
 def pass_degrees(plan: Plan, both: bool) -> list[int]:
-    """The degrees of a call's passes, once where they are the same; without `both` the forward pass's."""
+    """Return the degrees of a call's passes, without duplicates; without `both` only the forward pass's."""
     return [plan.degree] if plan.degree == plan.backward_degree or not both else [plan.degree, plan.backward_degree]
 
 
 def pass_plans(plan: Plan) -> tuple[PassPlan, PassPlan]:
-    """How the forward pass runs, and the backward pass."""
+    """Return the settings of the forward and of the backward pass of a plan."""
     strategy = plan.memory_strategy
     backward = PassPlan("backward", plan.backward_degree, strategy, plan.weight_lag)
     return PassPlan("forward", plan.degree, strategy), backward
@@ -88,28 +87,29 @@ def pass_plans(plan: Plan) -> tuple[PassPlan, PassPlan]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """What the busiest rank has to do in one call of a layer. All ranks must plan with the same numbers."""
+    """The work of the busiest rank in one call of a layer. All ranks must plan with the same numbers."""
 
     tokens: int  # of one rank, before dispatch
-    rows: int  # unique (token, rank) rows sent or received, whichever is more, the rank's own included
-    away_rows: int  # those of them that travel
-    assignments: int  # of a row and an expert, computed here
+    token_rows: int  # unique (token, rank) rows sent or received, whichever is more, the rank's own included
+    away_rows: int  # those of them that are sent to other ranks
+    assignments: int  # of a token row and an expert, computed here
     hidden_size: int  # H
-    hidden_columns: int  # G, what goes into the activation function, per assignment: 2 F for SwiGLU
-    width: int  # F, what comes out of it
+    hidden_columns: int  # G, inputs of the activation function per assignment: 2 F for SwiGLU
+    width: int  # F, its outputs
     element_size: int  # bytes per number
     expert_assignments: int = WHOLE  # of the busiest expert
     block: int = WHOLE  # most assignments that go through an expert at once
-    tiled: bool = False  # by tiles, whose scratch memory is another
-    slot_numbers: int = 0  # in the weights of all copies of experts that a rank may hold
-    fetched_bytes: int = 0  # of copies' weights that a rank sends, or gets
-    returned_bytes: int = 0  # of copies' gradients
+    tiled: bool = False  # computed in tiles, which need other scratch memory
+    replica_numbers: int = 0  # numbers in the weights of all replicas that a rank may hold
+    fetched_bytes: int = 0  # of replicas' weights that a rank sends, or receives
+    returned_bytes: int = 0  # of replicas' gradients
 
     @property
-    def has_copies(self) -> bool:
-        """Whether experts may have copies on other ranks."""
-        return self.slot_numbers > 0
+    def has_replicas(self) -> bool:
+        """Whether experts may have replicas on other ranks."""
+        return self.replica_numbers > 0
 
     def as_dict(self) -> dict[str, int]:
-        """The load for plans.jsonl, whose readers know `assignments` as `pairs`."""
-        return {name.replace("assignments", "pairs"): value for name, value in asdict(self).items()}
+        """Return the load under the names that plans.jsonl has: `assignments` are `pairs` there."""
+        stored = {"token_rows": "rows", "replica_numbers": "slot_numbers"}
+        return {stored.get(name, name.replace("assignments", "pairs")): value for name, value in asdict(self).items()}

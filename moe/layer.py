@@ -1,7 +1,8 @@
-"""The MoE layer: Megatron-core's router and shared expert around our dispatch, experts and schedule."""
+"""The MoE layer and its spec: Megatron-core's router and shared expert, with our dispatch, experts and schedule."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,41 +13,44 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from moe import route
-from moe.alltoall import factory
 from moe.alltoall.flat import AllToAll
-from moe.alltoall.hierarchical import ranks_per_node
+from moe.alltoall.hierarchical import ranks_per_node, shared_exchange
 from moe.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.experts.compute import ExpertCompute
 from moe.experts.module import StackedExperts
 from moe.experts.weights import Slab, Weights
-from moe.placement.copies import CallCopies
 from moe.placement.live import LayerPlacement
 from moe.placement.policy import Policy
-from moe.placement.quotas import CopyLimits
+from moe.placement.quotas import ReplicaLimits
+from moe.placement.replicas import CallReplicas
 from moe.placement_map import PlacementMap
-from moe.route import Choice, Places
+from moe.route import Choice, Destinations
+from moe.router import Router
 from moe.schedule import execute
+from moe.schedule.execute import PassTimer
 from moe.schedule.on_one_rank import LocalCall
 from moe.schedule.over_ranks import SharedExpert, SpreadCall
 from moe.schedule.pass_sizes import exchange_sizes
-from moe.schedule.pass_timer import PassTimer
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a call of the routed experts stands in: where, and what its router promises."""
+    """Settings of a call of the routed experts: its ranks, and the properties that its router guarantees."""
 
     exchange: AllToAll | None = None  # over the ranks that share the experts; None: this rank has them all
     shared_expert: SharedExpert | None = None
-    assignments_per_token: int | None = None  # the number of experts of every token where none is dropped,
-    most_per_token: int | None = None  # else the most
-    placement: LayerPlacement | None = None  # moves assignments to copies of their experts; None: all go home
-    comes_again: bool = False  # a call that keeps nothing will come again with a backward pass
-    strided: bool = False  # chunks take every so many-th token
+    assignments_per_token: int | None = None  # the number of experts of every token if none is dropped
+    most_per_token: int | None = None  # the most experts of a token otherwise
+    placement: LayerPlacement | None = None  # sends assignments to replicas; None: all are computed by primaries
+    comes_again: bool = False  # a call that keeps nothing will be repeated with a backward pass
+    strided: bool = False  # each chunk takes every K-th token
     experts: ExpertCompute = field(default_factory=ExpertCompute)
     timer: PassTimer = field(default_factory=PassTimer)
 
@@ -55,74 +59,77 @@ def routed_experts(
     x_TH: torch.Tensor,
     probs_TE: torch.Tensor,
     routing_map_TE: torch.Tensor,
-    home: Slab,
+    primaries: Slab,
     plan: Plan,
     setting: Setting,
 ) -> torch.Tensor:
-    """The weighted sum of the chosen experts' outputs [T, H], plus the shared expert's, differentiable in x, probs and
-    weights: route, place, plan, then dispatch - experts - combine in chunks.
+    """Return the weighted sum of the chosen experts' outputs [T, H], plus the shared expert's output.
 
-    x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks; `home` are the weights of those
-    at home here.
+    The call routes, places and plans, then dispatches, computes and combines in chunks. The result is differentiable in
+    x, probs and weights. x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks;
+    `primaries` are the weights of the primaries of this rank.
     """
-    turns_T, stride = None, max(plan.degree, plan.backward_degree)
+    order_T, stride = None, max(plan.degree, plan.backward_degree)
     if setting.strided and stride > 1 and len(x_TH):
-        turns_T = route.turns(len(x_TH), stride, x_TH.device)
-    choice = route.choose(routing_map_TE, setting.assignments_per_token, setting.most_per_token, turns_T)
+        order_T = route.strided_order(len(x_TH), stride, x_TH.device)
+    choice = route.choose(routing_map_TE, setting.assignments_per_token, setting.most_per_token, order_T)
     probs_P = probs_TE.reshape(-1).index_select(0, choice.flat)
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TH, probs_P, *home.given))
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x_TH, probs_P, *primaries.given))
     exchange, shared_expert = setting.exchange, setting.shared_expert
-    # Without other ranks there is no wait to fill, and without a backward pass of ours the shared expert may have its
-    # own.
+    # The schedule runs the shared expert while it waits for other ranks, in both passes.
     inside = shared_expert if keep and exchange is not None else None
     call: LocalCall | SpreadCall
     with setting.timer.measure("forward" if keep else "evaluation", x_TH.device):
         if exchange is None:
             strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
-            call = LocalCall(choice, plan, strategy, setting.experts, Weights((home,)), x_TH, both=keep)
+            call = LocalCall(choice, plan, strategy, setting.experts, Weights((primaries,)), x_TH, both=keep)
         else:
-            call = _spread(choice, routing_map_TE, home, plan, setting, exchange, keep)
-        output_TH = execute.run(call, setting.timer, x_TH, probs_P, home)
+            call = _spread(choice, routing_map_TE, primaries, plan, setting, exchange, keep)
+        output_TH = execute.run(call, setting.timer, x_TH, probs_P, primaries)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
 
 
 def _spread(
     choice: Choice,
     routing_map_TE: torch.Tensor,
-    home: Slab,
+    primaries: Slab,
     plan: Plan,
     setting: Setting,
     exchange: AllToAll,
     keep: bool,
 ) -> SpreadCall:
-    """A call over several ranks, once it is known who computes what."""
-    degrees, apart, placement = pass_degrees(plan, both=keep), home.block_rows is not None, setting.placement
-    assert not apart or len(degrees) == 1, "blocks are those of both passes"
-    copies: CallCopies | None = None
+    """Prepare a call over several ranks: decide which rank computes which assignment, and exchange the sizes."""
+    degrees, row_per_assignment, placement = (
+        pass_degrees(plan, both=keep),
+        primaries.block_rows is not None,
+        setting.placement,
+    )
+    assert not row_per_assignment or len(degrees) == 1, "blocks are those of both passes"
+    replicas: CallReplicas | None = None
     if placement is None or not placement.active:
-        homes = PlacementMap(routing_map_TE.size(1), exchange.size) if placement is None else placement.map
-        places = Places.at_home(choice, homes)
+        primaries_map = PlacementMap(routing_map_TE.size(1), exchange.size) if placement is None else placement.map
+        destinations = Destinations.of_primaries(choice, primaries_map)
     else:
         cut = route.boundaries(choice.num_tokens, degrees[0])
         comes_again = setting.comes_again and not keep
-        in_turn_TE = routing_map_TE if choice.turns_T is None else routing_map_TE.index_select(0, choice.turns_T)
-        places, copies = placement.place(choice, in_turn_TE, home, keep, comes_again, cut)
-    order = route.dispatch_order(choice, places, degrees, apart)
-    num_slots = places.num_slots * (exchange.size if apart else 1)
-    del places  # its memory is free while experts compute
+        in_turn_TE = routing_map_TE if choice.order_T is None else routing_map_TE.index_select(0, choice.order_T)
+        destinations, replicas = placement.plan_call(choice, in_turn_TE, primaries, keep, comes_again, cut)
+    order = route.dispatch_order(choice, destinations, degrees, row_per_assignment)
+    num_slots = destinations.num_slots * (exchange.size if row_per_assignment else 1)
+    del destinations  # its memory is free while experts compute
     sizes = exchange_sizes(order, degrees, num_slots, exchange)
     if placement is not None:
         placement.ran(sizes[0])
     strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
     inside = setting.shared_expert if keep else None
-    return SpreadCall(choice, order, sizes, plan, strategy, exchange, setting.experts, inside, copies)
+    return SpreadCall(choice, order, sizes, plan, strategy, exchange, setting.experts, inside, replicas)
 
 
 class MixtrainMoELayer(MoELayer):
     """Routed experts (stacked, dropless, dispatched in chunks) plus an optional shared expert.
 
-    In Megatron's place: same router, losses and checkpoint names. `plan` and `exchange` say how each call runs; they
-    may be changed between steps, on all ranks alike.
+    Replaces Megatron's layer, with the same router, losses and checkpoint names. `plan` and `exchange` determine how
+    each call runs; they may be changed between steps, on all ranks in the same way.
     """
 
     def __init__(
@@ -139,15 +146,17 @@ class MixtrainMoELayer(MoELayer):
         assert pg_collection is not None, "moe_spec puts it into the layer's spec"
         super().__init__(config, submodules, layer_number, pg_collection)
         self.plan, self.timer, self.expert_compute = plan or Plan(), PassTimer(), ExpertCompute()
-        self.token_dispatcher = None  # Megatron's is built by its constructor and does nothing here
+        self.token_dispatcher = None  # Megatron's constructor builds one, which is not used here
         self.expert_tensor_group = pg_collection.expt_tp
-        self.exchange: AllToAll | None = factory.shared(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
+        self.exchange: AllToAll | None = (
+            shared_exchange(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
+        )
         self.placement: LayerPlacement | None = None
         self._strided = strided
         self._block_rows = None if placement is None else placement.block_rows
         if placement is not None and placement.planner is not None:
             assert self.exchange is not None and config.num_moe_experts is not None
-            limits = CopyLimits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
+            limits = ReplicaLimits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
             self.placement = LayerPlacement(
                 self.ep_group,
                 config.num_moe_experts,
@@ -159,7 +168,7 @@ class MixtrainMoELayer(MoELayer):
             )
             self.placement.active = not placement.chooses
             assert isinstance(self.experts, StackedExperts)
-            self.experts.homes_may_move = True
+            self.experts.primaries_may_move = True
         dropless = config.moe_expert_capacity_factor is None
         self._most_per_token = config.moe_router_topk
         self._assignments_per_token = config.moe_router_topk if dropless else None
@@ -167,8 +176,8 @@ class MixtrainMoELayer(MoELayer):
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors: object = None, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """hidden_states [s, b, H] (this rank's tokens) -> (output [s, b, H], no bias). Raises ValueError as Megatron's
-        layer does."""
+        """Compute (output [s, b, H], no bias) of this rank's tokens, hidden_states [s, b, H]. Raises ValueError as
+        Megatron's layer does."""
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError(
                 "an MoE layer with tensor parallelism trains only with sequence parallelism. Set "
@@ -184,15 +193,15 @@ class MixtrainMoELayer(MoELayer):
             output = self._routed(x, probs, routing_map, shared_expert)
         return output.view_as(hidden_states), None
 
-    def set_homes(self, placement: PlacementMap) -> None:
-        """What the homes own lies at other places, on all ranks alike: between two steps."""
+    def set_primaries(self, placement: PlacementMap) -> None:
+        """Switch to another assignment of experts to primary slots; all ranks call it between the same two steps."""
         assert self.placement is not None
         self.experts.map = self.placement.map = placement
-        self.local_expert_indices = self.experts.experts_here()  # by which their weights are named
+        self.local_expert_indices = self.experts.experts_here()  # their weights' names contain these
 
     def _split_experts(self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-        # Each expert tensor rank holds a part of every expert's width: it computes for the tokens of all these ranks,
-        # and the parts are summed on the way back. All of them have the same number of tokens.
+        # Each expert tensor rank holds a shard of every expert's width: it computes for the tokens of all these ranks,
+        # and the partial sums are reduced afterwards. All of these ranks have the same number of tokens.
         group = self.expert_tensor_group
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
         probs = gather_from_sequence_parallel_region(probs, tensor_parallel_output_grad=True, group=group)
@@ -216,28 +225,62 @@ class MixtrainMoELayer(MoELayer):
             experts=self.expert_compute,
             timer=self.timer,
         )
-        home = self.experts() if streamed is None else streamed.open()
-        home = replace(home, block_rows=self._block_rows)
-        return routed_experts(x, probs, routing_map, home, self.plan, setting)
+        primaries = self.experts() if streamed is None else streamed.open()
+        primaries = replace(primaries, block_rows=self._block_rows)
+        return routed_experts(x, probs, routing_map, primaries, self.plan, setting)
 
 
 def hand_rows_to_routers(chunks: Sequence[torch.nn.Module]) -> None:
-    """From now on each transformer layer with experts tells its router which rows it gets, each time that it runs: also
-    when it is computed again, and whatever other micro-batches are under way.
+    """Have each transformer layer with experts set the rows of its router before each of its calls.
 
-    They come as `routed` (RouterRows) of what stands in the place of `packed_seq_params`; without it they are all.
+    So they are right in a recomputation too, and with several micro-batches in flight. They are the attribute `routed`
+    (RouterRows) of the argument `packed_seq_params`; without it the router gets all rows.
     """
+
+    def set_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        layer.mlp.router.token_rows = getattr(kwargs.get("packed_seq_params"), "routed", None)
+
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(getattr(module, "mlp", None), MixtrainMoELayer):
-                module.register_forward_pre_hook(_hand_rows, with_kwargs=True)
-
-
-def _hand_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    layer.mlp.router.rows = getattr(kwargs.get("packed_seq_params"), "routed", None)
+                module.register_forward_pre_hook(set_rows, with_kwargs=True)
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:
-    """The MoE layers of this rank's model chunks by their number in the whole model, from 0."""
+    """Return the MoE layers of this rank's model chunks by their number in the whole model, from 0."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtrainMoELayer)]
     return {module.layer_number - 1: module for module in modules if module.layer_number is not None}
+
+
+def moe_spec(
+    groups: ProcessGroupCollection,
+    linear: MLPSubmodules,
+    activation: str,
+    plan: Plan,
+    all_to_all: str = "flat",
+    placement: Policy | None = None,
+    group_score_top_k: int | None = None,
+    strided: bool = False,
+    off_device: bool = False,
+) -> ModuleSpec:
+    """Return the spec of an MoE layer that replaces a feed-forward layer, over the process groups of a Topology.
+
+    The shared expert is made of `linear`, the backend's parallel linear layers; `activation` is swiglu, gelu or
+    gelu_tanh; `strided`: each chunk takes every K-th token. `off_device`: the experts' weights are offloaded.
+    """
+    return ModuleSpec(
+        module=MixtrainMoELayer,
+        params={
+            "pg_collection": groups,
+            "plan": plan,
+            "all_to_all": all_to_all,
+            "placement": placement,
+            "strided": strided,
+        },
+        submodules=MoESubmodules(
+            experts=ModuleSpec(module=StackedExperts, params={"activation": activation, "off_device": off_device}),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),
+            router=functools.partial(Router, group_score_top_k=group_score_top_k),
+        ),
+        metainfo={"fuse_pre_mlp_layernorm": False},
+    )

@@ -1,10 +1,10 @@
 """Megatron-core's top-k router with less work on the host.
 
 Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the
-forward and again in the backward pass, which costs more than the product. Here the forward pass converts nothing where
-a GPU or the compiled kernels multiply (products of bf16 numbers are exact in fp32) and blocks of rows in turn
-elsewhere; the backward pass nothing but the logits' gradient: as a sum of two bf16 numbers it keeps 16 of fp32's 24
-bits.
+forward and again in the backward pass, which costs more than the product. Here the forward pass converts nothing on a
+GPU or with the compiled kernels (products of bf16 numbers are exact in fp32), and otherwise one block of rows at a
+time. The backward pass converts only the logits' gradient: as a sum of two bf16 numbers it keeps 16 of the 24 bits of
+fp32.
 
 Shapes: T tokens, H hidden size, E experts.
 """
@@ -28,11 +28,13 @@ LOGIT_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cac
 
 
 class Router(TopKRouter):
-    """TopKRouter; losses, bias, groups and checkpoints are Megatron's. They go by what was chosen, before any is
-    dropped."""
+    """TopKRouter with faster logits and choice, and a capacity that holds over all ranks of a micro-batch.
+
+    Losses, bias, groups and checkpoints are Megatron's. They follow the choice, before any assignment is dropped.
+    """
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
-    # told layer, logits [..., E] and score function in training passes
+    # called with layer, logits [..., E] and score function in training passes
     watch: Callable[[int, torch.Tensor, str], None] | None = None
 
     def __init__(
@@ -50,10 +52,10 @@ class Router(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Probabilities and routing map [T, E] of the tokens [..., H], of what is kept where there is a capacity.
+        """Return probabilities and routing map [T, E] of the tokens [..., H]; a capacity removes dropped assignments.
 
-        With `pass_input` also the tokens again, for the experts: where the experts' gradient comes back through the
-        router, it adds its own to it in place, instead of autograd, which makes a third tensor of both.
+        With `pass_input` also the tokens, for the experts: so the experts' gradient flows back through the router,
+        which adds its own to it in place. Autograd would add both into a third tensor.
         """
         self._passed = input if pass_input else None
         try:
@@ -63,7 +65,7 @@ class Router(TopKRouter):
             self._passed = None
 
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's choice by the logits of all experts, which no hook of the module sees, and what is kept of it."""
+        """Choose experts by the logits as Megatron does, call `watch`, and drop assignments over the capacity."""
         # Without gradients it is an evaluation, or the first of two passes under recompute.
         if self.watch is not None and torch.is_grad_enabled():
             with torch.no_grad():
@@ -73,12 +75,12 @@ class Router(TopKRouter):
             return probs, chosen
         tokens = len(chosen) * (1 if self._holders is None else self._holders.size())
         most = derived.expert_capacity(tokens, chosen.size(1), self.topk, self._capacity_factor)
-        turns = None if self.rows is None else self.rows.turns
-        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders, turns)
+        order_T = None if self.token_rows is None else self.token_rows.global_order
+        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders, order_T)
         return probs * kept, kept
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits [..., E] of the tokens [..., H], in the router's precision."""
+        """Return the logits [..., E] of the tokens [..., H], in the router's precision."""
         same = input.dtype is self.weight.dtype and self.config.moe_router_dtype == "fp32"
         if self.bias is not None or not same or input.dtype not in (torch.float32, torch.bfloat16):
             return super().gating(input)
@@ -89,8 +91,11 @@ class Router(TopKRouter):
 
 
 def limit_to_groups(scores: torch.Tensor, num_groups: int, group_top_k: int, group_score_top_k: int) -> torch.Tensor:
-    """Scores [T, E] with -inf outside the best groups of experts, by the sum of each group's `group_score_top_k` best
-    (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; V3, arXiv:2412.19437, section 2.1.2)."""
+    """Return scores [T, E] with -inf outside the best groups of experts.
+
+    A group's score is the sum of its `group_score_top_k` best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; V3,
+    arXiv:2412.19437, section 2.1.2).
+    """
     by_group = scores.view(len(scores), num_groups, -1)
     best = by_group.topk(group_score_top_k, dim=2).values.sum(dim=2).topk(group_top_k, dim=1).indices
     excluded = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, False)
@@ -105,7 +110,7 @@ def _choose(
     group_top_k: int | None,
     otherwise: Callable[..., Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `top_k` greatest of each row of scores [T, E], and where they are."""
+    """Return the `top_k` greatest of each row of scores [T, E], and their columns."""
     if group_score_top_k is not None and num_groups is not None and group_top_k is not None:
         # Megatron-core sums the best top_k // group_top_k of a group.
         indices = limit_to_groups(scores, num_groups, group_top_k, group_score_top_k).topk(top_k, dim=1).indices
@@ -126,8 +131,8 @@ def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return kernels.gate(x, weight)
     gate, logits = weight.float().t(), x.new_empty(len(x), len(weight), dtype=torch.float32)
     scratch = WORKSPACE.take((min(len(x), LOGIT_ROWS), x.size(1)), x, torch.float32)
-    for rows, out in zip(x.split(LOGIT_ROWS), logits.split(LOGIT_ROWS), strict=True):
-        torch.mm(scratch[: len(rows)].copy_(rows), gate, out=out)
+    for block, out in zip(x.split(LOGIT_ROWS), logits.split(LOGIT_ROWS), strict=True):
+        torch.mm(scratch[: len(block)].copy_(block), gate, out=out)
     WORKSPACE.give(scratch)
     return logits
 
@@ -147,12 +152,12 @@ class _Gate(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         if logits_grad is None:
             return passed_grad, None
-        x, parts, gate = hidden.reshape(-1, hidden.size(-1)), logits_grad.reshape(-1, len(weight)), weight
+        x, grad, gate = hidden.reshape(-1, hidden.size(-1)), logits_grad.reshape(-1, len(weight)), weight
         if x.dtype is not torch.float32:
-            high = parts.to(x.dtype)
-            parts, gate = torch.cat([high, (parts - high).to(x.dtype)], dim=1), torch.cat([weight, weight])
-        weight_grad = torch.mm(parts.t(), x).view(-1, *weight.shape).sum(dim=0)
-        # The experts' gradient was made for this sum alone: nobody else has it.
+            high = grad.to(x.dtype)
+            grad, gate = torch.cat([high, (grad - high).to(x.dtype)], dim=1), torch.cat([weight, weight])
+        weight_grad = torch.mm(grad.t(), x).view(-1, *weight.shape).sum(dim=0)
+        # The experts' gradient was computed only for this sum, so it may be overwritten.
         passed = None if passed_grad is None else passed_grad.reshape(-1, x.size(1))
-        x_grad = torch.mm(parts, gate) if passed is None else torch.addmm(passed, parts, gate, out=passed)
+        x_grad = torch.mm(grad, gate) if passed is None else torch.addmm(passed, grad, gate, out=passed)
         return x_grad.view_as(hidden), weight_grad

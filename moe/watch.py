@@ -1,6 +1,6 @@
-"""What the routers did since it was last asked: tokens per expert, entropy and auxiliary losses, by layer.
+"""Statistics of the routers per layer: tokens per expert, entropy and auxiliary losses.
 
-Tokens per expert are those that experts compute: what a capacity leaves out is not among them.
+Tokens per expert are those that experts compute, without tokens that a capacity dropped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 
 from moe.router import Router
 
-# Megatron's tracker names -> ours. Under sequence and context parallelism each rank sees its own tokens: their
-# load-balancing losses are parts of a sum, their z-losses parts of a mean.
+# Megatron's tracker names -> ours. Under sequence and context parallelism each rank sees its own tokens: load-balancing
+# losses are then summed over ranks, z-losses averaged.
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
-# fewer than these, lanes of a vector, and a CPU's softmax over the last dimension takes them one by one
+# With fewer experts than the lanes of a vector, a CPU's softmax over the last dimension is not vectorized.
 FEW_EXPERTS = 16
 
 
 @dataclass(frozen=True)
 class RouterReport:
-    """What all routers did in a step. Rows of dense layers are zero."""
+    """Statistics of all routers in a step. Rows of dense layers are zero."""
 
     tokens_per_expert: torch.Tensor  # [num_layers, num_experts]
     entropy: torch.Tensor  # [num_layers], nats, summed over tokens
@@ -31,11 +31,11 @@ class RouterReport:
 
 
 class RouterWatch:
-    """Counts what each router gives to experts in training passes, on its device, without any communication.
+    """Counts the tokens that each router sends to experts in training passes, on its device, without communication.
 
     `take` returns a flat float64 tensor: [num_layers * num_experts] tokens per expert (rows of dense layers and of
-    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches;
-    summed over all ranks of the job it is the whole step's. `losses` lists the names of the auxiliary losses in order.
+    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches.
+    Its sum over all ranks of the job has the statistics of the step. `losses` names the auxiliary losses in order.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class RouterWatch:
         self._entropy_of[layer].add_(entropy(logits, score_function))
 
     def take(self) -> torch.Tensor:
-        """The flat statistics of this rank since the last call; resets them."""
+        """Return this rank's flat statistics since the last call, and reset them."""
         tracker = get_moe_layer_wise_logging_tracker()
-        parts = [self._counts.flatten(), self._entropy]
+        statistics = [self._counts.flatten(), self._entropy]
         for name in self.losses:
             entry = tracker.get(next(theirs for theirs, ours in LOSSES.items() if ours == name))
             values = (
                 self._counts.new_zeros(self.num_layers) if entry is None else entry["values"].to(self._counts.dtype)
             )
-            parts.append(values)
-        flat = torch.cat(parts)
+            statistics.append(values)
+        flat = torch.cat(statistics)
         self._counts.zero_()
         self._entropy.zero_()
         for entry in tracker.values():
@@ -82,7 +82,7 @@ class RouterWatch:
         return flat
 
     def split(self, flat: torch.Tensor) -> RouterReport:
-        """Undo the layout of `take`."""
+        """Turn the flat tensor of `take` into a report."""
         counts, entropies, losses = flat.split(
             [self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers]
         )
@@ -90,34 +90,32 @@ class RouterWatch:
         return RouterReport(counts.view(self.num_layers, self.num_experts), entropies, by_name)
 
 
-def in_metrics(
+def router_metrics(
     report: RouterReport, layers: torch.Tensor, tokens: int, micro_batches: int, top_k: int, num_holders: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """What a step's metrics say of its routers: lists with an entry per MoE layer, and the mean over these layers of
-    each loss.
+    """Return the router metrics of a step: lists with an entry per MoE layer, and each loss's mean over these layers.
 
-    `layers` [num_layers] tells which are MoE layers. `tokens` and `micro_batches` are those of the global batch.
-    `num_holders`: ranks that each hold a part of a micro-batch's tokens, tensor times context parallel ones.
+    `layers` [num_layers] is the mask of MoE layers. `tokens` and `micro_batches` are those of the global batch.
+    `num_holders`: ranks that each hold some of a micro-batch's tokens, tensor times context parallel ones.
     """
     kept = report.tokens_per_expert[layers].sum(dim=1)
-    by_layer: dict[str, list[float]] = {
+    per_layer: dict[str, list[float]] = {
         "dropped_tokens": (tokens * top_k - kept).long().tolist(),
         "router_entropy": (report.entropy[layers] / tokens).tolist(),
     }
     means = {}
     for name, values in report.losses.items():
         ranks = num_holders if name == "z_loss" else 1
-        by_layer[name] = (values[layers] / (micro_batches * ranks)).tolist()
+        per_layer[name] = (values[layers] / (micro_batches * ranks)).tolist()
         means[name] = float(values.sum() / (layers.sum() * micro_batches * ranks))
-    return by_layer, means
+    return per_layer, means
 
 
 def entropy(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Entropy in nats of each token's scores over all experts, summed over the tokens of logits [..., E]; a 0-d fp32
-    tensor.
+    """Return the entropy in nats of the tokens' scores over all experts, a sum over the tokens of logits [..., E].
 
-    From 0 (one expert has it all) to log(E) per token. Sigmoid scores are divided by their sum, as the load-balancing
-    loss does.
+    The result is a 0-d fp32 tensor, per token from 0 (one expert has the whole probability) to log(E). Sigmoid scores
+    are divided by their sum, as in the load-balancing loss.
     """
     log_scores = torch.nn.functional.logsigmoid(logits.float()) if score_function == "sigmoid" else logits.float()
     experts = -1

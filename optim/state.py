@@ -1,19 +1,22 @@
-"""Optimizer state in the model's own terms, so that a checkpoint fits every layout and both optimizer kinds.
+"""Optimizer state by parameter, so that a checkpoint fits every layout and both kinds of optimizer.
 
 Megatron's optimizers keep their state per kind: whole tensors (plain), or slices of one flat buffer that ignore where a
 parameter ends (sharded). Neither loads into the other, and a chain of two (dense and expert) not into one. Here each
-parameter's state is brought to the parameter's shape and named after it, with the sharding of the model's own
-checkpoint: `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`.
-Every rank writes what it owns, straight from where it lies, and reads only that: neither saving nor loading
-communicates.
+parameter's state gets the parameter's shape and name, with the sharding of the model's own checkpoint:
+`optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`. Every rank
+writes the state that it owns, straight from its memory, and reads only that: neither saving nor loading communicates.
+
+Offloaded state is stored in buckets, a flat tensor of each kind. A checkpoint is written and filled bucket by bucket,
+so that neither takes memory for all of it.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -21,27 +24,34 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.optimizer import get_param_id_to_sharded_param_map
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from optim.tiers import stored
-from optim.tiers.buckets import WEIGHT
-from optim.tiers.stored import StoredTensor
-from optim.tiers.tiers import Tiers, tiers_of
-from parallel.megatron.optimizer import (
-    HeldPart,
-    find_held,
-    is_sharded,
-    members,
-    scale_and_least,
-    scaler_numbers,
-    scaler_of,
-    set_scaler_numbers,
-)
+from optim.offload.optimizer import OffloadedOptimizer, offload_of
+from optim.offload.records import WEIGHT
+from parallel.megatron.optimizer import find_held, is_sharded, members
 from parallel.owned import owner_of
 
+Tag = TypeVar("Tag")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _owned(optimizer: MegatronOptimizer, parameters: list[tuple[str, torch.nn.Parameter]]) -> list[HeldPart | None]:
-    return find_held(optimizer, [parameter for _, parameter in parameters])
+@dataclass
+class StoredTensor(ShardedTensor):
+    """A box of a parameter's state in a bucket. `data` is a meta tensor: its shape, strides and offset give the
+    elements of the bucket's flat tensor that belong to the box."""
+
+    bucket: int = 0
+    kind: str = ""
+
+    @classmethod
+    def of(cls, box: ShardedTensor, bucket: int, kind: str) -> StoredTensor:
+        """The box of a global tensor, as elements of a bucket."""
+        return cls(**{field.name: getattr(box, field.name) for field in fields(box)}, bucket=bucket, kind=kind)
+
+    def within(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the box's elements, a view into its bucket's state: flat tensors of the host by kind."""
+        assert self.data is not None
+        flat = state[self.kind]
+        first = flat.storage_offset() + self.data.storage_offset()
+        return flat.as_strided(self.data.shape, self.data.stride(), first)
 
 
 def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -54,26 +64,28 @@ def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.P
 def sharded_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]
 ) -> list[ShardedTensor]:
-    """This rank's optimizer state: views into it, each a box of a parameter's state. Makes no copy and asks no other
-    rank. Of state off the device StoredTensors: places without data.
+    """Return views of this rank's optimizer state, each a box of a parameter's state; StoredTensors, without data, for
+    offloaded state. Copies nothing and does not communicate.
 
-    `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns of a parameter a range of its
+    `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns a range of a parameter's
     elements, which is a few boxes; as every element has one owner, every box is the main replica among the data
     parallel ranks. Before the first step there are no moments.
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
-    tiers = tiers_of(optimizer)
-    if tiers is not None:
-        return _stored_state(tiers, parameters, sharded_by_id)
+    offload = offload_of(optimizer)
+    if offload is not None:
+        return _stored_state(offload, parameters, sharded_by_id)
     steps = steps_taken(optimizer)
     result: list[ShardedTensor] = []
-    for i, ((_, parameter), owned) in enumerate(zip(parameters, _owned(optimizer, parameters), strict=True)):
+    for i, ((_, parameter), owned) in enumerate(
+        zip(parameters, find_held(optimizer, [each for _, each in parameters]), strict=True)
+    ):
         if owned is None or owned.start == owned.end:
             continue
         held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
         if steps > 0:
-            # A parameter that never had a gradient has no moments: zeros, as the optimizer would start with.
+            # A parameter that never had a gradient has no moments: zeros, as the optimizer starts with.
             held |= {kind: owned.state.get(kind, torch.zeros(0)) for kind in MOMENTS}
             held = {kind: value if value.numel() else torch.zeros_like(owned.main) for kind, value in held.items()}
         whole = _shards(sharded_by_id[i], parameter.shape)
@@ -85,33 +97,35 @@ def sharded_state(
 
 
 def _stored_state(
-    tiers: Tiers, parameters: list[tuple[str, torch.nn.Parameter]], sharded_by_id: dict[int, Any]
+    offload: OffloadedOptimizer, parameters: list[tuple[str, torch.nn.Parameter]], sharded_by_id: dict[int, Any]
 ) -> list[ShardedTensor]:
     order = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
+    has_shards = offload.experts is not None and offload.experts.records.num_shards > 1
     result: list[ShardedTensor] = []
-    for index, bucket in enumerate(tiers.buckets):
-        for piece in bucket.pieces:
-            parameter = tiers.slices[piece.index].parameter
+    for index, bucket in enumerate(offload.buckets):
+        for span in bucket.slice_spans:
+            parameter = offload.slices[span.index].parameter
             whole = _shards(sharded_by_id[order[id(parameter)]], parameter.shape)
-            parts = tiers.experts is not None and bucket.of_experts is not None and tiers.experts.records.parts > 1
-            sharded = parts or owner_of(parameter) is None
-            for kind, dtype in stored.kinds(tiers, index).items():
-                place = torch.empty(bucket.numel, dtype=dtype, device="meta")[piece.offset :]
-                for box in _state_boxes(whole, parameter.shape, kind, (piece.start, piece.end), place, sharded):
+            sharded = (has_shards and bucket.expert_bucket is not None) or owner_of(parameter) is None
+            for kind, dtype in _bucket_kinds(offload, index).items():
+                data = torch.empty(bucket.numel, dtype=dtype, device="meta")[span.offset :]
+                for box in _state_boxes(whole, parameter.shape, kind, (span.start, span.end), data, sharded):
                     result.append(StoredTensor.of(box, index, kind))
     return result
 
 
+def _bucket_kinds(offload: OffloadedOptimizer, index: int) -> dict[str, torch.dtype]:
+    """Return the kinds of a bucket's state: before the first step no moments; with the weights of offloaded experts."""
+    is_expert = offload.experts is not None and offload.buckets[index].expert_bucket is not None
+    weights = {WEIGHT: offload.experts.dtype} if offload.experts is not None and is_expert else {}
+    kinds = {kind: dtype for kind, dtype in offload.layout.kinds.items() if kind == "master" or offload.steps > 0}
+    return {**weights, **kinds}
+
+
 def _state_boxes(
-    whole: list[ShardedTensor],
-    shape: torch.Size,
-    kind: str,
-    span: tuple[int, int],
-    value: torch.Tensor,
-    sharded: bool,
+    whole: list[ShardedTensor], shape: torch.Size, kind: str, span: tuple[int, int], value: torch.Tensor, sharded: bool
 ) -> Iterator[ShardedTensor]:
-    """The boxes of a range of a parameter's elements, whose state `value` holds, under the names that checkpoints
-    have."""
+    """Yield the boxes of a range of a parameter's elements, whose state is `value`, with the names of checkpoints."""
     for shard in whole:
         replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
         key = shard.key if kind == WEIGHT else f"optimizer.{kind}.{shard.key}"
@@ -120,7 +134,7 @@ def _state_boxes(
 
 
 def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) -> list[ShardedTensor]:
-    """The boxes that make up a parameter in the model's checkpoint, as views into a parameter that takes no memory."""
+    """Return the boxes of a parameter in the model's checkpoint, as views into a meta tensor."""
     shadow = torch.empty(shape, dtype=torch.float32, device="meta")
     shards = (
         sharded.build_fn(sharded.key, shadow, sharded.replica_id, None)
@@ -133,7 +147,7 @@ def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) ->
 def _owned_boxes(
     shard: ShardedTensor, shape: torch.Size, span: tuple[int, int], value: torch.Tensor
 ) -> Iterator[ShardedTensor]:
-    """What lies both in a shard of a parameter (a view into it) and in a range of its elements, which `value` holds."""
+    """Yield the boxes of the elements that are in a shard of a parameter (a view into it) and in a range, `value`."""
     view = shard.data
     strides = torch.empty(shape, device="meta").stride()
     assert view.dim() == len(shape) and view.stride() == strides, (
@@ -160,8 +174,8 @@ def _owned_boxes(
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut the elements [start, end) of a row-major tensor into boxes, (first corner, sizes) each: at most 2 *
-    dimensions - 1."""
+    """Cut the elements [start, end) of a row-major tensor into at most 2 * dimensions - 1 boxes, (first corner, sizes)
+    each."""
     if len(shape) <= 1:
         if start < end:
             yield ((start,), (end - start,)) if shape else ((), ())
@@ -183,16 +197,16 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
 
 @torch.no_grad()
 def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps: int) -> None:
-    """Make the optimizer look as it does after `steps` steps, with zeros for moments, so that `sharded_state` has views
-    to fill."""
-    tiers = tiers_of(optimizer)
-    if tiers is not None:
-        tiers.drop()
-        tiers.settle()  # no weight of an earlier step comes back any more
-        tiers.steps = steps
+    """Give the optimizer the state that it has after `steps` steps, with zeros for moments, so that `sharded_state` has
+    views to fill."""
+    offload = offload_of(optimizer)
+    if offload is not None:
+        offload.drop()
+        offload.synchronize()  # no update of an earlier step is in flight
+        offload.steps = steps
         return
     parameters = list(_parameters(chunks))
-    for owned in _owned(optimizer, parameters):
+    for owned in find_held(optimizer, [each for _, each in parameters]):
         if owned is None:
             continue
         inner = owned.member.optimizer
@@ -213,11 +227,10 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
 
 
 def steps_taken(optimizer: MegatronOptimizer) -> int:
-    """Optimizer steps taken so far (fp16 skips some), the same on every rank that holds parameters; 0 before the
-    first."""
-    tiers = tiers_of(optimizer)
-    if tiers is not None:
-        return int(tiers.steps)
+    """Return the number of optimizer steps taken (fp16 skips some), the same on every rank that holds parameters."""
+    offload = offload_of(optimizer)
+    if offload is not None:
+        return int(offload.steps)
     for member in members(optimizer):
         if member.optimizer is None:
             continue
@@ -230,38 +243,32 @@ def steps_taken(optimizer: MegatronOptimizer) -> int:
     return 0
 
 
-def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
-    """The fp16 loss scaler's numbers, or None in other precisions."""
-    scaler = scaler_of(optimizer)
-    return None if scaler is None else scaler_numbers(scaler)
-
-
-def loss_scale(optimizer: MegatronOptimizer) -> tuple[float, float]:
-    """The fp16 loss scale as it is now and the lowest that it may fall to."""
-    return scale_and_least(scaler_of(optimizer))
-
-
-def restore_scaler(optimizer: MegatronOptimizer, saved: dict[str, float] | None) -> None:
-    """Undo `scaler_state`; None leaves the initial scale."""
-    scaler = scaler_of(optimizer)
-    if scaler is not None and saved is not None:
-        set_scaler_numbers(scaler, saved)
-
-
 def named_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]
 ) -> Iterator[tuple[int, str, str, torch.Tensor]]:
-    """What this rank's optimizer holds beside the model's parameters: (chunk, parameter's name, kind, tensor) of each
-    part. Of state off the device a part is of one bucket, read from where it lies, and valid until the next; weights
-    that lie there are of the kind WEIGHT."""
+    """Yield this rank's optimizer state as (chunk, parameter's name, kind, tensor).
+
+    A tensor of offloaded state is of one bucket and valid until the next one; offloaded weights have the kind WEIGHT.
+    """
     parameters = list(_parameters(chunks))
-    tiers = tiers_of(optimizer)
-    if tiers is not None:
-        for name, kind, value in stored.named(tiers, {id(parameter): name for name, parameter in parameters}):
-            chunk, _, rest = name.partition(".")
-            yield int(chunk), rest, kind, value
+    offload = offload_of(optimizer)
+    if offload is not None:
+        names = {id(parameter): name for name, parameter in parameters}
+        snapshot = offload.snapshot()
+        try:
+            for index, bucket in enumerate(offload.buckets):
+                state, kinds = snapshot.read(index), _bucket_kinds(offload, index)
+                for span in bucket.slice_spans:
+                    chunk, _, rest = names[id(offload.slices[span.index].parameter)].partition(".")
+                    for kind in kinds:
+                        yield int(chunk), rest, kind, state[kind][span.offset : span.offset + span.end - span.start]
+                snapshot.release(index)
+        finally:
+            snapshot.close()
         return
-    for (name, parameter), owned in zip(parameters, _owned(optimizer, parameters), strict=True):
+    for (name, parameter), owned in zip(
+        parameters, find_held(optimizer, [each for _, each in parameters]), strict=True
+    ):
         if owned is None:
             continue
         held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
@@ -271,25 +278,113 @@ def named_state(
 
 
 def state_bytes(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> dict[str, int]:
-    """Bytes of this rank's optimizer state on the device, the host and the disk: masters and moments, as they are once
-    a step was taken."""
-    tiers, found = tiers_of(optimizer), {"device": 0, "host": 0, "disk": 0}
-    if tiers is not None:
-        for size, tier in zip(tiers.memory.arrangement.sizes, tiers.memory.arrangement.tiers, strict=True):
-            found[tier] += size
+    """Return the bytes of this rank's optimizer state after a step, masters and moments, by device, host and disk."""
+    offload, found = offload_of(optimizer), {"device": 0, "host": 0, "disk": 0}
+    if offload is not None:
+        arrangement = offload.memory.arrangement
+        for size, target in zip(arrangement.sizes, arrangement.targets, strict=True):
+            found[target] += size
         return found
     parameters = list(_parameters(chunks))
-    for (_, parameter), owned in zip(parameters, _owned(optimizer, parameters), strict=True):
+    for (_, parameter), owned in zip(parameters, find_held(optimizer, [each for _, each in parameters]), strict=True):
         if owned is not None:
             kinds = len(MOMENTS) + (parameter.dtype != torch.float32)
             found["device"] += kinds * owned.main.numel() * torch.float32.itemsize
     return found
 
 
+@torch.no_grad()
 def fill_stored(
     optimizer: MegatronOptimizer, tensors: Sequence[ShardedTensor], read: Callable[[ShardedTensor], None]
 ) -> None:
-    """Have `read` fill what `sharded_state` gave of state off the device, if any, a bucket at a time."""
-    tiers = tiers_of(optimizer)
-    if tiers is not None:
-        stored.fill(tiers, tensors, read)
+    """Have `read` fill the StoredTensors of `sharded_state`, if there are some, one bucket after the other. State
+    without a box becomes zero: moments before the first step."""
+    offload = offload_of(optimizer)
+    if offload is None:
+        return
+    boxes: dict[int, list[StoredTensor]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, StoredTensor):
+            boxes.setdefault(tensor.bucket, []).append(tensor)
+    for index in range(len(offload.buckets)):
+        state = offload.empty(index)
+        for value in state.values():
+            value.zero_()
+        for box in boxes.get(index, []):
+            target = copy.copy(box)
+            target.data = box.within(state)
+            read(target)
+        offload.fill(index)
+
+
+@dataclass(frozen=True)
+class StateSlice(Generic[Tag]):
+    """A range of a parameter's elements, with the caller's tag."""
+
+    parameter: torch.nn.Parameter
+    start: int
+    end: int
+    tag: Tag
+
+
+@torch.no_grad()
+def change_state(
+    optimizer: MegatronOptimizer,
+    slices: Sequence[StateSlice[Tag]],
+    change: Callable[[list[tuple[torch.Tensor, Tag]]], None],
+) -> None:
+    """Have `change` change this rank's state of these slices, masters and moments, in place: flat tensors on the device
+    or the host.
+
+    Ranks with the same parameters that pass the same ranges get the same calls, with tensors of the same sizes in the
+    same order. Between two steps, while no save is in flight.
+    """
+    offload = offload_of(optimizer)
+    if offload is not None:
+        _change_offloaded(offload, slices, change)
+        return
+    tensors: list[tuple[torch.Tensor, Tag]] = []
+    for each, owned in zip(slices, find_held(optimizer, [each.parameter for each in slices]), strict=True):
+        if owned is None:
+            continue
+        start, end = max(each.start, owned.start), min(each.end, owned.end)
+        if start < end:
+            masters = [] if each.parameter.dtype == torch.float32 else [owned.main]
+            moments = [owned.state[kind] for kind in MOMENTS if kind in owned.state]
+            tensors += [
+                (held.detach().view(-1)[start - owned.start : end - owned.start], each.tag)
+                for held in masters + moments
+            ]
+    change(tensors)
+
+
+def _change_offloaded(
+    offload: OffloadedOptimizer,
+    slices: Sequence[StateSlice[Tag]],
+    change: Callable[[list[tuple[torch.Tensor, Tag]]], None],
+) -> None:
+    of_parameter: dict[int, list[StateSlice[Tag]]] = {}
+    for each in slices:
+        of_parameter.setdefault(id(each.parameter), []).append(each)
+
+    def within(index: int, state: dict[str, torch.Tensor]) -> None:
+        tensors: list[tuple[torch.Tensor, Tag]] = []
+        kinds = _bucket_kinds(offload, index)
+        for span in offload.buckets[index].slice_spans:
+            for each in of_parameter.get(id(offload.slices[span.index].parameter), ()):
+                start, end = max(each.start, span.start), min(each.end, span.end)
+                first = span.offset - span.start
+                if start < end:
+                    tensors += [(state[kind][first + start : first + end], each.tag) for kind in kinds]
+        change(tensors)
+
+    touched = [
+        index
+        for index, bucket in enumerate(offload.buckets)
+        if any(
+            each.start < span.end and span.start < each.end
+            for span in bucket.slice_spans
+            for each in of_parameter.get(id(offload.slices[span.index].parameter), ())
+        )
+    ]
+    offload.change(touched, within)

@@ -1,7 +1,7 @@
-"""Dropout by place: what a layer drops follows from what it works on, never from what was drawn before.
+"""Dropout seeded by position: a layer's mask depends on its inputs' position in the training, never on earlier draws.
 
-As a layer is entered, the generators that it draws from are seeded by (run's seed, step, layer, micro-batch of the
-global batch, rows of this rank). So neither a resume, nor another order of passes, nor recomputing changes a mask.
+When a layer is entered, its generators are seeded by (run's seed, step, layer, micro-batch of the global batch, rows of
+this rank). So neither a resume, nor another order of passes, nor recomputation changes a mask.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from configs import derived
 from configs.schema import Config
-from parallel.megatron.random_state import PLACE, set_place
+from parallel.megatron.random_state import PASS_KEY, set_current_pass
 from parallel.topology import Topology
 
 
 class Dropout:
-    """What a rank's model chunks draw for dropout. `step`: of the passes to come."""
+    """Seeds the generators from which a rank's model chunks draw for dropout. `step`: of the next passes."""
 
     def __init__(self, config: Config, topology: Topology, bare_chunks: Sequence[torch.nn.Module]):
         self.step = 0
         self._seed, self._data = config.training.seed, topology.data
         self._is_cut = config.parallel.sequence  # tensor ranks hold different rows between attention and feed-forward
-        # What all tensor ranks of these tokens share, and what is this one's alone.
-        self._rows = f"context {topology.context.rank}"
-        self._own_rows = f"{self._rows} tensor {topology.tensor.rank}"
+        # The key of draws that all tensor ranks of these tokens share, and of this rank's own.
+        self._shared_key = f"context {topology.context.rank}"
+        self._own_key = f"{self._shared_key} tensor {topology.tensor.rank}"
         on_gpu = topology.device.type == "cuda"
         self._generator = torch.cuda.default_generators[topology.device.index] if on_gpu else torch.default_generator
         for module in (module for chunk in bare_chunks for module in chunk.modules()):
@@ -43,23 +43,24 @@ class Dropout:
                 module.register_forward_pre_hook(partial(self._enter, layer))
 
     def begin(self, micro_batch: int) -> None:
-        """What follows is a pass over this micro-batch of the rank's, counted from 0."""
-        # The number that it has in the global batch, in every layout: see data/loader.py.
-        set_place((self.step, micro_batch * self._data.size + self._data.rank))
+        """Seed what follows as a pass over this micro-batch of the rank's, counted from 0."""
+        # Its index in the global batch, the same in every layout: see data/loader.py.
+        set_current_pass((self.step, micro_batch * self._data.size + self._data.rank))
 
     def _enter(self, layer: int, module: torch.nn.Module, _inputs: Any) -> None:
         if not module.training:
             return
         tracker = tensor_parallel.get_cuda_rng_tracker()
-        step, micro_batch = tracker.get_states()[PLACE]
-        own = seed_of(self._seed, step, layer, micro_batch, self._own_rows)
-        with tracker.fork():  # attention over this rank's heads, and embeddings of its rows, draw from the tracker
+        step, micro_batch = tracker.get_states()[PASS_KEY]
+        own = seed_of(self._seed, step, layer, micro_batch, self._own_key)
+        with tracker.fork():  # attention of this rank's heads, and embeddings of its rows, draw from the tracker
             self._generator.manual_seed(own)
-        shared = seed_of(self._seed, step, layer, micro_batch, self._rows)
+        shared = seed_of(self._seed, step, layer, micro_batch, self._shared_key)
         self._generator.manual_seed(own if self._is_cut else shared)
 
 
-def seed_of(seed: int, step: int, layer: int, micro_batch: int, rows: str) -> int:
-    """The seed of what one layer draws in one pass, in [0, 2^63). `layer` 0 is the embedding."""
-    digest = hashlib.blake2b(f"{seed} {step} {layer} {micro_batch} {rows}".encode(), digest_size=8).digest()
+def seed_of(seed: int, step: int, layer: int, micro_batch: int, row_key: str) -> int:
+    """Return the seed of the draws of one layer in one pass, in [0, 2^63). `layer` 0 is the embedding; `row_key` names
+    the rows."""
+    digest = hashlib.blake2b(f"{seed} {step} {layer} {micro_batch} {row_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Pointwise functions that are one kernel on a GPU: compiled there, at the first call; elsewhere as they stand."""
+"""Pointwise functions that are one kernel on a GPU: compiled there at the first call, and unchanged elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What a GPU runs in a function's place. Its sizes change from call to call and are no part of the code."""
+    """Compile a function for a GPU, without specializing on tensor sizes, which change with every call."""
     if importlib.util.find_spec("triton") is None:
         return function
     compiled = torch.compile(function, dynamic=True, fullgraph=True)
@@ -38,8 +38,10 @@ def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A function of tensors of one device that changes none of them: each element of its results follows from those at
-    the same place, or from their row."""
+    """Decorate a function of tensors of one device to run as one kernel on a GPU.
+
+    It must not change its arguments; each element of a result depends on the elements at the same index or in its row.
+    """
     on_gpu: Callable[..., Any] | None = None
 
     @functools.wraps(function)
@@ -53,3 +55,11 @@ def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         return on_gpu(*args, **kwargs)
 
     return call
+
+
+def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Write left * right to `out`, which may be a view of a larger tensor."""
+    if torch.compiler.is_compiling():  # torch.compile refuses such an `out`, and fuses the copy
+        out.copy_(left * right)
+    else:
+        torch.mul(left, right, out=out)

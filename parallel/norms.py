@@ -1,4 +1,4 @@
-"""The norms of gradients, whatever their size and however they are cut."""
+"""Norms of gradients that do not depend on how the gradients are cut, and are exact for any size."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-BLOCK = 1024  # elements whose squares are added up in one go on a CPU
+BLOCK = 1024  # elements per partial norm on a CPU
 
 
 @torch.no_grad()
 def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of each tensor, in fp64.
+    """Return the norm of each tensor, in fp64.
 
-    Squares are added up in fp64: in fp32 the same gradients would have another norm where they are cut otherwise. On a
-    CPU norms of blocks are put together: torch adds up one square after the other, slowly and with an error that grows.
+    Squares are added in fp64: in fp32 the norm of the same gradients would depend on how they are cut. On a CPU norms
+    of blocks are combined: torch adds one square after the other, slowly and with an error that grows.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
@@ -23,8 +23,8 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def squares_into(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-    """Write the square of each tensor's norm to `squares` [tensors], fp64. On a GPU nothing is allocated, so that any
-    stream may do it."""
+    """Write the square of each tensor's norm to `squares` [tensors], fp64. Nothing is allocated on a GPU, so any stream
+    may be current."""
     if not tensors:
         return
     if squares.device.type == "cpu":

@@ -1,5 +1,5 @@
-"""The order of a step's passes from the configuration alone: Megatron-core's schedule of micro-batches (1F1B,
-interleaved or not), or by layer; and which layers' weights come to which slot in that order, where they do not stay."""
+"""The order of a step's passes, from the configuration alone: Megatron-core's schedule of micro-batches (1F1B,
+interleaved or not) or the layer-wise one; and the slots that offloaded layers' weights are copied to in that order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from configs.schema import Config
 
 
 def layers_of_stage(config: Config, stage: int) -> list[range]:
-    """The layers, from 0, of each of a stage's model chunks."""
+    """Return the layers, from 0, of each of a stage's model chunks."""
     stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
     size = config.model.num_layers // (stages * chunks)
-    return [range(part * size, (part + 1) * size) for part in range(stage, stages * chunks, stages)]
+    return [range(chunk * size, (chunk + 1) * size) for chunk in range(stage, stages * chunks, stages)]
 
 
 def passes(config: Config, num_micro_batches: int, stage: int) -> Iterator[tuple[bool, int]]:
-    """(whether it is a forward pass, model chunk) of each pass of a stage in one step."""
+    """Yield (whether it is a forward pass, model chunk) for each pass of a stage in one step."""
     stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
     total = num_micro_batches * chunks
     if stages == 1:
@@ -45,10 +45,10 @@ def passes(config: Config, num_micro_batches: int, stage: int) -> Iterator[tuple
 
 
 def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_only: bool = False) -> list[int]:
-    """The layers of the whole model, from 0, in the order in which one step visits those of a stage. A layer that is
-    visited twice running is there once: a recomputation and its backward pass are one visit.
+    """Return the layers of a stage, numbered in the whole model from 0, in the order in which one step visits them.
 
-    `forward_only`: of an evaluation, which takes one micro-batch after the other in any order of passes.
+    Two consecutive visits of a layer count once: a recomputation and its backward pass are one visit. `forward_only`:
+    the visits of an evaluation, which takes one micro-batch after the other under either schedule.
     """
     chunks = layers_of_stage(config, stage)
     if config.training.pass_order == "by_layer" and not forward_only:
@@ -65,50 +65,50 @@ def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_onl
 
 
 @dataclass(frozen=True)
-class SlotFill:
-    """Weights of a layer come to slot `slot` before visit `visit`, behind visit `after`, the last that used the slot;
-    -1: at once."""
+class PlannedFill:
+    """A transfer of a layer's weights into a slot. It must end before visit `visit`, and starts after visit `after`,
+    the last one that uses the slot's previous content (-1: at once)."""
 
     layer: int
-    slot: int
+    slot_index: int
     visit: int
     after: int
 
 
-def slot_fills(visits: Sequence[int], slots: int) -> list[SlotFill]:
-    """What must come in a step that visits layers in this order, and begins with empty slots. The order is known, so
-    that which slot is filled next is too: the one whose layer is used last (Belady). Beside the layer that is visited
-    one more slot is filled: with two slots a layer's weights come while the layer before it computes. Passes go there
-    and back, so that slots beyond two keep a part of the layers at each turn, while the rest streams.
+def slot_fills(visits: Sequence[int], num_slots: int) -> list[PlannedFill]:
+    """Return the copies of a step that visits layers in this order and starts with empty slots.
 
-    Raises ValueError where there is no slot.
+    Since the order is known, the slot whose layer is used last is filled next (Belady). The slot of the current visit
+    is not filled: with two slots a layer's weights are copied while the layer before it computes. Visits go forward and
+    back, so that slots beyond two keep some layers at each reversal, while the rest are streamed.
+
+    Raises ValueError if there is no slot.
     """
-    if slots < 1 and visits:
-        raise ValueError(f"slots must be at least 1, not {slots}")
+    if num_slots < 1 and visits:
+        raise ValueError(f"slots must be at least 1, not {num_slots}")
     following: list[float] = [math.inf] * len(visits)
     seen: dict[int, int] = {}
     for index in range(len(visits) - 1, -1, -1):
         following[index] = seen.get(visits[index], math.inf)
         seen[visits[index]] = index
-    held: list[int | None] = [None] * slots
-    last, uses, found = [-1] * slots, [math.inf] * slots, list[SlotFill]()
+    held: list[int | None] = [None] * num_slots
+    last, uses, found = [-1] * num_slots, [math.inf] * num_slots, list[PlannedFill]()
     before = None  # the slot of the visit before
-    for index, layer in enumerate(visits):
+    for visit, layer in enumerate(visits):
         if layer in held:
-            slot = held.index(layer)
+            index = held.index(layer)
         else:
-            free = [each for each in range(slots) if held[each] is None]
-            may = free or [each for each in range(slots) if each != before or slots == 1]
-            slot = free[0] if free else max(may, key=lambda each: uses[each])
-            found.append(SlotFill(layer, slot, index, last[slot]))
-            held[slot] = layer
-        last[slot], uses[slot], before = index, following[index], slot
+            free = [each for each in range(num_slots) if held[each] is None]
+            may = free or [each for each in range(num_slots) if each != before or num_slots == 1]
+            index = free[0] if free else max(may, key=lambda each: uses[each])
+            found.append(PlannedFill(layer, index, visit, last[index]))
+            held[index] = layer
+        last[index], uses[index], before = visit, following[visit], index
     return found
 
 
 class LayerPass(NamedTuple):
-    """One of a step's passes through a layer, where all micro-batches go through a layer before the next. Counted
-    from 0."""
+    """A micro-batch's pass through a layer in the layer-wise schedule, with numbers from 0."""
 
     is_forward: bool
     layer: int
@@ -116,7 +116,7 @@ class LayerPass(NamedTuple):
 
 
 def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]:
-    """All passes of a step by layer, on one stage. The head's follow each micro-batch's last forward pass."""
+    """Yield all passes of a layer-wise step on one stage. The head runs after each micro-batch's last forward pass."""
     for is_forward in (True, False):
         for layer in range(num_layers) if is_forward else reversed(range(num_layers)):
             for micro_batch in range(num_micro_batches):
@@ -124,8 +124,7 @@ def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]
 
 
 def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
-    """The most that a stage holds between its passes at once, where a micro-batch's forward pass of a model chunk
-    leaves `of_chunk`."""
+    """Return the most units that a stage holds between passes, if a forward pass of a model chunk adds `of_chunk`."""
     held = most = 0
     for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
         held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
@@ -133,10 +132,12 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
     return most
 
 
-def offloaded_layer_inputs(config: Config, world_size: int, stage: int, room: float) -> int:
-    """How many inputs of layers each rank of a stage has memory of the host for, where the ranks have `room` bytes left
-    there: at most as many as wait for their backward pass at once, each micro-batch's anew. By layer the gradients
-    between two layers are among them."""
+def offloaded_layer_inputs(config: Config, world_size: int, stage: int, headroom: float) -> int:
+    """Return the number of layer inputs that each rank of a stage can keep on the host, in `headroom` bytes.
+
+    At most it is the number that wait for their backward pass at once, counted for each micro-batch. In the layer-wise
+    schedule the gradients between two layers count too.
+    """
     offload = config.training.activation_offload
     if offload == "none":
         return 0
@@ -144,5 +145,5 @@ def offloaded_layer_inputs(config: Config, world_size: int, stage: int, room: fl
         waiting = (config.model.num_layers + 1) * derived.num_micro_batches(config, world_size)
     else:
         waiting = most_in_flight(config, world_size, stage, [len(layers) for layers in layers_of_stage(config, stage)])
-    budget = room if offload == "auto" else float(offload) * 2**20
+    budget = headroom if offload == "auto" else float(offload) * 2**20
     return int(min(budget / derived.layer_input_bytes(config), waiting))

@@ -1,8 +1,9 @@
-"""The one owner of process groups and ranks.
+"""Process groups and ranks, which only this module creates.
 
-`initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`: who
-this rank is. Ranks are laid out tensor-fastest, then context, data, pipeline ("tp-cp-ep-dp-pp"); expert parallelism
-folds over the same ranks with its own tensor size, so attention and experts may be split differently.
+`initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`: this
+rank's coordinates and groups. Ranks are laid out tensor-fastest, then context, data, pipeline ("tp-cp-ep-dp-pp");
+expert parallelism folds over the same ranks with its own tensor size, so attention and experts may be split
+differently.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from configs.derived import expert_tensor_size, model_parallel_size
 from configs.ranks import launched
 from configs.schema import Config, ConfigError
 from parallel import card
-from parallel.liveness import loopback, rendezvous
-from parallel.refusal import refuse_other_layouts
+from parallel.joint_errors import refuse_other_layouts
+from parallel.liveness import rendezvous
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One kind of parallelism as this rank sees it: its rank among the `size` processes of `group`."""
+    """This rank's position in one kind of parallelism: its rank among the `size` processes of `group`."""
 
     rank: int
     size: int
@@ -41,7 +42,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def another_group(self, timeout_seconds: int) -> dist.ProcessGroup:
-        """A group of the same processes, for exchanges that go on beside others. A collective call of theirs."""
+        """Create a group of the same processes, for concurrent exchanges. A collective call of these processes."""
         ranks = dist.get_process_group_ranks(self.group)
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
@@ -51,7 +52,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's place in the layout. `rank` and `world_size` count the whole job; `device` is where tensors live.
+    """This rank's coordinates in the layout. `rank` and `world_size` are the job's; `device` holds the tensors.
 
     Attributes:
         tensor: ranks that share each dense layer.
@@ -83,12 +84,13 @@ class Topology:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Whether this rank writes or adds what all ranks of its pipeline stage know: one of each stage does."""
+        """Whether this rank writes or adds values that all ranks of its pipeline stage have: one of each stage does."""
         return self.data_context.rank == 0 and self.tensor.rank == 0
 
 
 def choose_device(config: Config) -> torch.device:
-    """The device of this rank, from `training.device` and torchrun's local rank. Raises ConfigError without CUDA."""
+    """Return the device of this rank, from `training.device` and torchrun's local rank. Raises ConfigError without
+    CUDA."""
     wanted = config.training.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("training.device (cuda) needs a CUDA GPU, and torch sees none here. Try training.device=cpu.")
@@ -107,7 +109,8 @@ def initialize(config: Config) -> Topology:
     """Join the job and build the groups of the configured layout; every rank calls it once.
 
     Uses torchrun's environment, or a world of one without it; keeps a process group that exists already. Every rank's
-    random number states follow from `training.seed` and its place. Raises ConfigError when the world does not fit.
+    random number states depend on `training.seed` and its coordinates. Raises ConfigError if the layout does not fit
+    the world.
     """
     device = choose_device(config)
     apply_patches(device.type)
@@ -119,18 +122,18 @@ def initialize(config: Config) -> Topology:
         timeout = timedelta(seconds=layout.timeout_seconds)
         backend = "nccl" if device.type == "cuda" else "gloo"
         launch = launched()
-        if loopback.is_enough(launch.world_size):
-            loopback.use()
-        place: dict[str, Any] = {
+        if rendezvous.is_loopback_enough(launch.world_size):
+            rendezvous.use_loopback()
+        options: dict[str, Any] = {
             "store": rendezvous.job_store(launch, timeout),
             "rank": launch.rank,
             "world_size": launch.world_size,
         }
         if device.type == "cuda" and layout.early_communicators:
-            # NCCL then sets the world's communicator up here and splits the groups' off it: they share its buffers,
-            # and none is set up at its first use, in the middle of a step, by ranks that come there one after another.
-            place["device_id"] = device
-        dist.init_process_group(backend, timeout=timeout, **place)
+            # NCCL then sets the world's communicator up here and splits the groups' off it: they share its buffers, and
+            # none is set up at its first use, in the middle of a step, which ranks reach at different times.
+            options["device_id"] = device
+        dist.init_process_group(backend, timeout=timeout, **options)
     world_size = dist.get_world_size()
     if layout.layout == "auto":
         refuse_other_layouts(config)
@@ -153,55 +156,56 @@ def initialize(config: Config) -> Topology:
     )
     topology = _topology(device, layout.virtual_pipeline or 1)
     if layout.context > 1 and dist.get_backend() == dist.Backend.NCCL:
-        # The first messages between two of its ranks would else wait for the others to set the communicator up.
+        # Otherwise the first messages between two of its ranks would wait for the others to set the communicator up.
         dist.barrier(group=topology.context.group, device_ids=[torch.cuda.current_device()])
     _seed_random_numbers(config, topology)
     return topology
 
 
 def _priority_groups(config: Config) -> list[str]:
-    """Megatron-core's names of the groups whose kernels NCCL starts before others that wait: those of exchanges that
-    products stand waiting for. gloo has no such thing."""
+    """Return Megatron-core's names of groups whose NCCL kernels have priority: products wait for their exchanges.
+
+    gloo has no priorities.
+    """
     is_nccl = dist.get_backend() == dist.Backend.NCCL
     return ["ep", "pp"] if is_nccl and config.parallel.priority_exchanges else []
 
 
 def megatron_groups() -> ProcessGroupCollection:
-    """The process groups that exist now, as Megatron-core's modules take them. Everyone else has them from
-    `Topology.groups`."""
+    """Return the existing process groups in the form of Megatron-core's modules; others read `Topology.groups`."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def _topology(device: torch.device, virtual_size: int) -> Topology:
     groups = megatron_groups()
+
+    def axis(group: dist.ProcessGroup) -> Axis:
+        return Axis(group.rank(), group.size(), group)
+
     return Topology(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         device=device,
-        tensor=_axis(groups.tp),
-        context=_axis(groups.cp),
-        data=_axis(groups.dp),
-        data_context=_axis(groups.dp_cp),
-        pipeline=_axis(groups.pp),
-        expert=_axis(groups.ep),
-        expert_tensor=_axis(groups.expt_tp),
-        expert_data=_axis(groups.expt_dp),
+        tensor=axis(groups.tp),
+        context=axis(groups.cp),
+        data=axis(groups.dp),
+        data_context=axis(groups.dp_cp),
+        pipeline=axis(groups.pp),
+        expert=axis(groups.ep),
+        expert_tensor=axis(groups.expt_tp),
+        expert_data=axis(groups.expt_dp),
         groups=groups,
         virtual_size=virtual_size,
     )
 
 
-def _axis(group: dist.ProcessGroup) -> Axis:
-    return Axis(group.rank(), group.size(), group)
-
-
 def _seed_random_numbers(config: Config, topology: Topology) -> None:
-    # No training of ours draws from these: weights come from models/initial_weights.py, the data order from
-    # data/samples/, and dropout seeds its own generators. A callback of a user's own may: ranks
-    # that hold different tokens get different numbers.
-    place = 100 * topology.pipeline.rank + 10_000 * topology.data.rank
-    torch.manual_seed(config.training.seed + place)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.training.seed + place, force_reset_rng=True)
+    # Our trainings do not use these states: weights are drawn by models/initial_weights.py, the data order by
+    # data/samples/, and dropout seeds its own generators. A user's callback may: ranks that hold different tokens get
+    # different numbers.
+    seed = config.training.seed + 100 * topology.pipeline.rank + 10_000 * topology.data.rank
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def leave_layout() -> None:

@@ -1,6 +1,6 @@
-"""Names for what a trace shows: dispatch, experts, combine, attention, gradient reduction and so on.
+"""Names of the phases in a trace: dispatch, experts, combine, attention, gradient reduction and so on.
 
-A name costs a look at a flag unless a trace is being recorded (0.1 us; torch's record_function takes 3 us even then).
+Without a recording a name costs the test of a flag (0.1 us; torch's record_function takes 3 us even then).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _recording = False
 
 
 def span(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Names what runs inside."""
+    """Return a context that names the operations inside."""
     return record_function(name) if _recording else _NOTHING
 
 
 def named(name: str) -> Callable[[Function], Function]:
-    """Decorator: names the calls of a function."""
+    """Return a decorator that names the calls of a function."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -42,8 +42,7 @@ def named(name: str) -> Callable[[Function], Function]:
 
 @contextlib.contextmanager
 def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
-    """While this lasts, names are put down; also those of `others`, (owner, attribute, name) of functions that are not
-    ours."""
+    """Inside, names are recorded; also those of `others`, (owner, attribute, name) of foreign functions."""
     global _recording
     before, _recording = _recording, True
     undo: list[Callable[[], None]] = []
@@ -63,11 +62,10 @@ def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
 
 
 def with_backward(name: str) -> Callable[[Function], Function]:
-    """Decorator for a module's `forward` of a tensor to a tensor, or to a tuple with one in front: names calls and
-    backward passes.
+    """Return a decorator that names a module's calls and backward passes.
 
-    A backward pass is what autograd does from the moment at which the output's gradient is there to that of the
-    input's.
+    It decorates a `forward` from a tensor to a tensor, or to a tuple with a tensor in front. The backward pass lasts
+    from the output's gradient to the input's gradient.
     """
 
     def decorate(function: Function) -> Function:
@@ -82,11 +80,8 @@ def with_backward(name: str) -> Callable[[Function], Function]:
                 def begin(grad: torch.Tensor) -> None:
                     backward.__enter__()
 
-                def end(grad: torch.Tensor) -> None:
-                    backward.__exit__(None, None, None)
-
                 output.register_hook(begin)
-                x.register_hook(end)
+                x.register_hook(lambda _: backward.__exit__(None, None, None))
             return result
 
         return call  # type: ignore[return-value]

@@ -1,8 +1,6 @@
-"""What one micro-batch's pass through a part of the model keeps and takes: the blueprint's operations on a memory tape.
+"""Activation memory of one micro-batch in a model chunk: the blueprint's operations applied to a memory tape.
 
-Shapes in the comments: T tokens of a micro-batch (of one sample s of them), of which context ranks have a share each;
-under sequence parallelism a rank has T / tensor of that outside of the linear layers; H hidden size. On a CPU,
-attention and RMSNorm are those that torch has there; a GPU's kernels keep less.
+On a CPU, attention and RMSNorm are torch's own; a GPU's kernels keep less.
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ from models.loss.tiles import BLOCK_NUMBERS, HALF_GROUP, WIDE_GROUP, token_tile
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.planning import footprint
 from moe.planning.inputs import fullest_load, initial_plan
-from simulator.context.attention import AttentionBytes
-from simulator.context.rows import shared_rows
+from simulator.context.attention_bytes import AttentionBytes
+from simulator.context.shared_rows import shared_rows
 from simulator.flops import computes_slices, has_fused_attention
 from simulator.memory_tape import MemoryProfile, OperationBytes, Tape, TapeTensor, profile, recomputed
 from simulator.sizes import FP32, INT64, Sizes
 
-ROPE_WORK = 2  # times a tensor's bytes: its gradient, and the crossed halves beside it
-ROPE_WORK_IN_PIECES = 2.75  # Megatron-core's, of latent attention: the turned halves and their sums
-# of a token: logits, probabilities, maps; chosen experts with their scores
+ROPE_WORK = 2  # times a tensor's bytes: its gradient and the swapped halves
+LATENT_ROPE_WORK = 2.75  # the same of Megatron-core's latent attention: rotated halves and their sums
+# per token and expert: logits, probabilities, maps; per assignment: expert and score
 ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
-LABEL_BYTES = 13  # of a token: label, mask, target
+LABEL_BYTES = 13  # per token: label, mask, target
 PLAIN = (
     "add",
     "cast",
@@ -44,7 +42,7 @@ PLAIN = (
     "select",
     "sum",
 )
-# whose gradients count
+# Kinds of weights, and whether the bytes of their gradients are counted.
 MATRICES = {"matrix": True, "output_matrix": True, "norm": False, "bias": False, "router_bias": False}
 
 Held = dict[str, TapeTensor]  # tensors by their names in the blueprint
@@ -52,8 +50,8 @@ Rule = Callable[[Tape, ModelOperation, Held], Sequence[TapeTensor]]
 
 
 class Activations:
-    """The memory of a blueprint's operations on one rank: one rule for each kind, in `_rules`; the operations of
-    `PLAIN` have one."""
+    """Simulates the memory of a blueprint's operations on one rank. Each kind of operation has a rule in `_rules`; the
+    kinds in `PLAIN` share one."""
 
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
@@ -73,7 +71,7 @@ class Activations:
             "dropout": self._dropout,
             "embedding": self._embedding,
             "exchange": self._exchange,
-            "expansion": lambda *_: (),  # what it makes is a part of the attention's
+            "expansion": lambda *_: (),  # attention's rule counts its output
             "experts": self._experts,
             "latent_attention": self._latent_attention,
             "norm": self._norm,
@@ -87,30 +85,30 @@ class Activations:
             "vocabulary_embedding": self._vocabulary_embedding,
         }
 
-    def profile(self, part: blueprint.Part, leaving: int = 0) -> MemoryProfile:
-        """What a micro-batch takes in one part of the model, with the state that comes in and, at the end, its
-        gradient. The inputs of its first `leaving` layers are on the host in between.
+    def profile(self, chunk: blueprint.ModelChunk, leaving: int = 0) -> MemoryProfile:
+        """Return the memory of a micro-batch in a model chunk, including the received state and its gradient.
 
-        Raises ValueError for an operation, a kind of weight or an axis that it does not know.
+        The inputs of its first `leaving` layers are on the host between the passes. Raises ValueError for an unknown
+        operation, kind of weight or axis.
         """
         tape, state = Tape(), None
         self._to_leave = leaving
-        tape.new(self.row_bytes)
+        tape.new(self.rotary_bytes)
         if self.config.training.recompute != "full":
             tape.new(self.attention.leaving)
-        if not part.is_first:
+        if not chunk.is_first:
             received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
             state = tape.hold(received)  # the schedule holds what it received
-        for block in blueprint.blocks(self.config, self.vocab_size, part):
+        for block in blueprint.blocks(self.config, self.vocab_size, chunk):
             held = {} if state is None else {INPUT: state}
             output = self.run(tape, block.operations, held)
-            if state is not None and block.prefix:  # the head lets go of it itself
+            if state is not None and block.prefix:  # the head frees its input itself
                 tape.drop(state)
             state = output
-        assert state is not None, "a part has layers"
+        assert state is not None, "a chunk has layers"
         forward, kept = tape.peak, tape.now
-        if self.on_gpu and not part.is_last:
-            kept -= state.bytes  # what was sent on is let go
+        if self.on_gpu and not chunk.is_last:
+            kept -= state.bytes  # the output is freed once it was sent
             tape.drop(state)
         if tape.leaving is not None:
             kept -= tape.leaving.bytes
@@ -119,15 +117,15 @@ class Activations:
         return MemoryProfile(forward, kept, tape.peak)
 
     @property
-    def row_bytes(self) -> int:
-        """What a micro-batch's rows keep: their cosines and sines, of latent attention their angles."""
+    def rotary_bytes(self) -> int:
+        """Bytes that a micro-batch keeps for rotary positions: cosines and sines; for latent attention angles."""
         if not self.by_positions or self.config.model.position_embedding != "rope":
             return 0
         element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
         return self.sizes.tokens * derived.rotary_dim(self.config) * element
 
     def run(self, tape: Tape, operations: Sequence[ModelOperation], held: Held) -> TapeTensor:
-        """Apply operations to the tensors that are there; the last one's output."""
+        """Apply operations to the tensors in `held` and return the last operation's output."""
         for operation in operations:
             if operation.kind not in self._rules:
                 unknown("memory", f"kind of operation of {operation.name}", operation.kind)
@@ -137,7 +135,7 @@ class Activations:
         return held[operations[-1].outputs[-1].name]
 
     def _apply(self, tape: Tape, operation: ModelOperation, held: Held, takes: OperationBytes) -> list[TapeTensor]:
-        """One operation on the tape; what it keeps, and where gradients go, the blueprint says."""
+        """Put one operation on the tape, with the saved tensors and gradients that the blueprint gives it."""
         name = operation.output.name
         output = tape.apply(
             self.sizes.bytes(operation.output),
@@ -150,7 +148,7 @@ class Activations:
         return [output]
 
     def _weight_bytes(self, weights: Sequence[Weight]) -> int:
-        """Bytes of the gradients of the matrices among them, on one rank."""
+        """Return the bytes of the gradients of the matrices among `weights`, on one rank."""
         numbers = 0
         for weight in weights:
             if weight.kind not in MATRICES:
@@ -166,7 +164,7 @@ class Activations:
 
     def _activation(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         output, (name,) = self.sizes.bytes(operation.output), operation.inputs
-        # Going back, its gate's activation is made again; on a GPU within one kernel.
+        # The backward pass recomputes the gate's activation; on a GPU this happens within one kernel.
         gated = held[name].bytes > output and not self.on_gpu
         return self._apply(tape, operation, held, OperationBytes(work=held[name].bytes + output if gated else None))
 
@@ -185,29 +183,29 @@ class Activations:
         return [output]
 
     def _tiled(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """One tile of a rank's rows after the other; going back each is computed again, with all its weights' gradients
-        beside it until they are added to the buffers."""
+        """Compute a rank's sequence rows tile by tile. The backward pass recomputes each tile and holds all weights'
+        gradients until they are added to the buffers."""
         (name,) = operation.inputs
         whole, tile = self.sizes, derived.feed_forward_tile(self.config)
         assert tile is not None, "a layer in tiles"
 
-        def body(inner: Tape, rows: TapeTensor) -> TapeTensor:
-            return self.run(inner, operation.body, {name: rows})
+        def body(inner: Tape, tile_rows: TapeTensor) -> TapeTensor:
+            return self.run(inner, operation.body, {name: tile_rows})
 
         self.sizes = Sizes(self.config, tile)
-        rows = TapeTensor(held[name].bytes * tile // whole.own_tokens)
+        tile_rows = TapeTensor(held[name].bytes * tile // whole.own_tokens)
         first = Tape(keeps=False)
-        body(first, first.new(rows.bytes))
-        again = profile(body, rows)
+        body(first, first.new(tile_rows.bytes))
+        again = profile(body, tile_rows)
         self.sizes = whole
-        matrices = [self._weight_bytes(part.weights) for part in operation.body]
-        beside = sum(matrices) - next((size for size in matrices if size), 0)  # the first one's is counted in its pass
-        work = held[name].bytes + max(again.forward, again.backward + beside)
-        return self._apply(tape, operation, held, OperationBytes(during=first.peak - rows.bytes, work=work))
+        matrices = [self._weight_bytes(each.weights) for each in operation.body]
+        others = sum(matrices) - next((size for size in matrices if size), 0)  # the first one's is counted in its pass
+        work = held[name].bytes + max(again.forward, again.backward + others)
+        return self._apply(tape, operation, held, OperationBytes(during=first.peak - tile_rows.bytes, work=work))
 
     def _vocabulary_embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         weight = self._weight_bytes(operation.weights)
-        # Tied to an output layer that gives its own to autograd: the sum of both gradients is a third one.
+        # Tied to an output layer whose gradient autograd adds: the sum of both gradients is a third tensor.
         work = max(each.uses for each in operation.weights) * weight if self.is_one_tile else weight
         takes = OperationBytes(kept=self.sizes.tokens * INT64, weight=weight, work=work)
         return self._apply(tape, operation, held, takes)
@@ -224,21 +222,21 @@ class Activations:
             if self.config.parallel.sequence
             else None
         )
-        during = output if len(operation.weights) > 1 else 0  # the bias is added to a copy
+        during = output if len(operation.weights) > 1 else 0  # adding the bias makes a new tensor
         takes = OperationBytes(during=during, work=work, weight=weight)
         return self._apply(tape, operation, held, takes)
 
     def _norm(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         numbers = self.sizes.numbers(operation.output)
-        rows, wide = numbers // operation.channels, numbers * FP32
+        sequence_rows, wide = numbers // operation.channels, numbers * FP32
         if self.on_gpu or self.config.model.normalization == "layernorm":
-            return self._apply(tape, operation, held, OperationBytes(kept=2 * rows * FP32))
-        # torch's RMSNorm on a CPU is put together: the input in fp32 and the normalized one are kept.
+            return self._apply(tape, operation, held, OperationBytes(kept=2 * sequence_rows * FP32))
+        # torch's RMSNorm on a CPU consists of several operations: the fp32 input and the normalized one are kept.
         output = self.sizes.bytes(operation.output)
         if self.sizes.element == FP32:
-            return self._apply(tape, operation, held, OperationBytes(kept=wide + rows * FP32, work=3 * wide))
+            return self._apply(tape, operation, held, OperationBytes(kept=wide + sequence_rows * FP32, work=3 * wide))
         (name,) = operation.inputs
-        takes = OperationBytes(kept=2 * wide + rows * FP32, during=wide, work=4 * wide - output)
+        takes = OperationBytes(kept=2 * wide + sequence_rows * FP32, during=wide, work=4 * wide - output)
         return [tape.apply(output, [held[name]], takes=takes)]
 
     def _dropout(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
@@ -250,9 +248,9 @@ class Activations:
         size = self.sizes.bytes(operation.output)
         if self.config.model.attention != "latent":
             return self._apply(tape, operation, held, OperationBytes(during=size, work=ROPE_WORK * size))
-        rows = self.sizes.tokens if self.by_positions else self.sizes.length
-        tables = 2 * rows * operation.channels * self.sizes.element
-        takes = OperationBytes(kept=tables, during=2 * size, work=int(ROPE_WORK_IN_PIECES * size))
+        sequence_rows = self.sizes.tokens if self.by_positions else self.sizes.length
+        tables = 2 * sequence_rows * operation.channels * self.sizes.element
+        takes = OperationBytes(kept=tables, during=2 * size, work=int(LATENT_ROPE_WORK * size))
         return self._apply(tape, operation, held, takes)
 
     def _pooler(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
@@ -260,16 +258,16 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
     def _token_loss(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """The logits of a tile; the forward pass makes the gradients, and keeps the hidden states'."""
+        """Compute logits tile by tile; the forward pass makes all gradients and keeps that of the hidden states."""
         sizes, matrix = self.sizes, operation.weights[0]
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
-        rows = min(self.tile, sizes.predicted)
+        tile_rows = min(self.tile, sizes.predicted)
         numbers = blueprint.local_shape(matrix, sizes.ranks)[0]
         in_group = 1 if self.is_one_tile else WIDE_GROUP if element == FP32 else HALF_GROUP
-        group = min(rows * in_group, sizes.predicted)
-        during = group * numbers * element + (rows * numbers * FP32 if element < FP32 else 0)
+        group = min(tile_rows * in_group, sizes.predicted)
+        during = group * numbers * element + (tile_rows * numbers * FP32 if element < FP32 else 0)
         if self.config.parallel.sequence:
-            during += (group + rows) * hidden_size * element
+            during += (group + tile_rows) * hidden_size * element
         if not self.is_one_tile and element < FP32:
             during += min(weight, BLOCK_NUMBERS * element)
         takes = OperationBytes(
@@ -297,15 +295,18 @@ class Activations:
         return self._apply(tape, operation, held, takes)
 
     def _with_leaving(self, takes: OperationBytes) -> OperationBytes:
-        """Rows that are sent leave by the end of the backward pass that follows. Where layers are computed again that
-        is the same layer's, whose first pass waits; else some layer's are on their way all the while."""
+        """Return the bytes including rows being sent, which are freed by the end of the following backward pass.
+
+        With full recomputation that pass is the same layer's, whose first pass waits; without, `profile` counts rows of
+        some layer as in flight throughout.
+        """
         if self.config.training.recompute != "full":
             return takes
         return replace(takes, kept=takes.kept + self.attention.leaving)
 
     def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Heads for rows, or rows for heads. What other ranks get is copied; several tensors travel in one message each
-        way, beside their parts."""
+        """Exchange heads for sequence rows or back. The shares of other ranks are copied; several tensors are sent in
+        one message per direction, which exists in addition to the tensors."""
         sizes = [self.sizes.bytes(tensor) for tensor in operation.outputs]
         whole = max(sum(sizes), sum(held[name].bytes for name in operation.inputs))
         away = whole - whole // self.sizes.ranks[CONTEXT_HEADS]
@@ -317,7 +318,7 @@ class Activations:
         return outputs
 
     def _unfused_attention(self, tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
-        """The scores are made, one by one, in fp32."""
+        """Apply attention that stores its scores in fp32, operation by operation."""
         config, element = self.config, self.sizes.element
         heads = config.model.num_attention_heads // config.parallel.tensor
         scores_size = self.sizes.samples * heads * self.sizes.length**2 * FP32
@@ -330,7 +331,7 @@ class Activations:
             return tensor
 
         def replace(x: TapeTensor) -> TapeTensor:
-            """A changed copy, whose gradient is the other's."""
+            """Return a changed tensor of the same size, whose gradient is passed on unchanged; free the old one."""
             output = tape.apply(x.bytes, passes=[x])
             tape.drop(x)
             return output
@@ -343,15 +344,15 @@ class Activations:
         scaled = [tape.apply(query.bytes, [query]), tape.apply(key.bytes, [key])]
         scores = tape.apply(scores_size, scaled, keeps=scaled)
         tape.drop(*scaled)
-        scores = replace(scores)  # the mask is added
+        scores = replace(scores)  # add the mask
         probs = tape.apply(scores_size, [scores], keeps_output=True)
         tape.drop(scores)
         left = tape.hold(probs)
         if config.model.attention_dropout > 0:
             tape.drop(left)
             left = tape.apply(scores_size, [probs], takes=OperationBytes(kept=scores_size))
-        copy = scores_size // 2 if element < FP32 else 0
-        context = tape.apply(value.bytes, [left, value], keeps=[left, value], takes=OperationBytes(during=copy))
+        half_scores = scores_size // 2 if element < FP32 else 0
+        context = tape.apply(value.bytes, [left, value], keeps=[left, value], takes=OperationBytes(during=half_scores))
         tape.drop(probs, left, *held)
         if element < FP32:
             narrow = tape.apply(context.bytes * element // FP32, [context])
@@ -361,13 +362,13 @@ class Activations:
 
     def _router(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         moe = self.config.moe
-        of_token = ROUTER_EXPERT_BYTES * (moe.num_experts or 0) + ROUTER_ASSIGNMENT_BYTES * moe.top_k
+        per_token = ROUTER_EXPERT_BYTES * (moe.num_experts or 0) + ROUTER_ASSIGNMENT_BYTES * moe.top_k
         gathered = sum(self.sizes.bytes(collective.whole) for collective in operation.collectives)
-        extra, weight = self.sizes.own_tokens * of_token, self._weight_bytes(operation.weights)
+        extra, weight = self.sizes.own_tokens * per_token, self._weight_bytes(operation.weights)
         return self._apply(tape, operation, held, OperationBytes(kept=extra, during=gathered, weight=weight))
 
     def _experts(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """The routed experts, as moe/planning/footprint.py counts them."""
+        """Apply the routed experts, with the bytes of moe/planning/footprint.py."""
         load, plan, element = self.load, self.plan, self.sizes.element
         assert load is not None, "a model with experts"
         strategy, weight = STRATEGIES[plan.memory_strategy], self._weight_bytes(operation.weights)
@@ -378,15 +379,15 @@ class Activations:
             work = footprint.backward_bytes(load, strategy, plan.backward_degree, plan.weight_lag, same)
         else:
             extra, during, work = footprint.local_bytes(load, plan)
-            if self.on_gpu:  # the activation's gradient is let go before the weights' are made
-                rows = load.assignments // plan.backward_degree
-                gone = max(0, rows * (load.width - load.hidden_size) * element)
-                work -= min(weight, gone)
+            if self.on_gpu:  # the activation's gradient is freed before the weights' gradients are made
+                expert_rows = load.assignments // plan.backward_degree
+                freed = max(0, expert_rows * (load.width - load.hidden_size) * element)
+                work -= min(weight, freed)
         during = max(0, during - self.sizes.bytes(operation.output))
         if derived.block_rows(self.config) is not None:
-            # Experts' gradients are summed in fp32, beside one block's and, at the end, those in the weights' kind.
-            expert = derived.expert_numbers(self.config) * element
-            homes = (self.config.moe.num_experts or 0) // self.config.parallel.expert
-            work += expert + (homes * expert * FP32 // element if element < FP32 else 0)
+            # fp32 sums of the experts' gradients, one block's gradients and, at the end, those in the weights' dtype.
+            expert = derived.expert_numel(self.config) * element
+            primaries = (self.config.moe.num_experts or 0) // self.config.parallel.expert
+            work += expert + (primaries * expert * FP32 // element if element < FP32 else 0)
         takes = OperationBytes(kept=extra, during=during, work=work + weight, weight=weight)
         return self._apply(tape, operation, held, takes)

@@ -1,10 +1,10 @@
-"""How good the clock is: measured steps of real clusters beside what it predicts for them.
+"""Compare predicted with measured steps of real clusters.
 
     python -m simulator.backtest ROWS.csv [MORE.csv ...] --hardware NAME [--json] [--rows]
 
-ROWS are measured steps in the columns of vTrain's validation data (benchmarks/traces/vtrain), or folders of runs. A
-group are steps of the same model, ranks and global batch: their layouts are put in order, and the one that is predicted
-to be the fastest is compared with the fastest that was measured.
+ROWS are measured steps in the columns of vTrain's validation data (benchmarks/traces/vtrain), or folders of runs. Steps
+of the same model, ranks and global batch form a group: their layouts are ranked, and the layout that is predicted to be
+the fastest is compared with the one that was.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from configs.exit_status import WRONG_CONFIG
+from configs.exit_handler import WRONG_CONFIG
 from configs.schema import ConfigError
-from simulator.clock import files
-from simulator.fit.__main__ import read
-from simulator.fit.fitting import kendall, predicted
-from simulator.fit.rows import MeasuredStep
+from simulator.clock.hardware import load_hardware
+from simulator.fit import kendall, predicted
+from simulator.measured_steps import MeasuredStep, read_steps
 
-CLOSE = 1.05  # of the fastest measured step: a choice that is as good
+CLOSE = 1.05  # multiple of the fastest measured step up to which a choice counts as right
 
 
 def result(steps: list[MeasuredStep], seconds: list[float]) -> dict[str, Any]:
-    """Errors in percent, the order within groups, and how much slower the first choices are."""
+    """Return errors in percent, rank correlations, and how much slower the predicted choices are than the fastest."""
     errors = [100 * abs(each / step.seconds - 1) for step, each in zip(steps, seconds, strict=True)]
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for step, each in zip(steps, seconds, strict=True):
@@ -59,8 +58,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with a line for scripts")
     args = parser.parse_args()
     try:
-        hardware = files.load(args.hardware)
-        steps = read(args.rows)
+        hardware = load_hardware(args.hardware)
+        steps = read_steps(args.rows)
         if not steps:
             raise ConfigError(f"{args.rows[0]} has no steps.")
         seconds = [predicted(step, hardware) for step in steps]

@@ -1,8 +1,7 @@
-"""Where parameters lie in Megatron-core's gradient buffers, and which of them a rank owns: as its DDP and its
-distributed optimizer lay them out.
+"""Layout of Megatron-core's gradient buffers, as its DDP and its distributed optimizer make it.
 
-Parameters lie one after the other in reverse order, each on a multiple of 64 numbers, and each bucket is filled up so
-that every rank with the same weights owns as much.
+Parameters follow each other in reverse order, each from a multiple of 64 numbers on. Each bucket is padded so that all
+ranks with the same weights own equally long shares of it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from configs.schema import Config
-from models.blueprint import parts
+from models.blueprint import model_chunks
 from simulator.parameters import Parameter, parameters, state_ranks
 
 ALIGNMENT = 64  # numbers: Megatron-core's _ParamAndGradBuffer starts parameters at multiples
@@ -22,8 +21,8 @@ BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its defaul
 
 @dataclass(frozen=True)
 class OwnedShare:
-    """The elements [start, end) of the `index`-th parameter of a buffer, in the order of the modules; `bucket` is
-    Megatron-core's."""
+    """Elements [start, end) of a buffer's parameter `index`, counted in the order of the modules. `bucket` is the index
+    of Megatron-core's bucket."""
 
     index: int
     bucket: int
@@ -33,19 +32,19 @@ class OwnedShare:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Parameters of one model chunk that are reduced over the same ranks: their places, and where buckets end."""
+    """Gradient buffer of the parameters of one model chunk that are reduced over the same ranks."""
 
-    ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]  # [start, end) of each parameter, in numbers
     bucket_ends: tuple[int, ...]
-    num_ranks: int  # that share the optimizer's state; 1: each has it all
+    num_ranks: int  # ranks that share the optimizer state; 1: each rank has all of it
 
     @property
     def size(self) -> int:
-        """Numbers, padding included."""
+        """Length in numbers, including the padding."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
     def owned(self, rank: int) -> Iterator[OwnedShare]:
-        """The parts of parameters whose optimizer state this rank has."""
+        """Yield the shares of parameters whose optimizer state this rank holds."""
         start = first = 0
         for bucket, end in enumerate(self.bucket_ends):
             share = (end - start) // self.num_ranks
@@ -59,7 +58,7 @@ class Buffer:
 
 
 def make_buffer(local: Sequence[Parameter], num_ranks: int, distributed: bool, bucket_size: float) -> Buffer:
-    """Lay parameters out as Megatron-core's _ParamAndGradBuffer does."""
+    """Return the buffer of these parameters as Megatron-core's _ParamAndGradBuffer lays it out."""
     multiple = math.lcm(num_ranks, BUCKET_MULTIPLE)
     ranges: list[tuple[int, int]] = []
     ends: list[int] = []
@@ -90,14 +89,16 @@ def _padded(number: int, multiple: int) -> int:
 
 
 def buffers(config: Config, vocab_size: int, world_size: int, stage: int) -> dict[str, list[Buffer]]:
-    """The stage's buffers by model chunk: "dense", and "expert" for the experts under expert parallelism. Experts whose
-    weights lie off the device are in none."""
+    """Return a stage's buffers, one per model chunk: "dense", and "expert" for the experts under expert parallelism.
+
+    Offloaded experts are in no buffer.
+    """
     sizes = state_ranks(config, world_size)
     result: dict[str, list[Buffer]] = {"dense": [], "expert": []}
-    for index, part in enumerate(parts(config)[stage]):
+    for index, chunk in enumerate(model_chunks(config)[stage]):
         whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce
         bucket_size = math.inf if whole else max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * sizes["dense"])
-        local = [each for each in parameters(config, part, vocab_size) if not each.is_off_device]
+        local = [each for each in parameters(config, chunk, vocab_size) if not each.is_offloaded]
         for kind, own in (
             ("dense", [p for p in local if not p.is_expert]),
             ("expert", [p for p in local if p.is_expert]),

@@ -1,21 +1,20 @@
-"""Floating-point operations of the model per token, of its matrix products: a fold over the blueprint.
+"""Floating-point operations of the model's matrix products per token, counted over the blueprint's operations.
 
-Two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) is the convention of model FLOPs
-utilisation (PaLM, appendix B): a multiply-add is 2 operations, backward costs twice the forward, recomputation and the
-vocabulary's padding do not count, and attention counts its full square for BERT and half of it for causal GPT. Of that
-half it counts the pairs that a sliding window and separate documents leave. BERT's head counts the tokens that are
-predicted. MFU everywhere is made of it.
+There are two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) follows the convention of
+model FLOPs utilisation (PaLM, appendix B): a multiply-add is 2 operations, the backward pass costs twice the forward,
+recomputation and the vocabulary's padding do not count, and attention counts its full square for BERT and half of it
+for causal GPT; of that half, only the pairs that a sliding window and separate documents leave. BERT's head counts the
+predicted tokens. All MFU figures use this count.
 
-The machine's (`executed_flops_per_token`) is what PyTorch's FlopCounterMode counts over a step on all ranks: the full
-square, the fused attention's backward pass with its scores computed again (2.5 times the forward), whatever
-training.recompute and moe.memory_strategy compute again, the padding, and what every tensor rank computes alike. Of
-separate documents it counts the squares' share that attends; of sequences that context ranks share, the squares of the
-runs that these got, and all that lies before them. On a CPU in half precision, where moe/experts computes an
-expert's rows in blocks of a few sizes, half a step of these for each block. Both leave out look-ups, norms, softmax and
-sums.
+The machine's (`executed_flops_per_token`) is the count of PyTorch's FlopCounterMode over a step on all ranks: the full
+square, the fused attention's backward pass with recomputed scores (2.5 times the forward), the recomputation of
+training.recompute and moe.memory_strategy, the padding, and products that every tensor rank repeats. For separate
+documents it counts the attended share of the square; for sequences on several context ranks, the squares of each rank's
+runs and all rows before them. On a CPU in half precision moe/experts pads an expert's rows to blocks of a few sizes:
+half a step of padding per block is counted. Both counts leave out look-ups, norms, softmax and sums.
 
-`attended_share`: pairs of tokens that attend, over those of samples of one document without a sliding window; None:
-what the config alone says (`derived.attended_share`), which is the most that separate documents can have.
+`attended_share`: pairs of tokens that attend, divided by the pairs of one-document samples without a sliding window.
+None: the share that follows from the config alone (`derived.attended_share`), an upper bound for separate documents.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import ModelOperation, unknown, walk
 from moe.experts.sizes import BLOCK_ROWS, STEP_ROWS
-from simulator.context.rows import SharedRows, shared_rows
+from simulator.context.shared_rows import SharedRows, shared_rows
 
-# Categories by the beginning of an operation's name, the first that fits.
+# Categories by the beginning of an operation's name; the first that fits is taken.
 CATEGORIES = {
     "self_attention.core_attention": "attention_scores",
     "self_attention.": "attention_projections",
@@ -41,46 +40,35 @@ CATEGORIES = {
     "lm_head.": "head",
     "pooler": "sentence_head",
 }
-# kinds of operations that have some
+# kinds of operations with matrix products
 PRODUCTS = (
     *("column_linear", "row_linear", "linear", "attention", "latent_attention", "expansion"),
     *("router", "experts", "pooler", "token_loss"),
 )
 ATTENTION = ("attention", "latent_attention")
-OTHERS = (  # that have none, or none that are counted
-    *(
-        "add",
-        "activation",
-        "cast",
-        "concatenate",
-        "copy",
-        "dropout",
-        "embedding",
-        "gather",
-        "multiply",
-        "norm",
-    ),
+OTHERS = (  # kinds without products, or whose products are not counted
+    *("add", "activation", "cast", "concatenate", "copy", "dropout", "embedding", "gather", "multiply", "norm"),
     *("exchange", "reshape", "rotary", "scatter", "select", "split", "sum", "vocabulary_embedding"),
 )
 
 
 def has_fused_attention(config: Config, device: str) -> bool:
-    """Whether attention makes no scores; on a CPU there is no kernel with dropout for it."""
+    """Whether attention never stores its scores; on a CPU there is no such kernel with dropout."""
     return device == "cuda" or config.model.attention_dropout == 0
 
 
 def computes_slices(config: Config, device: str) -> bool:
-    """Whether attention is computed by slices (models/attention/sliced.py), and not by torch's own function."""
+    """Whether attention is computed in slices (models/attention/slice_attention.py), not by torch's own function."""
     model = config.model
     if model.attention_dropout > 0:
         return False
-    apart = config.data.documents == "separate" or config.parallel.context > 1
+    is_cut = config.data.documents == "separate" or config.parallel.context > 1
     slides = derived.attended_share(config) < 1
-    return model.family == "bert" or apart or slides or _is_padded(config, device)
+    return model.family == "bert" or is_cut or slides or _is_padded(config, device)
 
 
 def _is_padded(config: Config, device: str) -> bool:
-    """Whether a kernel gets values, or keys, with zeros behind them, as the CPU's wants one width."""
+    """Whether keys or values are padded with zeros, because the CPU's kernel needs both with one width."""
     model = config.model
     if model.attention == "grouped" or device == "cuda" or model.attention_dropout > 0:
         return False
@@ -88,10 +76,10 @@ def _is_padded(config: Config, device: str) -> bool:
 
 
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
-    """Operations of the forward pass per token by category; attention's scores with their full square, without the
-    sentence head.
+    """Return the forward pass's operations per token by category, with the full attention square, without the sentence
+    head.
 
-    Raises ValueError for an operation that it does not know.
+    Raises ValueError for an unknown operation.
     """
     result = dict.fromkeys(_categories(config), 0.0)
     for category, operation, _ in _counted(config, vocab_size):
@@ -101,7 +89,7 @@ def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
 
 
 def forward_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
-    """Operations of one forward pass divided by its tokens; embeddings look-ups, norms and softmax are left out."""
+    """Return the operations of one forward pass per token; look-ups, norms and softmax are left out."""
     operations = forward_operations(config, vocab_size)
     if config.model.family == "gpt":
         share = derived.attended_share(config) if attended_share is None else attended_share
@@ -110,7 +98,7 @@ def forward_flops_per_token(config: Config, vocab_size: int, attended_share: flo
 
 
 def training_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
-    """Forward and backward together: three times the forward."""
+    """Return the operations of forward and backward pass per token: three times the forward pass's."""
     return 3 * forward_flops_per_token(config, vocab_size, attended_share)
 
 
@@ -121,16 +109,18 @@ def executed_flops_per_token(
     attended_share: float | None = None,
     shared: SharedRows | None = None,
 ) -> float:
-    """Operations of forward and backward pass that all ranks together carry out, divided by the tokens. `shared`: as
-    in simulator/communication.py."""
+    """Return the operations that all ranks execute in forward and backward pass, per token. `shared`: as in
+    simulator/communication.py."""
     shared = shared or shared_rows(config)
-    counts: dict[str, dict[float, float]] = {}  # by category: by how often they run, those of the forward pass
+    counts: dict[str, dict[float, float]] = {}  # by category and number of executions: operations of the forward pass
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
-        flops = operation.flops * _copies(config, operation.kind)
+        flops = operation.flops
+        if operation.kind == "pooler" or (operation.kind == "linear" and not config.parallel.sequence):
+            flops *= config.parallel.tensor  # every tensor rank repeats the product
         if operation.kind in ATTENTION:
             flops *= shared.squares * _computed_share(config, device, attended_share)
-        if operation.kind == "expansion":  # of the rows that arrive too
+        if operation.kind == "expansion":  # received rows are expanded, too
             flops *= shared.own_parts + shared.mean_received() / (shared.rows * shared.heads)
         of_category = counts.setdefault(category, {})
         of_category[times] = of_category.get(times, 0.0) + flops
@@ -147,8 +137,8 @@ def _categories(config: Config) -> list[str]:
 
 
 def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperation, int]]:
-    """The category of every operation with products, the operation, and how often its forward pass runs."""
-    for block in blueprint.blocks(config, vocab_size, blueprint.whole(config)):
+    """Yield every operation with products, with its category and the number of its forward passes."""
+    for block in blueprint.blocks(config, vocab_size, blueprint.whole_model(config)):
         for operation, forwards in walk(block.operations):
             if operation.kind in PRODUCTS:
                 category = next(
@@ -160,11 +150,11 @@ def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperat
 
 
 def _times(config: Config, kind: str, device: str) -> float:
-    """Forward and backward pass together over the forward pass, each once."""
+    """Return the operations of one forward and one backward pass, divided by those of the forward pass."""
     if kind in ATTENTION and has_fused_attention(config, device):
         return 3.5
     if kind == "expansion":
-        return 4.0  # going back, once more before its gradients
+        return 4.0  # the backward pass repeats the forward pass before the gradients
     if kind == "router" and device == "cpu" and config.training.precision == "bf16":
         return 5.0  # its backward pass takes the gradient as a sum of two bf16 numbers
     if kind == "experts" and "recompute" in config.moe.memory_strategy:
@@ -173,7 +163,7 @@ def _times(config: Config, kind: str, device: str) -> float:
 
 
 def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
-    """What is computed of the full square of attention over one document without a sliding window."""
+    """Return the computed share of the full attention square of one document without a sliding window."""
     share = 1.0
     if computes_slices(config, device):
         share = derived.attended_share(config) if attended_share is None else attended_share
@@ -183,18 +173,11 @@ def _computed_share(config: Config, device: str, attended_share: float | None) -
     return share
 
 
-def _copies(config: Config, kind: str) -> int:
-    """Tensor ranks that compute the same where nothing is split."""
-    if kind == "pooler" or (kind == "linear" and not config.parallel.sequence):
-        return config.parallel.tensor
-    return 1
-
-
 def _padded_rows(config: Config) -> float:
-    """Rows that an even load computes in half precision on a CPU, over those that it has; see moe/experts/blocks.py's
-    padded."""
+    """Return the rows that experts compute in half precision on a CPU, divided by the rows of an even load; see
+    `padded` in moe/experts/blocks.py."""
     moe, degree = config.moe, derived.pipeline_degrees(config)[0] or 1
     kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
-    rows = derived.tokens_per_call(config) * kept * config.parallel.expert / (moe.num_experts or 1) / degree
-    block = rows / max(1, -(-rows // BLOCK_ROWS))
+    expert_rows = derived.tokens_per_call(config) * kept * config.parallel.expert / (moe.num_experts or 1) / degree
+    block = expert_rows / max(1, -(-expert_rows // BLOCK_ROWS))
     return (block + STEP_ROWS / 2) / block

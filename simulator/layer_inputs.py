@@ -1,11 +1,11 @@
-"""What layer inputs take on the device and on the host where training.activation_offload has them leave: what
-memory/layer_inputs.py does in a step, counted."""
+"""The bytes of layer inputs on the device and on the host under training.activation_offload: a count of the copies that
+memory/layer_inputs.py makes in a step."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from configs import derived
@@ -15,11 +15,11 @@ from parallel.pipeline import LayerPass, layer_passes, layers_of_stage, offloade
 
 @dataclass(frozen=True)
 class LayerInputPlan:
-    """What one rank's layer inputs take: bytes on the host, the most on the device, and copies in a step of `size`
-    bytes each.
+    """The memory of one rank's layer inputs: bytes on the host, peak bytes on the device, and copies in a step of
+    `size` bytes each.
 
-    `leaving` says of each forward pass of a step how many of its layers' inputs leave. By layer gradients between
-    layers are among all these, and `during` says how many bytes are on the device while each layer's pass goes on.
+    `leaving`: the number of layer inputs that are copied out, per forward pass of a step. In layer-wise order all these
+    include the gradients between layers, and `during` has the bytes on the device during each layer's pass.
     """
 
     host: int
@@ -32,7 +32,7 @@ class LayerInputPlan:
 
     @property
     def link_bytes(self) -> tuple[int, int]:
-        """What a step copies to the host, and back."""
+        """Bytes that a step copies to the host, and back."""
         return self.copies_out * self.size, self.copies_back * self.size
 
 
@@ -40,12 +40,12 @@ class LayerInputPlan:
 class _PlannedInput:
     has_buffer: bool
     is_here: bool = True
-    next: _PlannedInput | None = None  # whose turn in the backward pass is next
-    is_read_again: bool = False  # by a pass after the one that reads it now
+    next: _PlannedInput | None = None  # in the order of the backward pass
+    is_read_again: bool = False  # by a later pass than the one that reads it now
 
 
 class _Step:
-    """Layer inputs by number, step by step."""
+    """Counts the layer inputs on the device and the copies of a step, with the rules of memory/layer_inputs.py."""
 
     def __init__(self, buffers: int):
         self.free = buffers
@@ -54,7 +54,7 @@ class _Step:
         self._in_use: list[_PlannedInput] = []
 
     def forward(self, layers: int, before: _PlannedInput | None) -> list[_PlannedInput]:
-        """A pass through the layers of a chunk; `before`: the first layer's of the micro-batch before."""
+        """Count a pass through the layers of a chunk; `before`: the first layer's input of the last micro-batch."""
         inputs: list[_PlannedInput] = []
         for _ in range(layers):
             kept = self.put()
@@ -65,9 +65,9 @@ class _Step:
         return inputs
 
     def backward(self, inputs: list[_PlannedInput]) -> None:
-        """A pass back through them."""
+        """Count a backward pass through layers."""
         for kept in reversed(inputs):
-            self._let_go()
+            self._drop_used()
             self._stay(kept)
             self._leave()
             self._read(kept)
@@ -75,8 +75,8 @@ class _Step:
                 self._fetch(kept.next)
 
     def put(self) -> _PlannedInput:
-        """What a pass has made for another."""
-        self._let_go()
+        """Count the output of a pass for another pass."""
+        self._drop_used()
         self._leave()
         self._add()
         kept = _PlannedInput(self.free > 0)
@@ -87,8 +87,8 @@ class _Step:
         return kept
 
     def take(self, wanted: Sequence[_PlannedInput], again: bool, then: Sequence[_PlannedInput]) -> None:
-        """What a pass reads, and the one after it."""
-        self._let_go()
+        """Count the inputs that a pass reads, and the copies for the next one."""
+        self._drop_used()
         for kept in wanted:
             self._stay(kept)
             self._read(kept, again)
@@ -106,7 +106,7 @@ class _Step:
         if self._leaving is kept:
             self._leaving = None
 
-    def _let_go(self) -> None:
+    def _drop_used(self) -> None:
         while self._in_use:
             used = self._in_use.pop()
             if used.has_buffer or not used.is_read_again:
@@ -130,24 +130,26 @@ class _Step:
         self.peak = max(self.peak, self.device)
 
 
-def layer_inputs(config: Config, world_size: int, stage: int, room: float | None = None) -> LayerInputPlan:
-    """The plan of a rank of this stage. `room`: bytes of the host; by default the budget, or enough for all."""
+def layer_inputs(config: Config, world_size: int, stage: int, capacity: float | None = None) -> LayerInputPlan:
+    """Return the plan of a rank of this stage. `capacity`: host bytes; by default the budget, or enough for all
+    inputs."""
     budget = config.memory.host_budget
-    if room is None:
-        room = math.inf if budget is None else budget * 2**20
-    buffers = offloaded_layer_inputs(config, world_size, stage, room)
+    if capacity is None:
+        capacity = math.inf if budget is None else budget * 2**20
+    buffers = offloaded_layer_inputs(config, world_size, stage, capacity)
     size, layers = derived.layer_input_bytes(config), [len(chunk) for chunk in layers_of_stage(config, stage)]
     step, leaving, during = _Step(buffers), list[int](), list[int]()
     if config.training.pass_order == "by_layer":
-        during = [size * there for there in _by_layer(step, layers[0], derived.num_micro_batches(config, world_size))]
+        during = [size * n for n in _layer_wise(step, layers[0], derived.num_micro_batches(config, world_size))]
     else:
-        leaving = _by_micro_batch(step, layers, _passes(config, world_size, stage))
-    copies = step.copies_out, step.copies_back
-    return LayerInputPlan(buffers * size, step.peak * size, *copies, tuple(leaving), tuple(during), size)
+        order = passes(config, derived.num_micro_batches(config, world_size), stage)
+        leaving = _micro_batch_wise(step, layers, order)
+    counts = step.copies_out, step.copies_back
+    return LayerInputPlan(buffers * size, step.peak * size, *counts, tuple(leaving), tuple(during), size)
 
 
-def _by_micro_batch(step: _Step, layers: Sequence[int], order: Iterable[tuple[bool, int]]) -> list[int]:
-    """All passes of a step in Megatron-core's order; how many layers' inputs leave in each forward pass."""
+def _micro_batch_wise(step: _Step, layers: Sequence[int], order: Iterable[tuple[bool, int]]) -> list[int]:
+    """Count all passes of a step in Megatron-core's order; return the inputs copied out by each forward pass."""
     leaving = []
     waiting: list[deque[list[_PlannedInput]]] = [deque() for _ in layers]
     first: dict[int, _PlannedInput] = {}
@@ -162,8 +164,8 @@ def _by_micro_batch(step: _Step, layers: Sequence[int], order: Iterable[tuple[bo
     return leaving
 
 
-def _by_layer(step: _Step, layers: int, micro_batches: int) -> list[int]:
-    """All passes of a step by layer, as parallel/by_layer.py takes them; how many tensors are there during each."""
+def _layer_wise(step: _Step, layers: int, micro_batches: int) -> list[int]:
+    """Count all passes of a step in layer-wise order; return the number of tensors on the device during each pass."""
     inputs: dict[tuple[int, int], _PlannedInput] = {}
     gradients: dict[tuple[int, int], _PlannedInput] = {}
     found: list[int] = []
@@ -187,7 +189,3 @@ def _by_layer(step: _Step, layers: int, micro_batches: int) -> list[int]:
             del inputs[now[1:]], gradients[now[1:]]
             gradients[layer - 1, number] = step.put()
     return found
-
-
-def _passes(config: Config, world_size: int, stage: int) -> Iterator[tuple[bool, int]]:
-    return passes(config, derived.num_micro_batches(config, world_size), stage)

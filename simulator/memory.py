@@ -1,11 +1,11 @@
-"""The memory that each rank needs, by kind, from the configuration alone.
+"""Memory that each rank needs, by kind, computed from the configuration alone.
 
-weights, gradients and optimizer follow Megatron-core's DDP buffers and distributed optimizer (simulator/buffers.py);
-state that is kept in tiers is arranged as a run arranges it (simulator/tiers.py). activations are the most that a step
-has beside all that stays: what the schedule of micro-batches holds at once and works with (simulator/activations.py),
-or, where that is more, what it takes to reduce and to clip the gradients. buffers stay from step to step: the one that
-sequence parallelism gathers into, and the table of rotary positions. What a GPU's libraries hold and what its allocator
-loses between tensors comes on top.
+`weights`, `gradients` and `optimizer` follow Megatron-core's DDP buffers and distributed optimizer
+(simulator/buffers.py); offloaded optimizer state is arranged as in a run (simulator/offload/state.py). `activations` is
+the largest further memory at any time of a step: of the micro-batches in flight and the running operation
+(simulator/activations.py), or of reducing and clipping gradients, whichever is larger. `buffers` exist from step to
+step: the buffer that sequence parallelism gathers into, and the table of rotary positions. Memory of a GPU's libraries
+and fragmentation of its allocator are not included.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import Any
 from configs import derived
 from configs.ranks import launched
 from configs.rotary import switches_at
-from configs.schema import Config, MemoryConfig
+from configs.schema import Config
 from memory.budgets import MIB, Budget, open_budgets
-from models.blueprint import blocks, parts
+from models.blueprint import blocks, model_chunks
 from models.blueprint.operation import INPUT, Block
 from moe.chunk_plan import Plan
-from moe.planning.inputs import slot_bytes
-from optim.arrangement.arrange import Arrangement, Capacity
-from optim.arrangement.off_device import ExpertRecords
-from optim.arrangement.traffic import records_of_stage
+from moe.planning.inputs import replica_bytes
+from optim.arrangement.buckets import Arrangement, Capacity
+from optim.arrangement.experts import ExpertRecords, records_of_stage
 from parallel.pipeline import layer_passes, passes
 from simulator.activations import Activations
 from simulator.buffers import Buffer, buffers
 from simulator.layer_inputs import LayerInputPlan, layer_inputs
 from simulator.memory_tape import MemoryProfile, Tape
-from simulator.off_device.parts import expert_parts
-from simulator.parameters import Place, places, state_ranks
+from simulator.offload.state import OffloadPlan, least_host_bytes, remaining
+from simulator.parameters import rank_coordinates, state_ranks
 from simulator.sizes import FP32, Sizes
-from simulator.tiers import TierPlan, least_host_bytes, left
 
 UNLIMITED = Capacity()
-TOLERANCE = 0.1  # of the plan's memory: a device is given up on only where this much less would not fit either
+TOLERANCE = 0.1  # share of the planned memory; a plan is refused only if it does not fit with this much less either
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
-EXPERTS_OFF = ("host_bytes", "disk_bytes")  # of ExpertRecords
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank: its device's by kind, and beside them `host_activations` and what `tiers` of optimizer state
-    and `experts` off the device take of the host and the disk; the slots of these count as weights and gradients.
-    `link_activations`: what a step copies to the host and back of layer inputs."""
+    """Memory of one rank in bytes: of its device by kind, of the host and of the disk.
+
+    `host_activations`: layer inputs on the host. `link_activations`: bytes of layer inputs that a step copies to the
+    host and back. `arrangement`: of offloaded optimizer state. `experts`: of offloaded experts, whose device buffers
+    count as weights and gradients.
+    """
 
     rank: int
     stage: int
@@ -61,65 +61,78 @@ class RankMemory:
     buffers: int
     host_activations: int = 0
     link_activations: tuple[int, int] = (0, 0)
-    tiers: Arrangement | None = field(default=None, repr=False)
+    arrangement: Arrangement | None = field(default=None, repr=False)
     experts: ExpertRecords | None = field(default=None, repr=False)
 
     @property
     def host_experts(self) -> int:
-        """Bytes of the host that weights and gradients of experts off the device take."""
+        """Host bytes of the weights and gradients of offloaded experts."""
         return 0 if self.experts is None else self.experts.host_bytes
 
     @property
-    def disk_experts(self) -> int:
-        return 0 if self.experts is None else self.experts.disk_bytes
-
-    @property
     def host(self) -> int:
-        """Bytes of the host, beside the device's."""
-        return self.host_activations + self.host_experts + (0 if self.tiers is None else self.tiers.host_bytes)
+        """Bytes of offloaded data on the host."""
+        state = 0 if self.arrangement is None else self.arrangement.host_bytes
+        return self.host_activations + self.host_experts + state
 
     @property
     def disk(self) -> int:
-        return self.disk_experts + (0 if self.tiers is None else self.tiers.disk_bytes)
+        """Bytes of offloaded data on the disk."""
+        state = 0 if self.arrangement is None else self.arrangement.disk_bytes
+        return state + (0 if self.experts is None else self.experts.disk_bytes)
 
     @property
     def total(self) -> int:
+        """Bytes on the device."""
         return sum(getattr(self, kind) for kind in KINDS)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the bytes by the names that plan.json has."""
         numbers: dict[str, Any] = {key: getattr(self, key) for key in ("rank", "stage", *KINDS, "total")}
         numbers |= {"host": self.host, "host_activations": self.host_activations, "disk": self.disk}
         numbers["host_activations_out"], numbers["host_activations_back"] = self.link_activations
-        if self.tiers is not None:
-            numbers |= {"host_parts": self.tiers.host_parts, "early_share": self.tiers.early_share}
+        if self.arrangement is not None:
+            numbers["host_parts"] = self.arrangement.host_bytes_by_purpose
+            numbers["early_share"] = self.arrangement.early_share
         if self.experts is not None:
-            numbers |= {"experts": expert_parts(self.experts)}
+            numbers |= {"experts": self.experts.bytes_by_purpose}
         return numbers
 
 
+def first_arrangements(config: Config, memory: Sequence[RankMemory]) -> list[Arrangement | None]:
+    """Return the arrangement of optimizer state on the first rank of each stage."""
+    first = {rank.stage: rank.arrangement for rank in reversed(memory)}
+    return [first[stage] for stage in range(config.parallel.pipeline)]
+
+
 def rank_memory(
-    config: Config, vocab_size: int, world_size: int, device: str, plan: Plan | None = None, rooms: Capacity = UNLIMITED
+    config: Config,
+    vocab_size: int,
+    world_size: int,
+    device: str,
+    plan: Plan | None = None,
+    capacity: Capacity = UNLIMITED,
 ) -> list[RankMemory]:
-    """The memory of every rank. `plan` is that of the MoE layers; by default what the config fixes. `rooms`: what a
-    rank may use of each tier in all."""
+    """Return the memory of every rank.
+
+    `plan`: of the MoE layers; by default the config's. `capacity`: bytes of device, host and disk that a rank may use.
+    """
     element = derived.element_size(config)
-    # both moments, and the fp32 weights of a half precision model
-    state_bytes = 2 * FP32 + (FP32 if element < FP32 else 0)
+    state_bytes = 2 * FP32 + (FP32 if element < FP32 else 0)  # both moments; master weights of half precision
     activations = Activations(config, vocab_size, device, plan)
     stages = config.parallel.pipeline
     static = [buffers(config, vocab_size, world_size, stage) for stage in range(stages)]
     staying = [staying_bytes(config, stage) for stage in range(stages)]
 
-    def working(room: float) -> tuple[list[int], list[LayerInputPlan]]:
-        """By stage: activations of the device, and layer inputs on the host, which has so much room for them."""
-        inputs = [layer_inputs(config, world_size, stage, room) for stage in range(stages)]
+    def working(host_bytes: float) -> tuple[list[int], list[LayerInputPlan]]:
+        """Return each stage's activation bytes on the device, and its layer inputs on `host_bytes` of the host."""
+        inputs = [layer_inputs(config, world_size, stage, host_bytes) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
         alone = state_ranks(config, world_size)["dense"] == 1
         after = [after_backward_bytes(config, of_stage, device, alone) for of_stage in static]
         return [max(pair) for pair in zip(live, after, strict=True)], inputs
 
-    most, leaving = working(rooms.host)
+    most, leaving = working(capacity.host)
     distributed = config.optimizer.distributed
 
     @cache
@@ -127,48 +140,41 @@ def rank_memory(
         owned = [each for buffer in static[stage][kind] for each in buffer.owned(rank if distributed else 0)]
         return sum((each.end - each.start) * state_bytes + FP32 for each in owned)
 
-    everyone, found = list(places(config, world_size)), dict[int, Arrangement]()
+    everyone, found = list(rank_coordinates(config, world_size)), dict[int, Arrangement]()
     records = [records_of_stage(config, world_size, stage) for stage in range(stages)]
     numbers = [sum(buffer.size for kind in of_stage.values() for buffer in kind) for of_stage in static]
     weights = [n * element + (of.weights_on_device if of else 0) for n, of in zip(numbers, records, strict=True)]
     gradients = [n * FP32 + (of.grads_on_device if of else 0) for n, of in zip(numbers, records, strict=True)]
-    if derived.has_tiers(config):
-        on_host, on_disk = (max((getattr(of, key) for of in records if of), default=0) for key in EXPERTS_OFF)
-        rooms = replace(rooms, host=max(rooms.host - on_host, 0), disk=max(rooms.disk - on_disk, 0))
-        tiers = TierPlan(config, vocab_size, world_size, rooms)
-        beside = [weights[i] + gradients[i] + most[i] + staying[i] for i in range(stages)]
-        found = {place.rank: tiers.of(place, beside[place.stage]) for place in everyone}
-        if any(plan.host for plan in leaving):  # layer inputs get what optimizer state leaves
-            most, leaving = working(max(rooms.host - max(of_rank.host_bytes for of_rank in found.values()), 0))
-
-    def state(place: Place) -> int:
-        if place.rank in found:
-            return found[place.rank].device_bytes
-        return optimizer(place.stage, "dense", place.data_context) + optimizer(place.stage, "expert", place.expert_data)
-
-    return [
-        RankMemory(
-            place.rank,
-            place.stage,
-            weights[place.stage],
-            gradients[place.stage],
-            state(place),
-            most[place.stage],
-            staying[place.stage],
-            leaving[place.stage].host,
-            leaving[place.stage].link_bytes,
-            found.get(place.rank),
-            records[place.stage],
-        )
-        for place in everyone
-    ]
+    if derived.has_own_optimizer_state(config):
+        on_host = max((of.host_bytes for of in records if of), default=0)
+        on_disk = max((of.disk_bytes for of in records if of), default=0)
+        capacity = replace(capacity, host=max(capacity.host - on_host, 0), disk=max(capacity.disk - on_disk, 0))
+        offload = OffloadPlan(config, vocab_size, world_size, capacity)
+        others = [weights[i] + gradients[i] + most[i] + staying[i] for i in range(stages)]
+        found = {each.rank: offload.of(each, others[each.stage]) for each in everyone}
+        if any(plan.host for plan in leaving):  # layer inputs get the host memory that optimizer state leaves
+            most, leaving = working(max(capacity.host - max(of_rank.host_bytes for of_rank in found.values()), 0))
+    result = []
+    for each in everyone:
+        rank, stage = each.rank, each.stage
+        if rank in found:
+            state = found[rank].device_bytes
+        else:
+            state = optimizer(stage, "dense", each.data_context) + optimizer(stage, "expert", each.expert_data)
+        on_device = weights[stage], gradients[stage], state, most[stage], staying[stage]
+        offloaded = leaving[stage].host, leaving[stage].link_bytes, found.get(rank), records[stage]
+        result.append(RankMemory(rank, stage, *on_device, *offloaded))
+    return result
 
 
 def staying_bytes(config: Config, stage: int) -> int:
-    """The buffer that sequence parallelism gathers into, slots for copies of experts, the angles of rotary positions of
-    each model chunk, and the mask of a sliding window with dropout."""
-    model, of_stage = config.model, parts(config)[stage]
-    # What goes into the widest layer that is split by its outputs.
+    """Return the bytes of buffers that exist from step to step.
+
+    These are the buffer that sequence parallelism gathers into, the slots of expert replicas, each model chunk's table
+    of rotary angles, and the mask of a sliding window with dropout.
+    """
+    model, of_stage = config.model, model_chunks(config)[stage]
+    # The widest gathered input: that of the layers split by their outputs.
     sizes = Sizes(config)
     result = sizes.tokens * model.hidden_size * sizes.element if config.parallel.sequence else 0
     if model.position_embedding == "rope":
@@ -176,19 +182,22 @@ def staying_bytes(config: Config, stage: int) -> int:
         result += len(of_stage) * sets * model.sequence_length * derived.rotary_dim(config) * FP32
     if derived.attended_share(config) < 1 and model.attention_dropout > 0:
         result += model.sequence_length**2
-    return result + slot_bytes(config, stage)
+    return result + replica_bytes(config, stage)
 
 
 def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
-    """On a CPU gloo's reduce-scatter, and in fp32 the optimizer of one rank (`alone`), works on a copy of all that is
-    reduced, and clipping on one of each parameter's gradient in turn; on a GPU nothing is copied."""
+    """Return the bytes that reducing and clipping gradients take; 0 on a GPU, where nothing is copied.
+
+    On a CPU, gloo's reduce-scatter and, in fp32, the optimizer of a single rank (`alone`) copy all gradients. Clipping
+    copies one parameter's gradient at a time.
+    """
     if device != "cpu":
         return 0
     every = [buffer for kind in of_stage.values() for buffer in kind]
     copied = config.optimizer.distributed and not (alone and config.training.precision != "fp32")
-    copies = sum(buffer.size for buffer in every) if copied else 0
+    all_copied = sum(buffer.size for buffer in every) if copied else 0
     largest = max((end - start for buffer in every for start, end in buffer.ranges), default=0)
-    return FP32 * max(copies, largest if config.optimizer.clip_grad > 0 else 0)
+    return FP32 * max(all_copied, largest if config.optimizer.clip_grad > 0 else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,16 +208,12 @@ def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], devi
 def activations_of_stage(
     config: Config, activations: Activations, world_size: int, stage: int, inputs: LayerInputPlan
 ) -> int:
-    """The most that a stage's micro-batches hold at once on the device."""
+    """Return the most bytes that a stage's micro-batches hold at once on the device."""
     if config.training.pass_order == "by_layer":
-        return _activations_by_layer(config, activations, world_size, inputs)
-    of_stage, leaving = parts(config)[stage], iter(inputs.leaving)
+        return _layer_wise_activations(config, activations, world_size, inputs)
+    of_stage, leaving = model_chunks(config)[stage], iter(inputs.leaving)
     in_flight: list[deque[MemoryProfile]] = [deque() for _ in of_stage]
-
-    @cache
-    def profiled(chunk: int, leaving: int) -> MemoryProfile:
-        return activations.profile(of_stage[chunk], leaving)
-
+    profiled = cache(lambda chunk, leaving: activations.profile(of_stage[chunk], leaving))
     live = peak = 0
     for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
         if is_forward:
@@ -223,27 +228,24 @@ def activations_of_stage(
     return peak
 
 
-def _activations_by_layer(config: Config, activations: Activations, world_size: int, inputs: LayerInputPlan) -> int:
-    """The most that is there at once: what lies between the layers, and what one pass takes beside it. The head's two
-    passes follow a micro-batch's last layer, the embedding's lie beside the first one's."""
+def _layer_wise_activations(config: Config, activations: Activations, world_size: int, inputs: LayerInputPlan) -> int:
+    """Return the most bytes at once in a layer-wise schedule: the stored layer inputs and the memory of one pass.
+
+    The head's two passes follow a micro-batch's last layer; the embedding's passes run with those of the first layer.
+    """
     state = derived.layer_input_bytes(config)
-    ((part,),) = parts(config)
-    embedding, *layers, head = blocks(config, activations.vocab_size, part)
-
-    @cache
-    def profiled(kind: tuple[int, bool], number: int) -> MemoryProfile:
-        return _block_profile(activations, layers[number], state)
-
-    kinds = [(kind, layer.slides) for kind, layer in zip(part.layers, layers, strict=True)]
-    first = {kind: kinds.index(kind) for kind in kinds}
-    of_layers = [profiled(kind, first[kind]) for kind in kinds]
+    ((chunk,),) = model_chunks(config)
+    embedding, *layers, head = blocks(config, activations.vocab_size, chunk)
+    kinds = [(kind, layer.slides) for kind, layer in zip(chunk.layers, layers, strict=True)]
+    profiles = {kind: _block_profile(activations, layers[kinds.index(kind)], state) for kind in dict.fromkeys(kinds)}
+    of_layers = [profiles[kind] for kind in kinds]
     before, after = _block_profile(activations, embedding, 0), _block_profile(activations, head, state)
     count = derived.num_micro_batches(config, world_size)
-    of_micro_batch = activations.row_bytes + before.kept
+    of_micro_batch = activations.rotary_bytes + before.kept
     peak = 0
-    for now, there in zip(layer_passes(len(layers), count), inputs.during, strict=True):
+    for now, stored in zip(layer_passes(len(layers), count), inputs.during, strict=True):
         own, layer = of_layers[now.layer], now.layer
-        begun = now.micro_batch + 1 if now.is_forward and layer == 0 else count
+        in_flight = now.micro_batch + 1 if now.is_forward and layer == 0 else count
         if now.is_forward:
             takes = [own.forward - state]
             if layer == 0:
@@ -251,17 +253,17 @@ def _activations_by_layer(config: Config, activations: Activations, world_size: 
             if layer == len(layers) - 1:
                 takes.append(max(after.forward, after.backward))
         else:
-            takes = [own.backward - 2 * state]  # its input and the gradient of its output lie in the store
+            takes = [own.backward - 2 * state]  # its input and the gradient of its output are in the store
             if layer == 0:
                 takes.append(before.backward - before.kept)
-                begun = count - now.micro_batch
-        peak = max(peak, there + of_micro_batch * begun + max(takes))
+                in_flight = count - now.micro_batch
+        peak = max(peak, stored + of_micro_batch * in_flight + max(takes))
     return peak
 
 
 def _block_profile(activations: Activations, block: Block, state: int) -> MemoryProfile:
-    """One block alone, with the state of so many bytes that goes in; going back the one that came out is not there.
-    `kept` is what only the block keeps."""
+    """Return the memory of a single block with an input of `state` bytes. Its output is freed before the backward pass;
+    `kept` counts only the block's own tensors."""
     tape = Tape()
     held = {INPUT: tape.new(state)} if state else {}
     output = activations.run(tape, block.operations, held)
@@ -274,43 +276,38 @@ def _block_profile(activations: Activations, block: Block, state: int) -> Memory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Budgets: found with the function that a plan is checked with, so that what is proposed is enough at once
+# Budgets: searched with the same function that checks a plan, so that the proposed ones are enough
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NeededBudgets:
-    """Budgets that would do, and why those that are there do not."""
+    """Budgets that are enough, and the error message of those that are not."""
 
-    rooms: Capacity
-    memory: list[RankMemory]  # with them
-    keys: str  # as typed, a blank before each
-    refusal: str
+    capacity: Capacity
+    memory: list[RankMemory]  # with these budgets
+    keys: str  # overrides as typed, with a blank before each
+    message: str
 
 
 def budgets_of_node(config: Config, world_size: int) -> tuple[Budget, Budget]:
-    """Budgets of the host and of the disk, as a run opens them on its own node."""
-    host, disk = Budget("memory.host_budget"), Budget("memory.disk_budget")
+    """Return the budgets of host and disk, as a run opens them on its own node."""
+    host, disk, memory = Budget("memory.host_budget"), Budget("memory.disk_budget"), config.memory
     if world_size == launched().world_size:
-        open_budgets(_there(config), host, disk)
+        folder = memory.disk_dir
+        if folder is not None and Path(folder).absolute() == Path(config.run_dir).absolute():
+            own = Path(folder).absolute()  # may not exist before the run starts
+            memory = replace(memory, disk_dir=str(next(path for path in (own, *own.parents) if path.exists())))
+        open_budgets(memory, host, disk)
     else:
         host.open(config.memory.host_budget, math.inf)
         disk.open(config.memory.disk_budget, math.inf)
     return host, disk
 
 
-def _there(config: Config) -> MemoryConfig:
-    """With a folder of the disk that is there: the run's own is made when it starts."""
-    folder = config.memory.disk_dir
-    if folder is None or Path(folder).absolute() != Path(config.run_dir).absolute():
-        return config.memory
-    own = Path(folder).absolute()
-    return replace(config.memory, disk_dir=str(next(path for path in (own, *own.parents) if path.exists())))
-
-
-def over_budget(memory: Sequence[RankMemory], rooms: Capacity) -> list[RankMemory]:
-    """The ranks that keep more off their device than there is room for."""
-    return [rank for rank in memory if rank.host > rooms.host or rank.disk > rooms.disk]
+def over_budget(memory: Sequence[RankMemory], capacity: Capacity) -> list[RankMemory]:
+    """Return the ranks that offload more than the host or the disk has capacity for."""
+    return [rank for rank in memory if rank.host > capacity.host or rank.disk > capacity.disk]
 
 
 def needed_budgets(
@@ -319,76 +316,72 @@ def needed_budgets(
     world_size: int,
     device: str,
     memory: list[RankMemory],
-    rooms: Capacity,
+    capacity: Capacity,
     most: float = math.inf,
 ) -> NeededBudgets | None:
-    """The least budgets, in whole MiB, with which no rank of a plan is over, nor needs more than `most` bytes of its
-    device where that can be; None where those that are there do."""
-    refused = over_budget(memory, rooms)
-    if not refused:
+    """Return the least budgets, in whole MiB, with which every rank fits; None if the present budgets are enough.
+
+    With them no rank needs more than `most` bytes of its device, if any budgets can achieve that.
+    """
+    if not (over := over_budget(memory, capacity)):
         return None
     budgets = budgets_of_node(config, world_size)
-    for budget, room in zip(budgets, (rooms.host, rooms.disk), strict=True):
-        budget.limit = room  # what is free may have changed since the plan
-    worst, asked = max(refused, key=lambda rank: (rank.host, rank.disk)), rooms
+    for budget, limit in zip(budgets, (capacity.host, capacity.disk), strict=True):
+        budget.limit = limit  # the free memory may have changed since the plan was made
+    worst, asked = max(over, key=lambda rank: (rank.host, rank.disk)), capacity
     if config.memory.disk_dir is not None:
-        rooms = replace(rooms, disk=max(rooms.disk, _whole(max(rank.disk for rank in memory))))
+        disk = max(rank.disk for rank in memory)
+        capacity = replace(capacity, disk=max(capacity.disk, float(math.ceil(disk / MIB) * MIB)))
 
     def with_host(num_mib: int) -> tuple[Capacity, list[RankMemory], bool]:
-        own = replace(rooms, host=max(rooms.host, float(num_mib * MIB)))
-        found = rank_memory(config, vocab_size, world_size, device, rooms=own)
+        own = replace(capacity, host=max(capacity.host, float(num_mib * MIB)))
+        found = rank_memory(config, vocab_size, world_size, device, capacity=own)
         fits = max(rank.total for rank in found) <= most
         return own, found, fits and not over_budget(found, own)
 
-    least = math.ceil(_at_least(config, vocab_size, world_size, memory, rooms) / MIB)
+    least = math.ceil(_least_host_bytes(config, vocab_size, world_size, memory, capacity) / MIB)
     tried = with_host(least)
     if not tried[2]:
-        endless = rank_memory(config, vocab_size, world_size, device, rooms=replace(rooms, host=math.inf))
-        # layer inputs get what the fullest rank's optimizer state leaves
-        apart = [[rank.host_activations for rank in endless], [rank.host - rank.host_activations for rank in endless]]
-        low, high = least, max(least, math.ceil(sum(map(max, apart)) / MIB))
+        endless = rank_memory(config, vocab_size, world_size, device, capacity=replace(capacity, host=math.inf))
+        # layer inputs get the host memory that the fullest rank's optimizer state leaves
+        inputs = max(rank.host_activations for rank in endless)
+        needed = inputs + max(rank.host - rank.host_activations for rank in endless)
+        low, high = least, max(least, math.ceil(needed / MIB))
         if (last := with_host(high))[2]:
             tried = last
         while high - low > 1 and last[2]:
             middle = (low + high) // 2
             found = with_host(middle)
             low, high, tried = (low, middle, found) if found[2] else (middle, high, tried)
-    rooms, memory, _ = tried
+    capacity, memory, _ = tried
     kept = ["experts"] * (worst.experts is not None)
-    kept += ["optimizer state"] * (worst.tiers is not None) + ["activations"] * (worst.host_activations > 0)
+    kept += ["optimizer state"] * (worst.arrangement is not None) + ["activations"] * (worst.host_activations > 0)
     what = f"{', '.join(kept[:-1])}{' and ' * (len(kept) > 1)}{kept[-1]} of rank {worst.rank}"
-    raised = [
-        (budget, int(room))
-        for budget, room in zip(budgets, (rooms.host, rooms.disk), strict=True)
-        if room > budget.limit
-    ]
-    # the one that cannot be had first
-    raised.sort(key=lambda each: each[0].could_be(each[0].least(each[1])))
+    budget_limits = zip(budgets, (capacity.host, capacity.disk), strict=True)
+    raised = [(budget, int(limit)) for budget, limit in budget_limits if limit > budget.limit]
+    raised.sort(key=lambda each: each[0].could_be(each[0].least(each[1])))  # budgets that are not free first
     keys = [f" {budget.key}={budget.least(num_bytes)}" for budget, num_bytes in raised]
     budget, num_bytes = raised[0]
-    said = budget.refusal(num_bytes, what, "".join(keys[1:]))
+    message = budget.error_message(num_bytes, what, "".join(keys[1:]))
     if config.optimizer.early_update == "always" and not budget.could_be(budget.least(num_bytes)):
         without = replace(config, optimizer=replace(config.optimizer, early_update="auto"))
-        if not over_budget(rank_memory(without, vocab_size, world_size, device, rooms=asked), asked):
-            said += ". Without shadows all fits: try optimizer.early_update=auto"
-    return NeededBudgets(rooms, memory, "".join(keys), said)
+        if not over_budget(rank_memory(without, vocab_size, world_size, device, capacity=asked), asked):
+            message += ". Without shadows all fits: try optimizer.early_update=auto"
+    return NeededBudgets(capacity, memory, "".join(keys), message)
 
 
-def _whole(num_bytes: float) -> float:
-    """In whole MiB, rounded up."""
-    return float(math.ceil(num_bytes / MIB) * MIB)
-
-
-def _at_least(config: Config, vocab_size: int, world_size: int, memory: Sequence[RankMemory], rooms: Capacity) -> float:
-    """Bytes of the host that every rank gets by with: with state_device=auto what the other tiers hold need not be
-    there."""
+def _least_host_bytes(
+    config: Config, vocab_size: int, world_size: int, memory: Sequence[RankMemory], capacity: Capacity
+) -> float:
+    """Return the host bytes that are enough for every rank; with optimizer.state_device=auto device and disk are filled
+    first."""
     if config.optimizer.state_device != "auto":
         return max(rank.host for rank in memory)
-    tiers, found = TierPlan(config, vocab_size, world_size, rooms), dict[tuple[int, ...], float]()
-    for rank, place in zip(memory, places(config, world_size), strict=True):
-        beside = rank.total - rank.optimizer
-        key = (place.stage, place.data_context, place.expert_data, beside)
+    offload, found = OffloadPlan(config, vocab_size, world_size, capacity), dict[tuple[int, ...], float]()
+    for rank, each in zip(memory, rank_coordinates(config, world_size), strict=True):
+        others = rank.total - rank.optimizer
+        key = (each.stage, each.data_context, each.expert_data, others)
         if key not in found:
-            least = least_host_bytes(tiers.request(place), left(rooms, beside))
+            least = least_host_bytes(offload.request(each), remaining(capacity, others))
             found[key] = rank.host if least is None else rank.host_activations + least
     return max(found.values())

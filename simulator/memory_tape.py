@@ -1,8 +1,8 @@
-"""The memory of a computation with a backward pass, operation by operation, without computing anything.
+"""The memory of a computation with a backward pass, counted operation by operation without computing.
 
-It does what autograd does: an operation keeps tensors for its backward pass; going back, each operation makes the
-gradients of its inputs, then lets go of its output's gradient and of what it kept. A tensor is its bytes and how many
-hold it.
+The tape does what autograd does: an operation keeps tensors for its backward pass; in the backward pass each operation
+makes the gradients of its inputs, then frees its output's gradient and the kept tensors. A tensor is a number of bytes
+and a number of holders.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 
 class TapeTensor:
-    """Bytes that are in use until everybody who holds them has let go. A view (of `base`) is a part of another
-    tensor's."""
+    """Bytes that are in use until their last holder drops them. A view (of `base`) shares another tensor's bytes."""
 
     __slots__ = ("bytes", "holders", "base")
 
@@ -23,43 +22,43 @@ class TapeTensor:
 
 @dataclass(frozen=True)
 class OperationBytes:
-    """Bytes that an operation takes beside the tensors that it names."""
+    """Bytes that an operation takes in addition to its tensors."""
 
     kept: int = 0  # of its own, for the backward pass
-    during: int = 0  # what the forward pass takes on top and gives back
-    # The most that the backward pass takes on top of what is there when it starts, where that is more than the results.
+    during: int = 0  # temporary, in the forward pass
+    # Peak of the backward pass above its start, where that is more than its results.
     work: int | None = None
-    weight: int = 0  # its weights' gradients
-    weight_waits: bool = False  # until the end: another operation has the same weights
-    made: int = 0  # its weights' gradients, where the forward pass makes them
+    weight: int = 0  # gradients of its weights
+    weight_waits: bool = False  # these stay until the end: another operation has the same weights
+    made: int = 0  # gradients of its weights, where the forward pass makes them
 
 
 @dataclass
 class _Operation:
     outputs: Sequence[TapeTensor]
     inputs: Sequence[TapeTensor]  # get gradients of their own
-    passes: Sequence[TapeTensor]  # get that of the output, the same memory
+    passes: Sequence[TapeTensor]  # get the output's gradient itself
     kept: list[TapeTensor]
     takes: OperationBytes = OperationBytes()
-    made: Sequence[tuple[TapeTensor, TapeTensor]] = ()  # inputs with gradients that the forward pass has made
-    weight: TapeTensor | None = None  # its weights' gradients, which the forward pass has made
+    made: Sequence[tuple[TapeTensor, TapeTensor]] = ()  # inputs and gradients that the forward pass has made
+    weight: TapeTensor | None = None  # gradients of its weights, which the forward pass has made
     is_layer: bool = False
     away: int = 0  # bytes of its input on the host
 
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """A forward pass and its backward pass: bytes above what was there before it."""
+    """Bytes of a forward pass and its backward pass, in addition to the bytes before them."""
 
-    forward: int  # most during the forward pass
+    forward: int  # peak of the forward pass
     kept: int  # between the passes
-    backward: int  # most during the backward pass, with what was kept
+    backward: int  # peak of the backward pass, including `kept`
 
 
 @dataclass
 class Tape:
-    """Records operations as they are applied; `backward` undoes them. `now` and `peak` are bytes; `leaving` is on
-    its way to the host."""
+    """Records operations as they are applied; `backward` runs their backward passes. `now` and `peak` are bytes;
+    `leaving` is being copied to the host."""
 
     keeps: bool = True  # false: there will be no backward pass
     now: int = 0
@@ -68,18 +67,18 @@ class Tape:
     leaving: TapeTensor | None = None
 
     def new(self, num_bytes: int) -> TapeTensor:
-        """A tensor that the caller holds."""
+        """Return a new tensor, held by the caller."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         return TapeTensor(num_bytes)
 
     def hold(self, tensor: TapeTensor) -> TapeTensor:
-        """One more holder."""
+        """Add a holder to a tensor."""
         (tensor.base or tensor).holders += 1
         return tensor
 
     def drop(self, *tensors: TapeTensor) -> None:
-        """One holder less."""
+        """Remove a holder from each tensor."""
         for tensor in tensors:
             root = tensor.base or tensor
             root.holders -= 1
@@ -87,7 +86,7 @@ class Tape:
                 self.now -= root.bytes
 
     def use(self, num_bytes: int) -> None:
-        """Take memory and give it back at once."""
+        """Take memory and free it at once."""
         self.peak = max(self.peak, self.now + num_bytes)
 
     def apply(
@@ -101,10 +100,10 @@ class Tape:
         makes: Sequence[TapeTensor] = (),
         takes: OperationBytes = OperationBytes(),
     ) -> TapeTensor:
-        """One operation with `output` bytes, which the caller holds.
+        """Apply an operation and return its output of `output` bytes, held by the caller.
 
-        `inputs` get gradients of their own in the backward pass, `passes` that of the output itself. `keeps` are held
-        for it. Gradients of `makes` are made now.
+        In the backward pass `inputs` get gradients of their own, `passes` the output's gradient itself; `keeps` are
+        held for it. Gradients of `makes` are made now.
         """
         kept = [self.hold(tensor) for tensor in keeps] if self.keeps else []
         if takes.kept and self.keeps:
@@ -119,48 +118,47 @@ class Tape:
         return result
 
     def end_layer(self, tensor: TapeTensor, leaves: bool) -> None:
-        """The last operation was a layer that keeps its input alone; `leaves`: on the host, from the next layer's end
-        until the layer above goes back."""
-        self._settle()
+        """Mark the last operation as a layer that keeps its input alone; `leaves`: on the host, from the end of the
+        next layer until the backward pass of the layer above."""
+        self._drop_leaving()
         layer = self._operations[-1]
         layer.is_layer = True
         if leaves:
             layer.kept.remove(tensor)
             layer.away, self.leaving = tensor.bytes, tensor
 
-    def _settle(self) -> None:
+    def _drop_leaving(self) -> None:
         if self.leaving is not None:
             self.drop(self.leaving)
         self.leaving = None
 
-    def _come_back(self, layer: _Operation) -> None:
-        """It has its input, and that of the layer below is on its way."""
-        if layer.away and self.leaving is not None:  # it has not left
+    def _copy_back(self, layer: _Operation) -> None:
+        """Have a layer's input back on the device, and that of the layer below in flight."""
+        if layer.away and self.leaving is not None:  # it is still on the device
             layer.kept.append(self.leaving)
             layer.away, self.leaving = 0, None
-        self._settle()
+        self._drop_leaving()
         below = next((each for each in reversed(self._operations) if each.is_layer), layer)
         for each in (layer, below):
             if each.away:
                 each.kept.append(self.new(each.away))
                 each.away = 0
 
-    def split(self, tensor: TapeTensor, *parts: int) -> list[TapeTensor]:
-        """Views of parts of a tensor; nobody needs to drop them. Going back, the parts' gradients are copied into
-        one."""
+    def split(self, tensor: TapeTensor, *sizes: int) -> list[TapeTensor]:
+        """Return views of a tensor, which need not be dropped. The backward pass copies their gradients into one."""
         root = tensor.base or tensor
-        views = [TapeTensor(part, root) for part in parts]
+        views = [TapeTensor(size, root) for size in sizes]
         self._operations.append(_Operation(views, [tensor], [], []))
         return views
 
     def backward(self, output: TapeTensor) -> None:
-        """Go all the way back from `output`, whose gradient has as many bytes."""
+        """Run all backward passes from `output` on, whose gradient has as many bytes as it."""
         gradients: dict[TapeTensor, TapeTensor] = {output: self.new(output.bytes)}
         waiting: list[TapeTensor] = []
         while self._operations:
             operation = self._operations.pop()
             if operation.is_layer:
-                self._come_back(operation)
+                self._copy_back(operation)
             above = [gradients.pop(each) for each in operation.outputs]
             below = [(tensor, self.hold(above[0])) for tensor in operation.passes]
             below += operation.made
@@ -171,13 +169,13 @@ class Tape:
             weight = operation.weight or self.new(operation.takes.weight)
             if operation.takes.work is None:
                 self.drop(*above, *operation.kept)
-            for tensor, part in below:
+            for tensor, gradient in below:
                 other = gradients.get(tensor)
                 if other is not None:
-                    gradients[tensor] = self.new(part.bytes)
-                    self.drop(other, part)
+                    gradients[tensor] = self.new(gradient.bytes)
+                    self.drop(other, gradient)
                 else:
-                    gradients[tensor] = part
+                    gradients[tensor] = gradient
             if operation.takes.weight_waits:
                 waiting.append(weight)
             else:
@@ -189,8 +187,8 @@ Function = Callable[..., TapeTensor]
 
 
 def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTensor:
-    """`function(tape, *inputs)` under activation checkpointing: its inputs are kept, and its forward pass runs again in
-    the backward."""
+    """Apply `function(tape, *inputs)` under activation checkpointing: its inputs are kept, and its forward pass runs
+    again in the backward pass."""
     first = Tape(keeps=False)
     output = function(first, *(first.new(tensor.bytes) for tensor in inputs))
     there = sum(tensor.bytes for tensor in inputs)
@@ -201,7 +199,7 @@ def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTenso
 
 
 def profile(function: Function, *inputs: TapeTensor) -> MemoryProfile:
-    """What `function(tape, *inputs)` takes, beside its inputs and the gradient of its output."""
+    """Return the bytes of `function(tape, *inputs)`, without its inputs and the gradient of its output."""
     tape = Tape()
     output = function(tape, *(tape.new(tensor.bytes) for tensor in inputs))
     there = sum(tensor.bytes for tensor in inputs)

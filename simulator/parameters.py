@@ -1,4 +1,4 @@
-"""Who holds what: the parameters of each pipeline stage, and the place of every rank, without process groups.
+"""Parameters of each pipeline stage and coordinates of every rank, computed without process groups.
 
 Ranks are laid out as parallel/topology.py has Megatron-core do it: tensor fastest, then context, data, pipeline;
 experts fold over the same ranks: expert tensor fastest, then expert, expert data, pipeline.
@@ -15,8 +15,7 @@ from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import EXPERT, axis_sizes, unknown
 
-# Kinds of weights, and whether gradients train them.
-# What every tensor rank has the gradients of all tokens of.
+# Ends of the names of weights of which every tensor rank has the gradients of all tokens.
 WHOLE_GRADIENTS = (
     "_embeddings.weight",
     "pooler.dense.weight",
@@ -24,27 +23,28 @@ WHOLE_GRADIENTS = (
     "binary_head.weight",
     "binary_head.bias",
 )
+# Kinds of weights, and whether gradients train them.
 TRAINED = {"matrix": True, "output_matrix": True, "norm": True, "bias": True, "router_bias": False}
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank. `local` are the numbers that the rank holds, `total` those of the whole model; 0 for a
-    copy."""
+    """One parameter of a rank. `local` counts the numbers on the rank, `total` those of the whole model, 0 for a weight
+    that repeats another one."""
 
     name: str
     local: int
     total: int
     is_expert: bool = False  # reduced over other ranks than the rest
-    active: int = 0  # of `total`, those that work on a token
+    active: int = 0  # of `total`, the numbers that are used for one token
     is_shared: bool = False  # an embedding that two stages hold
-    is_late: bool = False  # its gradient is not final when it has been reduced over the data parallel ranks
-    is_off_device: bool = False  # of experts that come to the device for their uses: in no buffer
+    reduced_at_step_end: bool = False  # its gradient is not final after the reduction over data-parallel ranks
+    is_offloaded: bool = False  # experts' weights that are copied to the device when used: in no gradient buffer
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's coordinates; `data_context` among those that hold the same dense weights."""
+class RankCoordinates:
+    """Index of a rank on each axis of parallelism; `data_context`: among the ranks with the same dense weights."""
 
     rank: int
     tensor: int
@@ -56,35 +56,36 @@ class Place:
     expert_data: int
 
 
-def places(config: Config, world_size: int) -> Iterator[Place]:
-    """The place of every rank."""
+def rank_coordinates(config: Config, world_size: int) -> Iterator[RankCoordinates]:
+    """Yield the coordinates of every rank, in the order of ranks."""
     tensor, context, stages = config.parallel.tensor, config.parallel.context, config.parallel.pipeline
     split, experts = derived.expert_tensor_size(config), config.parallel.expert
     per_stage = world_size // stages
     for rank in range(world_size):
         stage, inner = divmod(rank, per_stage)
         folded = inner // split
-        copy = inner // tensor
+        replica = inner // tensor
         expert, expert_data = folded % experts, folded // experts
-        yield Place(rank, inner % tensor, copy % context, copy // context, copy, stage, expert, expert_data)
+        yield RankCoordinates(
+            rank, inner % tensor, replica % context, replica // context, replica, stage, expert, expert_data
+        )
 
 
 def state_ranks(config: Config, world_size: int) -> dict[str, int]:
-    """Ranks that share the gradients and the optimizer's state of "dense" weights, and of "expert" ones."""
+    """Return how many ranks share the optimizer state of "dense" and of "expert" weights."""
     return {
         "dense": derived.data_parallel_size(config, world_size) * config.parallel.context,
         "expert": derived.expert_data_parallel_size(config, world_size),
     }
 
 
-def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Parameter]:
-    """A part's parameters in the order of the modules. The vocabulary's padding is held but does not count as the
-    model's.
+def parameters(config: Config, chunk: blueprint.ModelChunk, vocab_size: int) -> list[Parameter]:
+    """Return the parameters of a model chunk on one rank, in the order of the modules.
 
-    Raises ValueError for a kind of weight, or an axis, that it does not know.
+    `local` includes the vocabulary's padding, `total` does not. Raises ValueError for an unknown kind or axis.
     """
-    sizes, moe, result = axis_sizes(config), config.moe, list[Parameter]()
-    for name, weight in blueprint.weights(config, vocab_size, part):
+    sizes, moe, parallel, result = axis_sizes(config), config.moe, config.parallel, list[Parameter]()
+    for name, weight in blueprint.weights(config, vocab_size, chunk):
         if weight.kind not in TRAINED:
             unknown("parameters", f"kind of weight of {name}", weight.kind)
         if not TRAINED[weight.kind]:
@@ -94,17 +95,11 @@ def parameters(config: Config, part: blueprint.Part, vocab_size: int) -> list[Pa
         # Without expert parallelism Megatron-core reduces experts' gradients with all others.
         is_expert = weight.is_expert and sizes[EXPERT] > 1
         local = math.prod(blueprint.local_shape(weight, sizes))
-        is_late = _is_late(config, name, weight)
-        is_off = weight.is_expert and derived.streams_experts(config)
-        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared, is_late, is_off))
+        # Sequence parallelism: of a weight that all tensor ranks hold, each has the gradient of its own tokens.
+        alike = parallel.sequence and not weight.splits and not name.endswith(WHOLE_GRADIENTS)
+        at_step_end = derived.is_reduced_at_step_end(
+            name, alike=alike, shared=weight.is_shared, tensor=parallel.tensor, pipeline=parallel.pipeline
+        )
+        is_offloaded = weight.is_expert and derived.streams_experts(config)
+        result.append(Parameter(name, local, total, is_expert, active, weight.is_shared, at_step_end, is_offloaded))
     return result
-
-
-def _is_late(config: Config, name: str, weight: blueprint.Weight) -> bool:
-    """Whether parallel/megatron/tiered.py would say is_late: here is no model to be asked."""
-    parallel = config.parallel
-    # Sequence parallelism: each tensor rank has the gradient of its own tokens of what all of them hold.
-    alike = parallel.sequence and not weight.splits and not name.endswith(WHOLE_GRADIENTS)
-    return derived.is_added_late(
-        name, alike=alike, shared=weight.is_shared, tensor=parallel.tensor, pipeline=parallel.pipeline
-    )

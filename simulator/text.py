@@ -1,4 +1,4 @@
-"""A run's plan in words and tables, as `python train.py plan=true` prints it."""
+"""A run's plan as text and tables, as `python train.py plan=true` prints it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from configs import derived, hardware_files
 from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config
-from models.blueprint import padded_vocab_size, parts
+from models.blueprint import model_chunks, padded_vocab_size
 from moe.placement_map import PlacementMap
-from optim.arrangement.arrange import Arrangement
+from optim.arrangement.buckets import Arrangement
 from parallel.pipeline import layers_of_stage
 from simulator.clock.hardware import Hardware
-from simulator.clock.output.trace import FOLDER as TRACES
-from simulator.clock.output.trace import write_traces
-from simulator.clock.output.words import step_in_words
+from simulator.clock.prediction import describe_step
+from simulator.clock.trace import FOLDER as TRACES
+from simulator.clock.trace import write_traces
 from simulator.communication import KINDS as SENT_KINDS
-from simulator.context.rows import Lengths
-from simulator.context.words import context_in_words, count, size, table
+from simulator.context.context_sizes import ContextSize, context_sizes, layer_exchange
+from simulator.context.shared_rows import Lengths, SharedRows
 from simulator.flops import executed_flops_per_token, forward_flops_per_token, training_flops_per_token
 from simulator.memory import KINDS
-from simulator.off_device.words import experts_in_words
-from simulator.parameters import places
-from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, room_beside
-from simulator.tiers import ASSUMED, engine_seconds
+from simulator.offload.expert_options import format_expert_options
+from simulator.offload.state import ASSUMED, engine_seconds
+from simulator.parameters import rank_coordinates
+from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, state_headroom
+from simulator.sizes import format_count, format_size, format_table
 
-MOST_GROUPS = 8  # expert groups or data ranks of a stage that are drawn one by one
+LONG_TOKENS = 2**15  # tokens of a micro-batch from which on a plan compares sizes of context
+UNKNOWN_LENGTHS = ", were samples of one document (the corpus is not prepared)"
+MOST_GROUPS = 8  # data ranks of a stage that have a line each
 
 
 def show(
@@ -40,8 +43,11 @@ def show(
     documents: Sequence[Lengths] | None = None,
     hardware: Hardware | None = None,
 ) -> int:
-    """Print the plan that `plan=true` or `plan=json` asks for; the exit status. With `hardware` the predicted step's
-    traces are written into the run's folder. Raises ConfigError where it does not fit the limit or the budgets."""
+    """Print the plan that `plan=true` or `plan=json` asks for and return the exit status.
+
+    With `hardware` the predicted step's traces are written to the run's folder. Raises ConfigError if the plan does not
+    fit the memory limit or the budgets.
+    """
     plan = make_plan(
         config, world_size, vocab_size, attended_share=attended_share, documents=documents, hardware=hardware
     )
@@ -53,21 +59,21 @@ def show(
 
 
 def write_timeline(plan: RunPlan) -> None:
-    """Write the traces of the predicted step into the run's folder, where there is one. Rank 0 calls it."""
+    """Write the traces of the predicted step, if there is one, to the run's folder. Only rank 0 calls it."""
     if plan.step is not None:
         first_ranks = range(0, plan.world_size, plan.world_size // plan.config.parallel.pipeline)
         write_traces(plan.step, Path(plan.config.run_dir), first_ranks)
 
 
 def text(plan: RunPlan) -> str:
-    """Everything, one section after the other."""
+    """Return the whole plan, section by section."""
     sections = [
         _model(plan),
         _layout(plan),
-        context_in_words(plan),
+        describe_context(plan),
         _memory(plan),
-        _tiers(plan),
-        experts_in_words(plan.expert_options, plan.memory),
+        _optimizer_state(plan),
+        format_expert_options(plan.expert_options, plan.memory),
         _communication(plan),
         _time(plan),
     ]
@@ -76,7 +82,7 @@ def text(plan: RunPlan) -> str:
 
 
 def no_export(why: str | None) -> str:
-    """What a run whose model leaves in no Hugging Face family says of it; empty where it does."""
+    """Return the line of a run whose model cannot be exported to Hugging Face, for the reason `why`; empty for None."""
     return "" if why is None else f"no export to Hugging Face: {why}"
 
 
@@ -90,27 +96,24 @@ def _model(plan: RunPlan) -> str:
     lines = [
         f"Plan of {config.name}: {config.model.family}, {plan.world_size} {plan.device} rank(s), "
         f"{config.training.precision}",
-        f"  parameters         {plan.total_parameters:,} ({count(plan.total_parameters).strip()}), "
-        f"active on a token {plan.active_parameters:,} ({count(plan.active_parameters).strip()})",
-        f"  FLOPs per token    forward {count(forward_flops_per_token(config, vocab, share))}FLOP, training "
-        f"{count(flops)}FLOP (of MFU); carried out {count(executed)}FLOP ({square}, recomputation, padding)",
+        f"  parameters         {plan.total_parameters:,} ({format_count(plan.total_parameters).strip()}), "
+        f"active on a token {plan.active_parameters:,} ({format_count(plan.active_parameters).strip()})",
+        f"  FLOPs per token    forward {format_count(forward_flops_per_token(config, vocab, share))}FLOP, training "
+        f"{format_count(flops)}FLOP (of MFU); carried out {format_count(executed)}FLOP "
+        f"({square}, recomputation, padding)",
         f"  a step             {config.training.global_batch_size} samples, {tokens:,} tokens, "
-        f"{count(flops * tokens)}FLOP; {derived.num_micro_batches(config, plan.world_size)} micro-batch(es) of "
+        f"{format_count(flops * tokens)}FLOP; {derived.num_micro_batches(config, plan.world_size)} micro-batch(es) of "
         f"{config.training.micro_batch_size} on each rank",
-        *_documents(plan),
     ]
+    if config.data.documents == "separate":
+        if share is None:
+            known = (
+                "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
+            )
+        else:
+            known = f"{share:.1%} of the pairs of one-document samples attend, by the corpus' lengths"
+        lines.append(f"  separate documents {known}")
     return "\n".join(lines)
-
-
-def _documents(plan: RunPlan) -> list[str]:
-    """What separate documents leave of attention; nothing where documents are joined."""
-    if plan.config.data.documents != "separate":
-        return []
-    if plan.attended_share is None:
-        known = "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
-    else:
-        known = f"{plan.attended_share:.1%} of the pairs of one-document samples attend, by the corpus' lengths"
-    return [f"  separate documents {known}"]
 
 
 def _layout(plan: RunPlan) -> str:
@@ -123,23 +126,27 @@ def _layout(plan: RunPlan) -> str:
         "tensor": parallel.tensor,
     }
     if derived.is_moe(config):
-        copies = derived.expert_data_parallel_size(config, plan.world_size)
-        sizes |= {"expert": parallel.expert, "expert tensor": derived.expert_tensor_size(config), "expert data": copies}
+        sizes |= {"expert": parallel.expert, "expert tensor": derived.expert_tensor_size(config)}
+        sizes["expert data"] = derived.expert_data_parallel_size(config, plan.world_size)
     lines = ["Layout: " + " x ".join(f"{name} {number}" for name, number in sizes.items())]
-    everyone = list(places(config, plan.world_size))
+    everyone = list(rank_coordinates(config, plan.world_size))
     for stage in range(parallel.pipeline):
-        ranks = [place for place in everyone if place.stage == stage]
-        ends = parts(config)[stage]
+        ranks = [each for each in everyone if each.stage == stage]
+        ends = model_chunks(config)[stage]
         holds = [f"layers {', '.join(_range(chunk) for chunk in layers_of_stage(config, stage))}"]
         holds = (["embedding"] if ends[0].is_first else []) + holds + (["head, loss"] if ends[-1].is_last else [])
         lines.append(f"  stage {stage}: ranks {_range(range(ranks[0].rank, ranks[-1].rank + 1))}; {'; '.join(holds)}")
         groups: dict[int, list[int]] = {}
-        for place in ranks:
-            groups.setdefault(place.data, []).append(place.rank)
-        lines += [
-            f"    data {data}: [{_ranks(of_data)}]{_expert_note(config, everyone, of_data)}"
-            for data, of_data in _few(groups)
-        ]
+        for each in ranks:
+            groups.setdefault(each.data, []).append(each.rank)
+        for data, of_data in list(groups.items())[:MOST_GROUPS]:
+            shown = " ".join(map(str, of_data)) if len(of_data) <= 16 else f"{of_data[0]} ... {of_data[-1]}"
+            note = ""
+            if config.moe.num_experts is not None:
+                experts_of = PlacementMap(config.moe.num_experts, parallel.expert).experts_of
+                held = dict.fromkeys(everyone[rank].expert for rank in of_data)
+                note = "  experts " + " | ".join(_range(experts_of(number)) for number in held)
+            lines.append(f"    data {data}: [{shown}]{note}")
         if len(groups) > MOST_GROUPS:
             lines.append(f"    ... and {len(groups) - MOST_GROUPS} more like these")
     if parallel.context > 1:
@@ -149,54 +156,48 @@ def _layout(plan: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def _few(groups: dict[int, list[int]]) -> list[tuple[int, list[int]]]:
-    return list(groups.items())[:MOST_GROUPS]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return " ".join(str(rank) for rank in ranks) if len(ranks) <= 16 else f"{ranks[0]} ... {ranks[-1]}"
-
-
-def _expert_note(config: Config, everyone: Sequence, ranks: Sequence[int]) -> str:  # type: ignore[type-arg]
-    if config.moe.num_experts is None:
-        return ""
-    experts_of = PlacementMap(config.moe.num_experts, config.parallel.expert).experts_of
-    held = dict.fromkeys(everyone[rank].expert for rank in ranks)
-    return "  experts " + " | ".join(_range(experts_of(number)) for number in held)
-
-
 def _range(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def _memory(plan: RunPlan) -> str:
-    rows = []
+    table_rows = []
     for stage in range(plan.config.parallel.pipeline):
         worst = max((rank for rank in plan.memory if rank.stage == stage), key=lambda rank: rank.total)
         mark = "<- most" if worst.stage == plan.worst.stage else ""
-        rows.append(
-            [str(stage), str(worst.rank), *(size(getattr(worst, kind)) for kind in KINDS), size(worst.total), mark]
+        table_rows.append(
+            [
+                str(stage),
+                str(worst.rank),
+                *(format_size(getattr(worst, kind)) for kind in KINDS),
+                format_size(worst.total),
+                mark,
+            ]
         )
-    lines = ["Memory of a rank (the fullest of each stage):", table(["stage", "rank", *KINDS, "total", ""], rows)]
+    lines = [
+        "Memory of a rank (the fullest of each stage):",
+        format_table(["stage", "rank", *KINDS, "total", ""], table_rows),
+    ]
     if host := max(rank.host_activations for rank in plan.memory):
         out, back = map(max, zip(*(rank.link_activations for rank in plan.memory), strict=True))
         lines.append(
-            f"  Layer inputs on the host come beside these: up to {size(host)} a rank; a step copies {size(out)} there "
-            f"and {size(back)} back."
+            f"  Layer inputs on the host come beside these: up to {format_size(host)} a rank; a step copies "
+            f"{format_size(out)} there and {format_size(back)} back."
         )
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
     if derived.is_moe(plan.config) and plan.config.parallel.expert > 1:
-        bound = size(derived.dispatch_bound(plan.config))
+        bound = format_size(derived.dispatch_bound(plan.config))
         lines.append(
             f"  Dispatch of a chunk, to a rank and back, never takes more than {bound}, whatever routing does "
             "(moe.token_budget)."
         )
     if derived.places_experts(plan.config):
-        copies, slots = derived.copy_bytes(plan.config), plan.config.moe.placement.extra_slots
+        replicas, num_slots = derived.replica_bytes(plan.config), plan.config.moe.placement.extra_slots
         blocks = derived.block_rows(plan.config) is not None
         grads = "their blocks' gradients travel at once" if blocks else "and as many gradients in fp32"
         lines.append(
-            f"  Buffers have {slots} slots for copies of experts in each MoE layer, {size(copies)} of weights, {grads}."
+            f"  Buffers have {num_slots} slots for copies of experts in each MoE layer, {format_size(replicas)} of "
+            f"weights, {grads}."
         )
     if derived.limits_load(plan.config):
         asked = plan.config.moe.placement
@@ -213,82 +214,143 @@ def _memory(plan: RunPlan) -> str:
     return "\n".join(lines)
 
 
-def _tiers(plan: RunPlan) -> str:
-    """Where optimizer state lies that is kept in tiers: a line each, of the rank that has most there."""
-    found = [(rank, rank.tiers) for rank in plan.memory if rank.tiers is not None]
+def _optimizer_state(plan: RunPlan) -> str:
+    """Return a line on the optimizer state on device, host and disk, each of the rank with most state there."""
+    found = [(rank, rank.arrangement) for rank in plan.memory if rank.arrangement is not None]
     if not found:
         return ""
     settings, memory = plan.config.optimizer, plan.config.memory
     lines = [f"Optimizer state by tier (optimizer.state_device={settings.state_device}), of the rank with most in it:"]
-    for tier, key, given in (
+    for target, key, given in (
         ("device", "training.memory_limit_gib", None),
         ("host", "memory.host_budget", memory.host_budget),
         ("disk", "memory.disk_budget", memory.disk_budget),
     ):
-        rank, tiers = max(found, key=lambda each: _in_tier(each[1], tier))
-        parts = [f"{tiers.tiers.count(tier)} of {len(tiers.tiers)} buckets"]
-        if tier == "host":
-            parts += [f"{what} {size(number)}" for what, number in tiers.host_parts.items() if number]
-        room = {"device": room_beside(rank, plan.rooms), "host": plan.rooms.host, "disk": plan.rooms.disk}[tier]
-        if tier == "disk" and memory.disk_dir is None:
-            parts.append("no memory.disk_dir")
-        elif math.isfinite(room):
-            why = "beside all else" if tier == "device" else f"{key}{'' if given else ', of what is free'}"
-            parts.append(f"of {size(room)} ({why})")
-        lines.append(f"  {tier:<6} {size(_in_tier(tiers, tier)):>11}  rank {rank.rank}: {', '.join(parts)}")
-    share = min(tiers.early_share for _, tiers in found)
+        rank, arrangement = max(found, key=lambda each: getattr(each[1], f"{target}_bytes"))
+        notes = [f"{arrangement.targets.count(target)} of {len(arrangement.targets)} buckets"]
+        if target == "host":
+            purposes = arrangement.host_bytes_by_purpose.items()
+            notes += [f"{purpose} {format_size(number)}" for purpose, number in purposes if number]
+        limit = state_headroom(rank, plan.capacity) if target == "device" else getattr(plan.capacity, target)
+        if target == "disk" and memory.disk_dir is None:
+            notes.append("no memory.disk_dir")
+        elif math.isfinite(limit):
+            why = "beside all else" if target == "device" else f"{key}{'' if given else ', of what is free'}"
+            notes.append(f"of {format_size(limit)} ({why})")
+        held = format_size(getattr(arrangement, f"{target}_bytes"))
+        lines.append(f"  {target:<6} {held:>11}  rank {rank.rank}: {', '.join(notes)}")
+    share = min(arrangement.early_share for _, arrangement in found)
     why = "" if plan.config.parallel.overlap_grad_reduce else " (parallel.overlap_grad_reduce is false)"
     lines.append(
         f"  in the backward pass the gradients of {share:.1%} of the parameters (at least) can leave or be used{why}"
     )
     if settings.state_device != "device":
-        lines.append(f"  {_saved(plan, min(tiers.saved for _, tiers in found))}")
+        saved = min(arrangement.saved for _, arrangement in found)
+        saving = f"this saves {format_size(saved)} of a rank's device, or more"
+        if saved <= 0:
+            saving = "this saves nothing: a rank's device has as much in use as with optimizer.state_device=device"
+        elif plan.device == "cpu":
+            saving += "; with training.device=cpu that is the host's memory too"
+        lines.append(f"  {saving}")
     return "\n".join([*lines, f"  {_engine(plan, found[0][1])}"])
 
 
-def _saved(plan: RunPlan, least: int) -> str:
-    """What tiers are for, of the rank that has least of it."""
-    if least <= 0:
-        return "this saves nothing: a rank's device has as much in use as with optimizer.state_device=device"
-    words = f"this saves {size(least)} of a rank's device, or more"
-    return f"{words}; with training.device=cpu that is the host's memory too" if plan.device == "cpu" else words
-
-
-def _in_tier(tiers: Arrangement, tier: str) -> int:
-    return {"device": tiers.device_bytes, "host": tiers.host_bytes, "disk": tiers.disk_bytes}[tier]
-
-
-def _engine(plan: RunPlan, tiers: Arrangement) -> str:
-    """What updates the weights."""
+def _engine(plan: RunPlan, arrangement: Arrangement) -> str:
+    """Return the text on the engine that updates the weights."""
     engine = plan.config.optimizer.engine
-    if set(tiers.tiers) == {"device"}:
+    if set(arrangement.targets) == {"device"}:
         return "weights are updated in place"
-    if not tiers.flexible:
+    if not arrangement.flexible:
         return f"optimizer.engine={engine}"
-    words = f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
+    choice = f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
     if plan.device == "cpu" or engine == "split":
-        return words
+        return choice
     busy = 0.0 if plan.step is None else plan.step.seconds
-    seconds, link = engine_seconds(tiers, busy), ASSUMED.up / 1e9
+    seconds, link = engine_seconds(arrangement, busy), ASSUMED.up / 1e9
     fastest = min(seconds, key=seconds.__getitem__)
-    beside = (
-        f"{seconds[fastest]:.3g} s with the passes" if busy else f"{seconds[fastest]:.3g} s, which the passes can hide"
-    )
+    note = " with the passes" if busy else ", which the passes can hide"
     return (
-        f"{words}.\n  With a link of {link:g} GB/s in each direction and a host's update of {ASSUMED.host / 1e9:g} "
-        f"GB/s (assumed) it takes {fastest}: {beside}"
+        f"{choice}.\n  With a link of {link:g} GB/s in each direction and a host's update of {ASSUMED.host / 1e9:g} "
+        f"GB/s (assumed) it takes {fastest}: {seconds[fastest]:.3g} s{note}"
     )
 
 
 def _communication(plan: RunPlan) -> str:
-    rows = [[str(stage), *(size(sent[kind]) for kind in SENT_KINDS)] for stage, sent in enumerate(plan.communication)]
+    sent = [[str(stage), *(format_size(of[k]) for k in SENT_KINDS)] for stage, of in enumerate(plan.communication)]
     headings = ["stage", *(kind.replace("_", " ") for kind in SENT_KINDS)]
-    return "\n".join(["Sent by a rank in a step:", table(headings, rows)])
+    return "\n".join(["Sent by a rank in a step:", format_table(headings, sent)])
 
 
 def _time(plan: RunPlan) -> str:
     if plan.step is not None and plan.hardware is not None:
         where = Path(plan.config.run_dir) / TRACES
-        return f"{step_in_words(plan.step, plan.hardware, plan.tokens)}\n  its timeline is in {where}"
+        return f"{describe_step(plan.step, plan.hardware, plan.tokens)}\n  its timeline is in {where}"
     names = ", ".join(hardware_files.names())
     return f"Step time: no prediction without a machine: give hardware=NAME, one of {names}, or a file's path."
+
+
+def describe_context(plan: RunPlan) -> str:
+    """Return how a micro-batch's rows are shared, and a table of the sizes of context; empty if samples are short and
+    not shared."""
+    config, shared = plan.config, plan.shared
+    tokens = config.training.micro_batch_size * config.model.sequence_length
+    if shared.context == 1 and tokens < LONG_TOKENS:
+        return ""
+    lines = _describe_sharing(plan, shared, tokens) if shared.context > 1 else []
+    given = config, plan.vocab_size, plan.world_size, plan.device, plan.attended_share, plan.documents
+    sizes = context_sizes(*given)
+    if len(sizes) > 1:
+        lines += _describe_sizes(plan, sizes)
+    return "\n".join(lines)
+
+
+def _describe_sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
+    sent = layer_exchange(plan.config, shared)
+    who = f"they exchange heads for rows in {shared.places} group(s) of {shared.heads}"
+    who = who if shared.heads > 1 else "they exchange keys and values alone"
+    lines = [f"Context: {shared.context} ranks share {tokens:,} rows of a micro-batch, {shared.rows:,} each; {who}"]
+    lines.append(
+        f"  a rank sends {format_size(sum(sent.values()))} for a layer's attention and a micro-batch, forward and "
+        f"backward: heads {format_size(sent['heads'])}, keys and values with their gradients "
+        f"{format_size(sent['rounds'])}"
+    )
+    if shared.places > 1 and not any(shared.of_layer):
+        by = "" if shared.is_known else UNKNOWN_LENGTHS
+        lines.append(f"  documents stay whole on their ranks{by}: no keys and values are sent")
+    elif shared.places > 1:
+        low, high = min(shared.of_layer), max(shared.of_layer)
+        by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""
+        by = by if shared.is_known else UNKNOWN_LENGTHS
+        lines.append(
+            f"  attention takes up to {shared.rounds} round(s); {shared.rows * shared.heads:,} rows receive "
+            f"keys and values of {low:,.0f} to {high:,.0f} others{by}"
+        )
+    return lines
+
+
+def _describe_sizes(plan: RunPlan, sizes: Sequence[ContextSize]) -> list[str]:
+    """Return a table of the sizes of context, and which one exchanges least for its work."""
+    timed = sizes[0].seconds is not None
+    headings = ["parallel.context", "heads", "rows", "sent a layer", "B/kFLOP", "a rank needs"]
+    table_rows = []
+    fits = [each.context for each in sizes if each.memory <= plan.capacity.device]
+    for each in sizes:
+        row = [str(each.context), str(each.heads), f"{each.rank_rows:,}", format_size(each.sent), f"{each.ratio:.3g}"]
+        row.append(format_size(each.memory))
+        if each.seconds is not None:
+            row += [f"{seconds:.3g}" for seconds in each.seconds]
+        marks = ["this plan"] * (each.context == plan.config.parallel.context)
+        marks += ["does not fit"] * (each.context not in fits)
+        table_rows.append([*row, f"<- {', '.join(marks)}" if marks else ""])
+    headings += ["exchange s", "attention s"] if timed else []
+    lines = ["Sizes of context (an exchange is for a layer's attention and a micro-batch, on one rank):"]
+    lines.append(format_table([*headings, ""], table_rows))
+    if fits:
+        least = min((each for each in sizes if each.context in fits), key=lambda each: (each.ratio, each.context))
+        that = "that fits " if math.isfinite(plan.capacity.device) else ""
+        pays = f"parallel.context={least.context} pays most: no other {that}exchanges less for as much work."
+    else:
+        pays = "None of them fits."
+    if not timed:
+        pays += " Attention hides an exchange whose B/kFLOP is under 1000 x bytes/s of the link / FLOP/s of the device."
+    return [*lines, f"  {pays}"]

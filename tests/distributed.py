@@ -421,8 +421,8 @@ def _end_output() -> None:
 
 def _resolve(module: str, name: str) -> Callable[..., Any]:
     value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part)
+    for attribute in name.split("."):
+        value = getattr(value, attribute)
     return value
 
 

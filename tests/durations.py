@@ -93,24 +93,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.durations", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, help="files that pytest --durations-file=PATH wrote")
     tests: dict[str, Used] = {}
-    parts: dict[str, Used] = defaultdict(Used)
+    totals: dict[str, Used] = defaultdict(Used)
     modules: dict[str, Used] = defaultdict(Used)
     for path in parser.parse_args().files:
-        part = read(path)
-        tests |= part
-        name = f"all {len(part)} tests of {path.stem}, {sum(used.calls > 0 for used in part.values())} on ranks"
-        for test, used in part.items():
-            parts[name] = parts[name].plus(used)
+        used_by_test = read(path)
+        tests |= used_by_test
+        on_ranks = sum(used.calls > 0 for used in used_by_test.values())
+        name = f"all {len(used_by_test)} tests of {path.stem}, {on_ranks} on ranks"
+        for test, used in used_by_test.items():
+            totals[name] = totals[name].plus(used)
             modules[test.split("::")[0]] = modules[test.split("::")[0]].plus(used)
-    _print("part", parts)
+    _print("part", totals)
     _print("test", tests)
     _print("file", modules)
 
 
-def _print(what: str, rows: Mapping[str, Used]) -> None:
+def _print(what: str, used_by_name: Mapping[str, Used]) -> None:
     print(f"| CPU s | wall s | calls on ranks | programs | {what} |\n|---|---|---|---|---|")
-    for name in sorted(rows, key=lambda name: -rows[name].cpu)[:LONGEST]:
-        used = rows[name]
+    for name in sorted(used_by_name, key=lambda name: -used_by_name[name].cpu)[:LONGEST]:
+        used = used_by_name[name]
         print(f"| {used.cpu:.1f} | {used.wall:.1f} | {used.calls} | {used.programs} | {name.removeprefix('tests/')} |")
     print()
 

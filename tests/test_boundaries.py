@@ -1,4 +1,4 @@
-"""What only one room may touch, read from the source: ranks and process groups, the launcher's variables,
+"""What only one package may touch, read from the source: ranks and process groups, the launcher's variables,
 Megatron-core's insides.
 
 Each rule is shown to find what it forbids in made-up files. Benchmarks and tests are free.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_rooms import FREE, ROOT, own_modules, write_tree
+from tests.test_packages import FREE, ROOT, own_modules, write_tree
 
 pytestmark = pytest.mark.fast
 
@@ -69,18 +69,18 @@ OF_OTHERS = {
 
 
 def findings(path: Path, root: Path = ROOT) -> list[str]:
-    """What a file touches that is not its own, one line each."""
-    place, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"), str(path))
+    """Return one line for each use in a file of what only another package may use."""
+    file, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text(encoding="utf-8"), str(path))
     found: list[tuple[int, str]] = []
-    if place != TOPOLOGY and not place.startswith(MEGATRON):
+    if file != TOPOLOGY and not file.startswith(MEGATRON):
         found += _uses(tree, GLOBAL_GROUPS, "takes process groups from Megatron-core: ask the Topology")
-    if place != LAUNCH:
+    if file != LAUNCH:
         found += _strings(tree, VARIABLES, "reads the launcher's variable: ask configs/ranks.py")
-    if not place.startswith(MEGATRON):
+    if not file.startswith(MEGATRON):
         found += _uses(tree, INSIDES, "reaches into Megatron-core: do it in parallel/megatron")
         found += _private(tree)
         found += _replaced(tree)
-    return [f"{place}:{line} {text}" for line, text in sorted(set(found))]
+    return [f"{file}:{line} {text}" for line, text in sorted(set(found))]
 
 
 def _uses(tree: ast.AST, names: set[str], why: str) -> Iterator[tuple[int, str]]:
@@ -88,7 +88,7 @@ def _uses(tree: ast.AST, names: set[str], why: str) -> Iterator[tuple[int, str]]
     for node in ast.walk(tree):
         used: list[str] = []
         if isinstance(node, (ast.Import, ast.ImportFrom)):
-            used = [part for alias in node.names for part in alias.name.split(".")]
+            used = [name for alias in node.names for name in alias.name.split(".")]
             used += (node.module or "").split(".") if isinstance(node, ast.ImportFrom) else []
         elif isinstance(node, ast.Attribute):
             used = [node.attr]
@@ -117,7 +117,7 @@ def _private(tree: ast.Module) -> Iterator[tuple[int, str]]:
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             for alias in node.names:
                 dotted = f"{module}.{alias.name}"
-                if "megatron" in dotted and any(_is_private(part) for part in dotted.split(".")):
+                if "megatron" in dotted and any(_is_private(name) for name in dotted.split(".")):
                     yield node.lineno, f"{dotted.strip('.')} {why}"
         elif isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in OF_OTHERS:
             on_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
@@ -155,7 +155,7 @@ def _replaced(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _by_name(node: ast.AST, *functions: str) -> tuple[ast.expr | None, str]:
-    """What getattr(owner, "name") and its like get: the owner and the name; (None, "") of anything else."""
+    """Return owner and name of a call such as getattr(owner, "name"); (None, "") for anything else."""
     functions = functions or ("getattr", "setattr", "delattr", "hasattr")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
         owner, name = node.args[0], node.args[1] if len(node.args) > 1 else None
@@ -219,7 +219,7 @@ def _own_names(tree: ast.AST) -> set[str]:
     return {name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for _, name in _defined(node)}
 
 
-def test_the_rooms_keep_to_themselves() -> None:
+def test_packages_keep_to_themselves() -> None:
     paths = [path for name, path in own_modules().items() if name.split(".")[0] not in FREE]
     assert len(paths) > 150
     wrong = [line for path in paths for line in findings(path)]

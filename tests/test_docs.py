@@ -14,7 +14,7 @@ pytestmark = pytest.mark.fast
 
 DOCS = ROOT / "docs"
 DECISIONS = sorted(path for path in (DOCS / "decisions").glob("*.md") if path.name != "README.md")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", *sorted(DOCS.rglob("*.md"))]
 NAMED = [page for page in PAGES if page not in DECISIONS]  # a decision may name what is gone
 MOST_WORDS = 250  # of a decision, without tables
 

@@ -1,4 +1,4 @@
-"""What a test takes and starts is written down, and the longest are shown."""
+"""Durations and started processes of tests are recorded, and the longest are shown."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         (tmp_path / f"{half}.tsv").write_text("\n".join([durations.COLUMNS, *lines]) + "\n")
     monkeypatch.setattr(sys, "argv", ["durations", *map(str, sorted(tmp_path.glob("*.tsv")))])
     durations.main()
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "CPU" not in line]
-    assert rows == [
+    table_rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and "CPU" not in line]
+    assert table_rows == [
         "| 8.5 | 10.0 | 0 | 2 | all 2 tests of beside, 0 on ranks |",
         "| 4.0 | 3.0 | 1 | 3 | all 1 tests of others, 1 on ranks |",
         "| 8.0 | 9.0 | 0 | 2 | test_b.py::test_long[a] |",

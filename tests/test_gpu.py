@@ -56,5 +56,5 @@ def test_a_resumed_run_repeats_the_undisturbed_one(tmp_path: Path) -> None:
     settings = ["model=gpt_moe_tiny", "training.deterministic=true", "optimizer.schedule=constant"]
     whole = _train(tmp_path / "whole", *settings, "training.steps=8")
     _train(tmp_path / "parts", *settings, "training.steps=4")
-    parts = _train(tmp_path / "parts", *settings, "training.steps=8")
-    assert [line["loss"] for line in parts] == [line["loss"] for line in whole]
+    resumed = _train(tmp_path / "parts", *settings, "training.steps=8")
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in whole]

@@ -109,7 +109,7 @@ class Sandbox:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def log(self) -> list[str]:
-        """What the stand-in Python was asked to change since the last call of this."""
+        """Return the changes requested from the stand-in Python since the last call."""
         path = self.root / "log"
         lines = path.read_text().splitlines() if path.exists() else []
         path.unlink(missing_ok=True)
@@ -454,7 +454,7 @@ def test_test_script_runs_everything_and_fails_if_anything_does(tested: Sandbox,
         ([], "tests.lanes"),
         (["--fast", "-x"], "tests.lanes -m fast -x"),
         (["--durations", "some folder"], "tests.lanes --durations some folder"),
-        (["tests/test_rooms.py", "-x"], "pytest tests/test_rooms.py -x"),
+        (["tests/test_packages.py", "-x"], "pytest tests/test_packages.py -x"),
     ],
     ids=["all", "fast", "durations", "a file"],
 )
@@ -536,8 +536,8 @@ def parsed(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     """The options as torchrun reads them, and the overrides."""
     from torch.distributed.run import parse_args
 
-    place = arguments.index("--")
-    return vars(parse_args([*arguments[:place], "train.py"])), arguments[place + 1 :]
+    separator = arguments.index("--")
+    return vars(parse_args([*arguments[:separator], "train.py"])), arguments[separator + 1 :]
 
 
 def test_torchrun_on_one_node(installed: Sandbox) -> None:

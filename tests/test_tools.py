@@ -21,7 +21,7 @@ from configs.schema import ConfigError
 from configs.weights import config_from
 from inference import command as model_command
 from models.weight_files.expected import logical_shapes
-from parallel import devices
+from parallel import card
 from parallel.dtypes import DTYPES
 from tests.distributed import ROOT
 from tests.waits import LONG
@@ -35,7 +35,7 @@ INTERNAL = {
     "data.worker",
     "moe.kernels",
 }
-ROOMS_OF_A_USER = ("checkpoint", "configs", "data", "memory", "models", "moe", "training")
+PACKAGES_OF_A_USER = ("checkpoint", "configs", "data", "memory", "models", "moe", "training")
 HEAVY = ("torch", "megatron", "transformers", "wandb", "tensorboard")
 MISSING = "no/such/folder"
 # For each tool: command lines that a wrong path ends.
@@ -75,8 +75,8 @@ WRONG_DEVICES = {
 RUN = """
 import contextlib, io, json, runpy, sys
 from models.weight_files.expected import logical_shapes
-from parallel import devices
-devices._may_have_gpu = lambda: False
+from parallel import card
+card._may_have_gpu = lambda: False
 tool, lines, heavy = json.loads(sys.argv[1])
 for line in lines:
     sys.argv = [tool, *line]
@@ -113,7 +113,7 @@ def run_all(folder: Path, lines: dict[str, list[list[str]]]) -> dict[tuple[str, 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
     """A folder of a user's, with folders that are called as ours are."""
-    for name in ROOMS_OF_A_USER:
+    for name in PACKAGES_OF_A_USER:
         (tmp_path / name).mkdir()
         (tmp_path / name / "notes.txt").write_text("mine")
     (tmp_path / "a_file").write_text("text")
@@ -121,11 +121,11 @@ def elsewhere(tmp_path: Path) -> Path:
 
 
 def test_every_tool_is_here() -> None:
-    rooms = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests", "benchmarks"}
+    packages = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests", "benchmarks"}
     files = [
         path
-        for room in rooms
-        for path in (ROOT / room).rglob("*.py")
+        for package in packages
+        for path in (ROOT / package).rglob("*.py")
         if '\nif __name__ == "__main__":' in path.read_text()
     ]
     names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__") for path in files}
@@ -147,7 +147,7 @@ def test_answers_come_from_any_folder_without_torch(elsewhere: Path) -> None:
         wrong_one = line[-1:] if "widht" in line[-1] else line
         words = [word for argument in wrong_one for word in (argument, *argument.split("=")) if len(word) > 3]
         assert any(word in last for word in words) and "error: " in last, case
-    assert sorted(path.name for path in elsewhere.iterdir()) == sorted(["a_file", *ROOMS_OF_A_USER])
+    assert sorted(path.name for path in elsewhere.iterdir()) == sorted(["a_file", *PACKAGES_OF_A_USER])
 
 
 def test_an_editable_installation_is_a_path(tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ def test_checkpoints_are_shown_without_torch(elsewhere: Path) -> None:
 
 
 def test_layouts_in_words() -> None:
-    assert state_file.in_words({"world_size": 1}) == "1 rank"
-    assert state_file.in_words(
+    assert state_file.describe_layout({"world_size": 1}) == "1 rank"
+    assert state_file.describe_layout(
         {"world_size": 4, "tensor": 1, "pipeline": 1, "context": 1, "expert": 4, "expert_tensor": None}
     ) == ("4 ranks: data 4 x expert 4")
     assert (
-        state_file.in_words({"world_size": 4, "pipeline": 4, "virtual_pipeline": 2})
+        state_file.describe_layout({"world_size": 4, "pipeline": 4, "virtual_pipeline": 2})
         == "4 ranks: pipeline 4 x virtual pipeline 2"
     )
 
@@ -247,10 +247,10 @@ def test_statuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_gpu_is_looked_for_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_may_have_gpu", lambda: False)
+    monkeypatch.setattr(card, "_may_have_gpu", lambda: False)
     with pytest.raises(ConfigError, match=r"^training.device \(cuda\) needs a CUDA GPU, .* Try training.device=cpu.$"):
-        devices.refuse_missing("cuda", "training.device")
-    devices.refuse_missing("cpu", "training.device")
-    devices.refuse_missing("auto", "training.device")
-    monkeypatch.setattr(devices, "_may_have_gpu", lambda: True)
-    devices.refuse_missing("cuda", "training.device")
+        card.refuse_missing("cuda", "training.device")
+    card.refuse_missing("cpu", "training.device")
+    card.refuse_missing("auto", "training.device")
+    monkeypatch.setattr(card, "_may_have_gpu", lambda: True)
+    card.refuse_missing("cuda", "training.device")

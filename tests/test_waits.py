@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_rooms import ROOT
+from tests.test_packages import ROOT
 from tests.waits import LONG
 
 pytestmark = pytest.mark.fast

@@ -1,4 +1,4 @@
-"""docs/walkthrough.md leads through the code in ten stops; each `file:function` that it names is in the source."""
+"""docs/walkthrough.md leads through the code in stops; each `file:function` that it names is in the source."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.distributed import ROOT
 pytestmark = pytest.mark.fast
 
 PAGE = ROOT / "docs" / "walkthrough.md"
-STOPS = 10
+STOPS = 12
 STOP = re.compile(r"^## (\d+)\. .+$", re.M)
-PLACE = re.compile(r"`([\w/]+\.py):([\w.]+)`")
+LOCATION = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 
 
 def stops(text: str) -> list[tuple[int, list[tuple[str, str]]]]:
     """The number of each stop, and the places (file, function) that it names."""
-    parts = STOP.split(text)[1:]
-    return [(int(number), PLACE.findall(body)) for number, body in zip(parts[::2], parts[1::2], strict=True)]
+    sections = STOP.split(text)[1:]
+    return [(int(number), LOCATION.findall(body)) for number, body in zip(sections[::2], sections[1::2], strict=True)]
 
 
 def is_defined(path: Path, name: str) -> bool:
@@ -29,19 +29,21 @@ def is_defined(path: Path, name: str) -> bool:
     if not path.is_file():
         return False
     found: ast.AST = ast.parse(path.read_text(encoding="utf-8"))
-    for part in name.split("."):
-        inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == part]
+    for attribute in name.split("."):
+        inside = [node for node in ast.iter_child_nodes(found) if getattr(node, "name", None) == attribute]
         if not inside or not isinstance(inside[-1], ast.FunctionDef | ast.ClassDef):
             return False
         found = inside[-1]
     return True
 
 
-def test_ten_stops_in_order_name_places_that_exist() -> None:
+def test_stops_in_order_name_places_that_exist() -> None:
     found = stops(PAGE.read_text(encoding="utf-8"))
     assert [number for number, _ in found] == list(range(1, STOPS + 1))
-    assert [number for number, places in found if not places] == []
-    assert [f"{file}:{name}" for _, places in found for file, name in places if not is_defined(ROOT / file, name)] == []
+    assert [number for number, locations in found if not locations] == []
+    assert [
+        f"{file}:{name}" for _, locations in found for file, name in locations if not is_defined(ROOT / file, name)
+    ] == []
 
 
 def test_a_place_that_is_gone_is_found(tmp_path: Path) -> None:

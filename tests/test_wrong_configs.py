@@ -259,8 +259,8 @@ def test_wrong_command_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert out == ""
     err = err.removeprefix("[rank 0] ")
     assert err.startswith("config error: ") and err.endswith("\n") and err.count("\n") == 1, err
-    for part in wrong.says:
-        assert part in err
+    for phrase in wrong.says:
+        assert phrase in err
 
     if wrong.fixable:
         field, alternatives = advice.split(err)
@@ -402,8 +402,8 @@ def test_wrong_run(name: str, tmp_path: Path) -> None:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     spoken = [line for line in lines if "config error: " in line]
     assert spoken, done.stderr
-    for part in wrong.says:
-        assert part in spoken[0]
+    for phrase in wrong.says:
+        assert phrase in spoken[0]
     # The last word is ours: torchrun's own report ends with the line of the rank that failed first, between rulers.
     assert "config error: " in [line for line in lines if line.strip("=-")][-1], done.stderr
     if wrong.ranks == 1 or wrong.ours:

@@ -1,4 +1,4 @@
-"""How far a run is, and its way into a checkpoint and back."""
+"""How far a run is, and how that is saved to a checkpoint and loaded from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from training.engine import Engine
 
 @dataclass
 class Progress:
-    """Finished optimizer steps and the training samples they consumed, and what was decided on the way:
-    training/resilience/health.py's state, and that of each callback that keeps one, by its name."""
+    """Finished optimizer steps and the training samples they consumed, the state of training/resilience/health.py, and
+    the states of callbacks by their names."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -23,8 +23,7 @@ class Progress:
 
 
 def state(engine: Engine, progress: Progress, facts: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of a run beside its tensors. `facts`: whose it is (`run`) and what it was trained on
-    (`data`)."""
+    """Return the content of a checkpoint's state file: everything but tensors. `facts`: the run's id and its data."""
     position = {"step": progress.step, "consumed_samples": progress.consumed_samples, "health": progress.health}
     callbacks = {"callbacks": progress.callbacks} if progress.callbacks else {}
     model = of_model(engine.config, engine.vocab_size, engine.topology.world_size)
@@ -34,8 +33,8 @@ def state(engine: Engine, progress: Progress, facts: dict[str, Any]) -> dict[str
 def load(engine: Engine, folder: Path) -> Progress:
     """Fill an engine with a checkpoint: weights, optimizer and, in the layout that saved them, random number states.
 
-    A collective call; the engine may have taken other steps since. Raises ConfigError on every rank if any cannot read
-    its part.
+    A collective call; the engine may have taken other steps since. Raises ConfigError on every rank if one cannot read
+    its shard.
     """
     layout = layout_of(engine.config, engine.topology.world_size)
     saved = checkpoint_state.load(engine.chunks, engine.optimizer, folder, layout)

@@ -1,4 +1,4 @@
-"""The state of a run that callbacks see, and the shape of a callback."""
+"""The state of a run that callbacks see, and the base class of callbacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Metrics = dict[str, Any]
 @dataclass
 class Run:
     """One training run on this rank. `make_validation_loaders`: by the name of a validation corpus, or HELD_OUT of
-    data/build.py; each starts over at the first sample."""
+    data/loader.py; each call returns a loader that starts at the first sample."""
 
     config: Config
     topology: Topology
@@ -36,11 +36,13 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     skipped: SkippedSamples = field(default_factory=lambda: SkippedSamples(Path()))
     callbacks: Sequence[Callback] = ()
-    make_loader: Callable[[int], Any] | None = None  # the training loader after so many consumed samples
-    stop_reason: str | None = None  # why the run shall end after this step, the same on every rank
+    make_loader: Callable[[int], Any] | None = None  # a training loader that starts after this number of samples
+    stop_reason: str | None = None  # why the run ends after this step, the same on every rank
     result: StepResult | None = None  # of the last step
     claim: Claim | None = None  # rank 0's hold on run_dir
-    facts: dict[str, Any] = field(default_factory=dict)  # whose checkpoints these are, and what they were trained on
+    facts: dict[str, Any] = field(
+        default_factory=dict
+    )  # stored in checkpoints: the run's id, and what it was trained on
 
     @property
     def run_dir(self) -> Path:
@@ -59,14 +61,8 @@ class Run:
     def tokens_per_step(self) -> int:
         return self.config.training.global_batch_size * self.config.model.sequence_length
 
-    @property
-    def tokens_seen(self) -> int:
-        """Tokens that the steps so far were taken on, without those that were passed over."""
-        samples = self.progress.consumed_samples - self.skipped.count_before(self.progress.consumed_samples)
-        return samples * self.config.model.sequence_length
-
     def seek(self) -> None:
-        """Bring the loader to the next samples that may be used."""
+        """Move the loader to the next samples that may be used."""
         position = self.skipped.next_position(self.progress.consumed_samples, self.config.training.global_batch_size)
         self.progress.consumed_samples = position
         if self.loader.consumed_samples != position:
@@ -75,58 +71,60 @@ class Run:
             self.loader = self.make_loader(position)
 
     def take(self, result: StepResult) -> None:
-        """A step was taken: the run is one further."""
+        """Count a step that was taken."""
         self.progress.step += 1
         self.progress.consumed_samples += self.config.training.global_batch_size
         self.health.taken(result.loss, self.progress.step, result.updated)
         self.result = result
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line once per job."""
         if self.is_main:
             print(line, flush=True)
 
 
 class Callback:
-    """One concern of a run, beside the loop. Every rank calls every hook, so a hook may communicate.
+    """One concern of a run, kept out of the loop. Every rank calls every hook, so a hook may communicate.
 
     A step calls `before_step`, then forward and backward passes, then `before_update`, then the optimizer, then
-    `after_step`. What a callback wants summed over the ranks it registers with `run.engine.sums`; it travels with the
-    loss, at no message of its own.
+    `after_step`. A callback registers the sums over ranks that it needs with `run.engine.sums`: they share the loss's
+    all-reduce, so they cost no message of their own.
     """
 
-    name = ""  # of the state in checkpoints; for a callback that keeps one. It must not change.
-    follows: tuple[str, ...] = ()  # classes of callbacks whose calls come before this one's, as far as they are there
+    name = ""  # of its state in checkpoints, if it has one; it must not change
+    follows: tuple[str, ...] = ()  # names of the classes whose callbacks, if present, are called before this one
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint shall keep, as JSON has it, small and of no layout; empty for nothing. Rank 0's is written.
+        """Return the state for a checkpoint: small, made of JSON values, independent of the layout; empty for none.
+        Rank 0's is written.
 
-        Asked in the `after_step` of Checkpoints: what must have seen the step stands before it in the list.
+        Checkpoints calls it in its `after_step`: a callback whose state depends on the step must precede it in the
+        list.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the state of a checkpoint, on every rank: before `on_start`, and before `on_rollback`.
+        """Restore the state of a checkpoint, on every rank: before `on_start`, and before `on_rollback`.
 
-        Not called where the checkpoint keeps none.
+        Not called if the checkpoint has none.
         """
 
     def on_join(self, topology: Topology) -> None:
         """Called once when the ranks of the job have met, before there is a model."""
 
     def on_claim(self, step: int) -> None:
-        """Called once when it is sure that this job goes on with the folder's run, or begins one, at this step."""
+        """Called once when this job has claimed the run's folder, with the step at which it starts or resumes."""
 
     def on_start(self, run: Run) -> None:
         """Called once, before the first step of this process, after a resume."""
 
     def before_step(self, run: Run) -> None:
-        """Called before each step, also where a refused one is tried again. It may register what the step shall sum."""
+        """Called before each step, also when a rejected one is repeated. It may register sums of the step."""
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Called before the weights are changed, with what came of the passes: on the host, the same on every rank.
+        """Called before the weights are changed, with the result of the passes: on the host, the same on every rank.
 
-        Not for a refused step. It must not wait for the device, so that a step keeps its one wait.
+        Not called for a rejected step. It must not wait for the device, so that a step keeps its one wait.
         """
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
@@ -136,7 +134,7 @@ class Callback:
         """
 
     def on_rollback(self, run: Run) -> None:
-        """Called when the run has gone back to an older checkpoint: `run.progress` tells to which step."""
+        """Called when the run has gone back to an older checkpoint, that of step `run.progress.step`."""
 
     def on_stop(self, run: Run) -> None:
         """Called once when the run ends early for `run.stop_reason`, in place of `on_end`."""
@@ -148,11 +146,11 @@ class Callback:
         """Called once when all steps are done."""
 
     def close(self) -> None:
-        """Called once in any case, also after an error."""
+        """Called once at the end, also after an error."""
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
-    """What the callbacks want kept in a checkpoint, by their names."""
+    """Return the states of the callbacks that have one, by their names."""
     found = [(callback.name, state) for callback in callbacks if (state := callback.state_dict())]
     assert all(name for name, _ in found) and len(dict(found)) == len(found), (
         f"names of callbacks with a state: {found}"
@@ -161,13 +159,13 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
 
 
 def restore_callbacks(run: Run) -> None:
-    """Give each callback what the checkpoint that was loaded keeps of it. Says whose state nobody here takes."""
+    """Restore each callback's state from the loaded checkpoint, and log the names of states without a callback."""
     states = dict(run.progress.callbacks)
     for callback in run.callbacks:
         if callback.name in states:
             callback.load_state_dict(states.pop(callback.name))
     for name in states:
-        run.say(
+        run.log(
             f"the checkpoint of step {run.progress.step} keeps the state of {name}, which this run is without: it is "
             "left out"
         )

@@ -1,6 +1,83 @@
-"""The command `python -m training.status`: see training/resilience/status.py."""
+"""`run_dir/status.json`: the state of a run, for launchers and people: running, finished, stopped_early or failed.
 
-from training.resilience.status import main
+`python -m training.status RUN_DIR` prints it, and `died` for a run that says running but whose process is gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from checkpoint import record
+from configs import command, files
+from configs.schema import ConfigError
+from configs.show import visible
+
+STATUS = "status.json"
+
+
+def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> None:
+    """Write the state of the run: `text` is a line for people, `step` counts finished steps. One rank of the job calls
+    it.
+
+    Works on a full disk, too, if the file exists. Raises WriteError.
+    """
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    content = {"state": state, "step": step, "text": text, "time": time.time(), "launch": launch, **fields}
+    files.write_text(run_dir / STATUS, json.dumps(content, indent=1) + "\n", in_place=True)
+
+
+def read(run_dir: Path) -> dict[str, Any]:
+    """Return the content of the file; an empty dict if there is none that can be read."""
+    try:
+        content = json.loads(files.read_regular(run_dir / STATUS))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def now(run_dir: Path) -> dict[str, Any]:
+    """Return the content of the file, with the state `died` for a run that says running but whose process is gone.
+    Raises ConfigError for a broken run.json."""
+    content, held = read(run_dir), record.read(run_dir)
+    if content.get("state") != "running" or held is None or record.is_alive(held):
+        return content
+    sign = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.heartbeat))
+    return {
+        **content,
+        "state": "died",
+        "step": max(content.get("step", 0), record.last_step(run_dir)),
+        "text": f"process {held.pid} on {held.host} ended without a word; last sign of life: {sign}",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m training.status", description="Say how a run is, and whether it is still at work."
+    )
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--json", action="store_true", help="print status.json's object, with the state as it is now")
+    options = parser.parse_args(arguments)
+
+    def body() -> None:
+        content = now(options.run_dir)
+        if not content:
+            raise ConfigError(
+                f"{options.run_dir} holds no {STATUS} that can be read. Has a run started there? Give a run folder."
+            )
+        print(
+            json.dumps(content)
+            if options.json
+            else visible(f"{content['state']} after step {content['step']}: {content['text']}")
+        )
+
+    return command.run(body)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

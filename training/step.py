@@ -1,4 +1,4 @@
-"""One optimizer step, and one evaluation, in any layout: micro-batches in, numbers of the global batch out.
+"""Take one optimizer step, or evaluate, in any layout: from micro-batches to the numbers of the global batch.
 
 The loss that is minimised is the sum over the predicted tokens of the global batch, divided by their number, so the
 step does not depend on how the batch is cut into ranks and micro-batches. Megatron's schedule averages over
@@ -20,16 +20,13 @@ import torch
 import torch.distributed as dist
 
 from configs import derived
-from configs.schema import Config
+from data.document_lengths import attended_pairs, share_of
 from data.loader import PREPARED
-from data.pieces import attended_pairs, share_of
 from memory.transfer import to_device
-from models.attention.rows import SLICES
-from models.loss.rows import predicted_rows
-from moe.watch import RouterReport, in_metrics
-from optim import update
-from optim.build import set_learning_rate
-from parallel.context import all_rows
+from models.attention.sequence_rows import SLICES, gather_rows
+from models.loss.output_layer import predicted_rows
+from moe.watch import router_metrics
+from optim.optimizer import apply_gradients, begin_step, prepare_gradients, set_learning_rate, update_loss_scale
 from training.engine import Engine
 from training.loss_buckets import LossBuckets
 from training.sums import pack, unpack
@@ -41,56 +38,57 @@ Batch = dict[str, torch.Tensor]
 class StepResult:
     """Numbers of one step over the global batch, on the host and the same on every rank.
 
-    `extra` holds further losses; `by_layer` lists numbers of each MoE layer; `sums` is what callbacks had summed over
-    all ranks.
+    `extra` holds further losses; `per_layer` lists numbers of each MoE layer; `sums` holds the sums over all ranks that
+    callbacks registered, by name.
     """
 
     loss: float
     grad_norm: float  # before clipping; 0 where fp16 gradients overflowed
     learning_rate: float
-    overflowed: bool  # fp16 gradients did, on some rank: the weights will not be changed
-    finite: bool  # whether all other gradients are
+    overflowed: bool  # whether fp16 gradients overflowed on some rank: then the weights are not changed
+    finite: bool  # whether the gradients are finite, apart from an overflow
     own_losses: torch.Tensor  # this rank's sums, on its device
     predicted_tokens: int = 0
-    attended_share: float | None = None  # pairs that attend of those of joined samples, where documents are separate
+    attended_share: float | None = None  # attended pairs / pairs of joined samples, for separate documents
     updated: bool = False  # whether the weights were changed
     extra: dict[str, float] = field(default_factory=dict)
     tokens_per_expert: torch.Tensor | None = None  # [num_layers, num_experts]
-    by_layer: dict[str, list[float]] = field(default_factory=dict)
+    per_layer: dict[str, list[float]] = field(default_factory=dict)
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def train_step(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
-    """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch, whatever comes of it."""
+    """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch, without validation."""
     result = gradients(engine, batches, step)
     apply(engine, result)
     return result
 
 
 def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
-    """Forward and backward passes of step `step` (from 1) on this rank's micro-batches; what came of them on all ranks.
+    """Run the forward and backward passes of step `step` (from 1) on this rank's micro-batches, and return their
+    numbers over all ranks.
 
-    The weights stay until `apply`. What passes change besides, `Engine.mark` remembers.
+    The weights stay until `apply`. `Engine.snapshot` keeps the other state that passes change.
     """
     for chunk in engine.chunks:
         chunk.train()
     _clear_gradients(engine)
     engine.dropout.step = step
     rate = set_learning_rate(engine.optimizer, engine.config, step)
-    update.begin(engine.optimizer)
+    begin_step(engine.optimizer)
     losses, counts = _run(engine, batches, forward_only=False)
-    overflow = update.prepare(engine.optimizer)
+    overflow = prepare_gradients(engine.optimizer)
     own = engine.sums.take()
-    parts = [_once(engine, losses), _once_a_job(engine, counts), engine.norms.squares(), *own.values()]
+    addends = [_once(engine, losses), _once_a_job(engine, counts), engine.norms.squares(), *own.values()]
     if overflow is not None:
-        parts.append(overflow)
+        addends.append(overflow)
     if engine.watch is not None:
-        parts.append(engine.watch.take())
-    # All that the host reads of a step: one reduction over the world, and one wait for the device.
-    summed, counted, squares, *sums = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
+        addends.append(engine.watch.take())
+    # The host reads all numbers of a step here, after one reduction over the world and one wait for the device.
+    summed, counted, squares, *sums = unpack(_sum_over_ranks(engine, pack(addends)).cpu(), addends)
     grad_norm = engine.norms.take(squares)
     overflowed = overflow is not None and float(sums[len(own)]) > 0
-    update.settle(engine.optimizer, overflowed)
+    update_loss_scale(engine.optimizer, overflowed)
     loss, extra = _losses(engine, summed, counted[0], len(batches))
     separate = any("positions" in batch for batch in batches)
     result = StepResult(
@@ -106,55 +104,60 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
         sums=dict(zip(own, sums)),
     )
     if engine.watch is not None:
-        _report_routers(engine, engine.watch.split(sums[-1]), len(batches), result)
+        report, config, topology = engine.watch.split(sums[-1]), engine.config, engine.topology
+        micro_batches = len(batches) * topology.data.size
+        tokens = micro_batches * config.training.micro_batch_size * config.model.sequence_length
+        layers = torch.tensor(derived.moe_layer_pattern(config), dtype=torch.bool)
+        result.tokens_per_expert = report.tokens_per_expert
+        holders = topology.tensor.size * topology.context.size
+        result.per_layer, means = router_metrics(report, layers, tokens, micro_batches, config.moe.top_k, holders)
+        result.extra.update(means)
     return result
 
 
 def apply(engine: Engine, result: StepResult) -> None:
-    """Change the weights by the gradients that are there, if they fit fp16."""
+    """Update the weights with the present gradients, unless these overflowed fp16."""
     if not result.overflowed:
-        result.updated = update.apply(engine.optimizer, result.grad_norm)
+        result.updated = apply_gradients(engine.optimizer, result.grad_norm)
 
 
 def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Forward and backward passes once more, for those who watch them, with the dropout of the last step's; nothing is
-    changed but gradients."""
-    mark = engine.mark()
+    """Repeat the passes with the dropout of the last step, for hooks that watch them. Only gradients change."""
+    snapshot = engine.snapshot()
     _clear_gradients(engine)
-    update.begin(engine.optimizer, passive=True)
+    begin_step(engine.optimizer, passive=True)
     _run(engine, batches, forward_only=False)
     if engine.watch is not None:
         engine.watch.take()
-    mark.restore()
+    snapshot.roll_back()
 
 
 def evaluate(
     engine: Engine, steps: Iterator[Sequence[Batch]], buckets: LossBuckets | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Mean loss per predicted token over the given global batches, and means of the extra losses.
+    """Return the mean loss per predicted token over the given global batches, and means of the extra losses.
 
-    `buckets` (GPT) get every token's loss, and hold the sums over all ranks afterwards.
+    Adds every token's loss to `buckets` (GPT), which hold the sums over all ranks afterwards.
     """
     total, batches = _no_losses(engine), 0
     counts = torch.zeros(2, dtype=torch.float64, device=engine.topology.device)
-    with engine.frozen_weights(), torch.no_grad():  # Megatron's schedule would build the graph all the same
+    with engine.frozen_weights(), torch.no_grad():  # Megatron's schedule alone would still build the graph
         for micro_batches in steps:
-            losses, of_batch = _run(engine, micro_batches, forward_only=True, buckets=buckets)
+            losses, batch_counts = _run(engine, micro_batches, forward_only=True, buckets=buckets)
             total += losses
-            counts += of_batch
+            counts += batch_counts
             batches += len(micro_batches)
-    parts = [_once(engine, total), _once_a_job(engine, counts)]
+    addends = [_once(engine, total), _once_a_job(engine, counts)]
     if buckets is not None:
-        parts.append(_once(engine, buckets.sums))
-    summed, counted, *others = unpack(_sum_over_ranks(engine, pack(parts)).cpu(), parts)
+        addends.append(_once(engine, buckets.sums))
+    summed, counted, *others = unpack(_sum_over_ranks(engine, pack(addends)).cpu(), addends)
     if buckets is not None:
         (buckets.sums,) = others
     return _losses(engine, summed, counted[0], batches)
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
-    """Logits [batch, sequence, vocabulary] in fp32, all rows of this rank's slice of the vocabulary; None off the last
-    stage."""
+    """Return fp32 logits [batch, sequence, vocabulary] of this rank's vocabulary slice; None before the last stage."""
     context = engine.topology.context
     made: list[Batch] = []
 
@@ -178,7 +181,7 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
         )
     if not outputs or context.size == 1:
         return outputs[-1].float() if outputs else None
-    return all_rows(outputs[-1][0].float(), made[0][SLICES].rows, context, batch_size)
+    return gather_rows(outputs[-1][0].float(), made[0][SLICES].sequence_rows, context, batch_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -189,10 +192,13 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 def _run(
     engine: Engine, batches: Sequence[Batch], *, forward_only: bool, buckets: LossBuckets | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the schedule. Returns this rank's loss sums [loss, *extra] (zero off the last stage) and the `_counts` of the
-    global batch (on the device, so that no host waits for them)."""
+    """Run the schedule. Returns this rank's sums of losses [loss, *extra], zero on other stages than the last, and
+    int64 [2] of the global batch: its predicted tokens, and the pairs that attend where documents are separate. Both
+    stay on the device, so that no host waits for them."""
     config, topology = engine.config, engine.topology
-    counts = to_device(_counts(config, batches), topology.device)
+    tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().long()
+    pairs = sum(attended_pairs(config, batch["positions"]) for batch in batches if "positions" in batch)
+    counts = to_device(torch.stack([tokens, torch.tensor(pairs)]), topology.device)
     if topology.data.size > 1:
         dist.all_reduce(counts, group=topology.data.group)
     scale = len(batches) * topology.data.size / counts[0].clamp(min=1)
@@ -203,10 +209,15 @@ def _run(
     def forward_step(iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(iterator)
         predicts = topology.pipeline.is_last and (len(engine.chunks) == 1 or chunk is engine.chunks[-1])
-        rows = _predicted_rows(engine, batch) if predicts else None
-        batch = _to_device(engine, batch)
+        extra: Batch = {}
         if predicts:
-            batch |= {name: value for name, value in (("rows", rows), ("loss_grad", loss_grad)) if value is not None}
+            ranks = topology.tensor.size if config.parallel.sequence else 1
+            sequence_rows = predicted_rows(batch["loss_mask"], ranks)  # None if all of this rank's rows predict
+            if sequence_rows is not None:
+                extra["rows"] = to_device(sequence_rows, topology.device)
+            if loss_grad is not None:
+                extra["loss_grad"] = loss_grad
+        batch = {**_to_device(engine, batch), **extra}
         engine.dropout.begin(number)
         return engine.family.forward(chunk, batch), partial(_loss, engine, batch, scale, losses, buckets)
 
@@ -222,25 +233,12 @@ def _run(
     return losses, counts
 
 
-def _counts(config: Config, batches: Sequence[Batch]) -> torch.Tensor:
-    """Predicted tokens of micro-batches, and the pairs that attend where documents are separate: int64 [2], on the
-    host."""
-    tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().long()
-    pairs = sum(attended_pairs(config, batch["positions"]) for batch in batches if "positions" in batch)
-    return torch.stack([tokens, torch.tensor(pairs)])
-
-
 def _loss(
-    engine: Engine,
-    batch: Batch,
-    scale: torch.Tensor,
-    losses: torch.Tensor,
-    buckets: LossBuckets | None,
-    output: Any,
+    engine: Engine, batch: Batch, scale: torch.Tensor, losses: torch.Tensor, buckets: LossBuckets | None, output: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     loss_sum, extra = engine.family.loss(output, batch)
     if buckets is not None:
-        buckets.add(output[1], batch)  # each token's, beside their sum
+        buckets.add(output[1], batch)  # the loss of each token
     with torch.no_grad():
         losses[0] += loss_sum
         for i, name in enumerate(engine.extra_losses):
@@ -249,17 +247,10 @@ def _loss(
 
 
 def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-    """The gradient that a micro-batch's sum of losses will get: what the schedule and `_loss` make of it, undone in
-    their order."""
+    """Return the gradient that a micro-batch's sum of losses will get: the factors of the schedule and of `_loss`, in
+    reverse order."""
     one = engine.scale_loss(torch.ones((), device=scale.device)).reshape(())
     return one / num_micro_batches * engine.topology.context.size * scale
-
-
-def _predicted_rows(engine: Engine, batch: Batch) -> torch.Tensor | None:
-    """Rows that predict something, on the device; None if all of this rank's do."""
-    parallel, topology = engine.config.parallel, engine.topology
-    rows = predicted_rows(batch["loss_mask"], topology.tensor.size if parallel.sequence else 1)
-    return None if rows is None else to_device(rows, topology.device)
 
 
 def _clear_gradients(engine: Engine) -> None:
@@ -269,7 +260,7 @@ def _clear_gradients(engine: Engine) -> None:
 
 
 def _chunks(engine: Engine) -> Any:
-    """The model chunks as Megatron's schedule takes them."""
+    """Return the model chunks as Megatron's schedule takes them."""
     return engine.chunks if len(engine.chunks) > 1 else engine.chunks[0]
 
 
@@ -278,8 +269,8 @@ def _iterators(engine: Engine, batches: Sequence[Any]) -> Any:
 
 
 def _shape(engine: Engine, num_samples: int, length: int) -> dict[str, int]:
-    """What Megatron's schedule takes a micro-batch for: with context ranks it is one sample of all rows, of which it
-    counts each rank's part."""
+    """Return the shape of a micro-batch for Megatron's schedule: with context ranks one sample of all rows, which the
+    schedule divides by the number of these ranks."""
     if engine.topology.context.size == 1:
         return {"seq_length": length, "micro_batch_size": num_samples}
     return {"seq_length": num_samples * length, "micro_batch_size": 1}
@@ -300,12 +291,12 @@ def _no_losses(engine: Engine) -> torch.Tensor:
 
 
 def _once(engine: Engine, losses: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sum over all ranks: tensor parallel ranks computed the same loss."""
+    """Return this rank's addend to a sum of losses over all ranks: tensor parallel ranks computed the same loss."""
     return losses if engine.topology.tensor.rank == 0 else torch.zeros_like(losses)
 
 
 def _once_a_job(engine: Engine, value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sum over all ranks of what each of them knows."""
+    """Return this rank's addend to a sum over all ranks of a value that is the same on each."""
     value = value.to(torch.float64)
     return value if engine.topology.rank == 0 else torch.zeros_like(value)
 
@@ -319,20 +310,7 @@ def _sum_over_ranks(engine: Engine, flat: torch.Tensor) -> torch.Tensor:
 def _losses(
     engine: Engine, summed: torch.Tensor, tokens: torch.Tensor, num_micro_batches: int
 ) -> tuple[float, dict[str, float]]:
-    """The loss per predicted token, and the extra losses per micro-batch, of the sums over all ranks."""
+    """Return the loss per predicted token, and the extra losses per micro-batch, from the sums over all ranks."""
     micro_batches = num_micro_batches * engine.topology.data.size
     extra = {name: float(summed[1 + i]) / max(micro_batches, 1) for i, name in enumerate(engine.extra_losses)}
     return float(summed[0]) / max(float(tokens), 1.0), extra
-
-
-def _report_routers(engine: Engine, report: RouterReport, num_micro_batches: int, result: StepResult) -> None:
-    """Put the routers' numbers into the step's result: means per token or per micro-batch, and counts of the global
-    batch."""
-    config, topology = engine.config, engine.topology
-    micro_batches = num_micro_batches * topology.data.size
-    tokens = micro_batches * config.training.micro_batch_size * config.model.sequence_length
-    layers = torch.tensor(derived.moe_layer_pattern(config), dtype=torch.bool)
-    result.tokens_per_expert = report.tokens_per_expert
-    holders = topology.tensor.size * topology.context.size
-    result.by_layer, means = in_metrics(report, layers, tokens, micro_batches, config.moe.top_k, holders)
-    result.extra.update(means)

@@ -1,4 +1,4 @@
-"""The loop. Features are callbacks; this file only calls them in order."""
+"""The training loop. Features are callbacks; this file only calls them in order."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch.distributed as dist
 
 from configs.schema import Config
 from parallel import topology as topology_module
-from training import step
+from training import status, step
 from training.callbacks import default_callbacks
 from training.callbacks.guard import Guard
 from training.report.metrics import peak_memory_bytes
-from training.resilience import recovery, status
+from training.resilience import recovery
 from training.resilience.signals import StopSignals
 from training.run import Metrics, Run, restore_callbacks
-from training.starting.build import build
-from training.starting.layout_choice import LayoutChoice
+from training.starting.choices import LayoutChoice
+from training.starting.run_builder import build_run
 
 
 class Trainer:
     """Builds a run from its config, resumes it if there is something to resume, and takes its steps.
 
-    guard, signals: of a process that is this run's alone; they may end it, and take its signals. choice: of the
-    layout, where it was searched for.
+    guard, signals: only in a process that runs nothing else; they may end the process, and handle its signals. choice:
+    the layout's, where the layout was searched for.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Trainer:
     ):
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when CUDA starts
-            # TransformerEngine reads it when its attention is built, and Megatron-core refuses another value.
+            # TransformerEngine reads it when its attention is built; Megatron-core refuses another value.
             os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
             torch.use_deterministic_algorithms(True)
         self.config = config
@@ -50,16 +50,16 @@ class Trainer:
     def fit(self) -> bool:
         """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start.
 
-        Returns whether all steps are done; else the run stopped early, and goes on when it is started again.
+        Returns whether all steps are done; else the run stopped early, and continues when it is started again.
         """
         with contextlib.ExitStack() as built:
             try:
-                run = build(self.config, self.callbacks, built)
+                run = build_run(self.config, self.callbacks, built)
                 if run.is_last_step:
                     text = (
                         f"{run.run_dir} is finished: {run.progress.step} steps are done. Raise training.steps to go on."
                     )
-                    run.say(text)
+                    run.log(text)
                     if run.is_main:
                         status.write(run.run_dir, "finished", run.progress.step, text)
                 else:
@@ -82,8 +82,8 @@ class Trainer:
         restore_callbacks(run)
         for callback in self.callbacks:
             callback.on_start(run)
-        # What exists by now lives to the end: a collection that looks through all of it takes 0.1 s, on some rank in
-        # some step. Python thaws all or nothing: in a process that is not this run's alone, what others froze stays so.
+        # Objects that exist by now live to the end: a collection that visits them all takes 0.1 s, on some rank in some
+        # step. gc.unfreeze affects all frozen objects, so in a process that runs more than this, others' stay frozen.
         gc.collect()
         if self._alone or not gc.get_freeze_count():
             gc.freeze()
@@ -103,26 +103,26 @@ class Trainer:
                 callback.on_stop(run)
 
     def train_step(self, run: Run) -> Metrics | None:
-        """One optimizer step: this rank's micro-batches, forward and backward, update, and the step's metrics.
+        """Take one optimizer step on this rank's micro-batches, and return its metrics.
 
-        None where the step was refused: its batch is passed over, or the run has gone back to a checkpoint.
+        None if the step was rejected: its batch is skipped, or the run has gone back to a checkpoint.
         """
         run.seek()
         start, waited = time.perf_counter(), run.loader.wait_seconds
         for callback in self.callbacks:
             callback.before_step(run)
-        batches, before = run.loader.next_step(), run.engine.mark()
+        batches, snapshot = run.loader.next_step(), run.engine.snapshot()
         result = step.gradients(run.engine, batches, run.progress.step + 1)
-        refusal = run.health.judge(result.loss, result.finite, result.predicted_tokens)
-        if refusal is not None:
-            before.restore()
-            recovery.handle(run, batches, result, refusal)
+        rejected = run.health.validate(result.loss, result.finite, result.predicted_tokens)
+        if rejected is not None:
+            snapshot.roll_back()
+            recovery.handle(run, batches, result, rejected)
             return None
         for callback in self.callbacks:
             callback.before_update(run, result)
         step.apply(run.engine, result)
         if result.overflowed:
-            before.restore_buffers()
+            snapshot.roll_back_routers()
         run.take(result)
         seconds = time.perf_counter() - start
         return {

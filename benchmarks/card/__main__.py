@@ -98,7 +98,7 @@ def commit() -> str:
 
 
 def _line(*command: str) -> str:
-    """The first line that a command prints, `` where it prints none, `unknown` where it fails."""
+    """Return the first line that a command prints, `` if it prints none, `unknown` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -109,7 +109,7 @@ def _line(*command: str) -> str:
 
 
 def read_ahead(stop: threading.Event) -> None:
-    """Have the packages of later rungs in the page cache: a cold disk is slower than most rungs."""
+    """Read the packages of later rungs into the page cache: a cold disk is slower than most rungs."""
     import importlib.util
 
     for name in READ_AHEAD:
@@ -127,7 +127,7 @@ def read_ahead(stop: threading.Event) -> None:
 
 
 def work(arguments: argparse.Namespace, end: float) -> int:
-    """In the rungs' process: measure until `end`, in time.time's seconds."""
+    """Measure, in the rungs' process, until `end`, in time.time's seconds."""
     from benchmarks.card.ladder import Walk, end_with_caller
 
     end_with_caller()
@@ -156,8 +156,11 @@ def work(arguments: argparse.Namespace, end: float) -> int:
 
 
 def clear() -> None:
-    """Free the memory that a rung has left, on the device and pinned on the host. Where the device is broken, or a
-    rung that failed still holds its model, end this process, for a new one."""
+    """Free the memory that a rung has left, on the device and pinned on the host.
+
+    If the device is broken, or a rung that failed still holds its model, end this process, so that a new one is
+    started.
+    """
     import torch
 
     from benchmarks.card.ladder import BROKEN
@@ -183,7 +186,7 @@ def clear() -> None:
 
 
 def prepare() -> None:
-    """Set what CUDA and its allocator read when they start, as a training does."""
+    """Set the environment variables that CUDA and its allocator read at their start, as a training does."""
     from configs.compose import compose
     from parallel import card
 
@@ -193,7 +196,7 @@ def prepare() -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Refuse what would end a call after its imports. Raises ConfigError."""
+    """Refuse arguments that would end a call after its imports. Raises ConfigError."""
     from benchmarks.card.records import Records
 
     Records(arguments.results / FILE)
@@ -207,18 +210,19 @@ def check(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def sole_call(folder: Path) -> Iterator[None]:
-    """Keep other calls off a folder of results: each writes the whole file. Raises ConfigError where one is at work."""
-    place = os.open(folder, os.O_RDONLY)
+    """Keep other calls off a folder of results, since each writes the whole file. Raises ConfigError if another call
+    runs."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
                 f"another call writes its results to {folder}. Wait for its end, or give another --results."
             ) from None
         yield
     finally:
-        os.close(place)
+        os.close(descriptor)
 
 
 def show_tables(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""The rung of the clock: figures of this card fitted to every other training, and what they predict of the others."""
+"""The rung of the clock: figures of this card are fitted to every other training, and predict the rest."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ LEAST = 2  # steps to fit to
 
 
 def measure(task: Task) -> None:
-    """Show the fitted figures, the seconds that they predict, and their error next to that of the figures as stated.
+    """Show the fitted figures, the seconds that they predict, and their error next to that of the stated figures.
 
-    Raises PartlyDone where fewer than four trainings are on record.
+    Raises PartlyDone if fewer than four trainings are on record.
     """
     from benchmarks.card.sides import vocabulary
-    from simulator.clock import files
-    from simulator.fit.fitting import fit, mean_error, predicted
-    from simulator.fit.rows import MeasuredStep
+    from simulator.clock.hardware import file_of_card, load_hardware
+    from simulator.fit import fit, mean_error, predicted
+    from simulator.measured_steps import MeasuredStep
 
-    rows: dict[str, Row] = {}
+    steps_by_model: dict[str, Row] = {}
     for other in task.others:
         for row in other.rows:
             if other.rung == f"training of {row.get('model')}" and row.get("system") == "mixtrain":
-                rows[row["model"]] = row
+                steps_by_model[row["model"]] = row
     steps = []
     for case in CASES:
-        if case.name in rows:
-            config, seconds = case.config(task.is_small, "cpu"), rows[case.name]["step_s"]
+        if case.name in steps_by_model:
+            config, seconds = case.config(task.is_small, "cpu"), steps_by_model[case.name]["step_s"]
             steps.append(MeasuredStep(case.name, config, 1, vocabulary(config), seconds))
     if len(steps) < 2 * LEAST:
         raise PartlyDone(f"{len(steps)} trainings are on record for this card; {2 * LEAST} are needed")
     device = next((other.machine.get("device", "") for other in task.others), "")
-    start = files.of_card(device) or ANOTHER
-    hardware = files.load(start)
+    start = file_of_card(device) or ANOTHER
+    hardware = load_hardware(start)
     fitted_to, left_out = steps[::2], steps[1::2]
     found = fit(hardware, fitted_to, "fitted to the ladder's trainings on one card")
     for name, group in (("fitted to", fitted_to), ("predicted", left_out)):

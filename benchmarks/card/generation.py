@@ -25,7 +25,7 @@ def resident(task: Task) -> None:
 
 
 def ring(task: Task) -> None:
-    """Show decoding of one text where a quarter of the weights fits on the device."""
+    """Show decoding of one text with a quarter of the weights on the device."""
     _measure(task, BATCHES[:1], QUARTER)
 
 
@@ -55,7 +55,7 @@ def _measure(task: Task, batches: tuple[int, ...], share: float | None) -> None:
 
 
 def _generated(decoder: Any, vocab_size: int, batch: int, is_small: bool) -> dict[str, Any]:
-    """Seconds to the first token of the batch, and tokens per second after it."""
+    """Return the seconds to the first token of the batch, and tokens per second after it."""
     import torch
 
     from inference.generation import generate

@@ -28,7 +28,7 @@ def files() -> tuple[str, ...]:
 
 
 def sample(task: Task) -> None:
-    """As many tests as fit, spread over all; what is left out is the last rung's."""
+    """Run as many tests as fit, spread over all; the last rung runs the others."""
     _run(task, passed=())
 
 
@@ -45,7 +45,7 @@ def rest(task: Task) -> None:
 
 
 def _run(task: Task, passed: Sequence[str]) -> int:
-    """Show a row for each test; how many were not begun, 1 where that is not known."""
+    """Show a row for each test; return how many were not started, 1 if that is unknown."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outcomes"
         path.touch()
@@ -82,7 +82,7 @@ def _run(task: Task, passed: Sequence[str]) -> int:
 
 
 def _show(task: Task, path: Path, shown: int) -> int:
-    """Rows of the tests that ended since; how many."""
+    """Show a row for each test that has ended since; return how many did."""
     lines = [json.loads(line) for line in path.read_text().splitlines(keepends=True)[shown:] if line.endswith("\n")]
     for line in lines:
         if "test" in line:
@@ -94,12 +94,12 @@ def _show(task: Task, path: Path, shown: int) -> int:
 
 
 class _Chosen:
-    """A plugin: tests that have not passed, spread over all files, until the time is over."""
+    """A plugin that selects the tests that have not passed, spread over all files, until the time is over."""
 
     def __init__(self) -> None:
         self.path, self.end = Path(os.environ[FILE]), float(os.environ[END])
         self.passed = set(json.loads(os.environ[PASSED]))
-        self.begun = self.count = 0
+        self.started = self.count = 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -113,7 +113,7 @@ class _Chosen:
         if time.time() > self.end:
             item.session.shouldstop = "the time is over"
             return True
-        self.begun += 1
+        self.started += 1
         return None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -121,7 +121,7 @@ class _Chosen:
             self._write({"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)})
 
     def pytest_sessionfinish(self) -> None:
-        self._write({"left": self.count - self.begun})
+        self._write({"left": self.count - self.started})
 
     def _write(self, line: dict[str, Any]) -> None:
         with open(self.path, "a") as stream:

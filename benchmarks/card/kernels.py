@@ -26,7 +26,7 @@ SKIPPED = ("torch/", "<built-in", "<string>", "contextlib.py", "functools.py")  
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel or copy: microseconds of the trace, and what launched it."""
+    """One kernel or copy: microseconds of the trace, and the number of its launch."""
 
     name: str
     start: float
@@ -66,7 +66,7 @@ class Trace:
 
     @property
     def busy(self) -> float | None:
-        """The share of the time from the first kernel to the last one's end in which any runs."""
+        """Return the share of the time, from the first kernel to the last one's end, in which any kernel runs."""
         if not self.kernels:
             return None
         spans = merged((kernel.start, kernel.end) for kernel in self.kernels)
@@ -74,11 +74,11 @@ class Trace:
 
     @property
     def count(self) -> int:
-        """Kernels; copies and fills are not counted."""
+        """Return the number of kernels; copies and fills are not counted."""
         return sum(kernel.is_kernel for kernel in self.kernels)
 
     def longest(self, number: int) -> list[dict[str, Any]]:
-        """The kernels with most time: name, calls, milliseconds, share of all kernels' time."""
+        """Return the kernels with the most time: name, calls, milliseconds, share of all kernels' time."""
         by_name: dict[str, list[float]] = defaultdict(list)
         for kernel in self.kernels:
             by_name[kernel.name].append(kernel.end - kernel.start)
@@ -108,33 +108,33 @@ class Trace:
         ]
 
     def _lines_of(self, kernels: Sequence[Kernel]) -> dict[int, str]:
-        """By correlation: `file(line): function` of the innermost function of ours, or of any, that ran when a kernel
-        was launched."""
+        """Return, by correlation, `file(line): function` of the innermost function of ours, or of any, that ran when a
+        kernel was launched."""
         found = {kernel.correlation: "unknown" for kernel in kernels}
         by_thread: dict[Any, list[tuple[float, int]]] = defaultdict(list)
         for number in found.keys() & self.launches.keys():
             time, thread = self.launches[number]
             by_thread[thread].append((time, number))
         for thread, launches in by_thread.items():
-            calls, begun = self.python.get(thread, []), 0
+            calls, next_call = self.python.get(thread, []), 0
             running: list[tuple[float, str]] = []  # calls that have not ended, the innermost last: they are nested
             for time, number in sorted(launches):
-                while begun < len(calls) and calls[begun][0] <= time:
-                    start, end, name = calls[begun]
+                while next_call < len(calls) and calls[next_call][0] <= time:
+                    start, end, name = calls[next_call]
                     while running and running[-1][0] < start:
                         running.pop()
                     running.append((end, name))
-                    begun += 1
+                    next_call += 1
                 while running and running[-1][0] < time:
                     running.pop()
                 names = [name for _, name in running]
-                ours = [name for name in names if not any(part in name for part in SKIPPED)]
+                ours = [name for name in names if not any(skipped in name for skipped in SKIPPED)]
                 found[number] = (ours or names or ["a thread without Python"])[-1]
         return found
 
 
 def traced(work: Callable[[], Any], with_stack: bool) -> Trace:
-    """The trace of `work`; without kernels where the device has none."""
+    """Return the trace of `work`; without kernels if the device has none."""
     from torch import profiler
 
     kinds = [profiler.ProfilerActivity.CUDA]

@@ -32,11 +32,11 @@ Row = dict[str, Any]
 
 
 class PartlyDone(Exception):
-    """Raised by a rung that has more to do than its seconds allow; its rows stand, and the next call goes on."""
+    """Raised by a rung that has more to do than its seconds allow; its rows are kept, and the next call continues."""
 
 
 class TimeIsUp(BaseException):
-    """Raised inside a rung whose seconds are over; no rung's own `except Exception` takes it."""
+    """Raised inside a rung whose seconds are over; no rung's own `except Exception` catches it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Rung:
     made_from: tuple[str, ...] = ()
 
     def code(self, torch_version: str, kept: Records, card: str, known: dict[str, bytes]) -> str:
-        """Digest of what the figures depend on; `known` remembers those of paths."""
+        """Return the digest of what the figures depend on; `known` holds the digests of paths."""
         digest = hashlib.sha256(f"{torch_version}\n{self.model}\n".encode())
         for name in self.made_from:
             result = kept.result(name, card)
@@ -109,7 +109,7 @@ def digest_of(path: Path) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """A rung's cost in seconds on this kind of card, its turn, and the reason for that turn."""
+    """The cost of a rung in seconds on this kind of card, its turn, and the reason for that turn."""
 
     rung: Rung
     code: str
@@ -122,13 +122,13 @@ NEW, RENEW, AGAIN = range(3)
 
 
 def state(rung: Rung, kept: Records, card: str, torch_version: str, known: dict[str, bytes] | None = None) -> State:
-    """Compare what is on record with the code that is there."""
+    """Compare the results on record with the current code."""
     code = rung.code(torch_version, kept, card, {} if known is None else known)
     result, attempt = kept.result(rung.name, card), kept.attempt(rung.name, card)
     cost = rung.seconds if result is None else max(LEAST, LEEWAY * result.seconds)
     cost = min(cost, rung.most)
     if attempt is not None and attempt.code == code and attempt.status != records.PARTLY:
-        reasons = {records.BEGUN: "its process ended in it", records.LATE: "its time was up"}
+        reasons = {records.STARTED: "its process ended in it", records.LATE: "its time was up"}
         return State(rung, code, cost, AGAIN, reasons.get(attempt.status, f"failed: {attempt.note}"))
     if attempt is not None and attempt.code == code:
         return State(rung, code, cost, NEW, "to be gone on with")
@@ -140,7 +140,7 @@ def state(rung: Rung, kept: Records, card: str, torch_version: str, known: dict[
 
 
 def in_order(states: Sequence[State]) -> list[State]:
-    """Those that are to be measured: new ones first, then those to be renewed, last those that failed at this code."""
+    """Return the rungs to be measured: new ones, then those to be renewed, then those that failed with this code."""
     return sorted((each for each in states if each.turn is not None), key=lambda each: each.turn or 0)
 
 
@@ -180,7 +180,7 @@ class Walk:
         record = Record(
             rung=rung.name,
             card=self.card,
-            status=records.BEGUN,
+            status=records.STARTED,
             code=chosen.code,
             commit=self.commit,
             date=datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -202,9 +202,9 @@ class Walk:
                 record.rows.clear()
                 has_own = True
             record.rows.append(row)
-            put(records.BEGUN)
+            put(records.STARTED)
 
-        put(records.BEGUN)
+        put(records.STARTED)
         others = tuple(each for each in self.kept if each.card == self.card and each.status == records.WELL)
         task = Task(self.is_small, seconds, time.monotonic() + seconds, show, chosen.code, tuple(earlier), others)
         status, note = records.WELL, ""
@@ -246,12 +246,12 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def end_with_caller() -> None:
-    """Have this process killed when the one that started it ends, however it ends (Linux's PR_SET_PDEATHSIG)."""
+    """Have this process killed when the one that started it ends, in any way (Linux's PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
 
 def listing(states: Sequence[State]) -> list[list[str]]:
-    """A row for each rung: its turn, name, cost in seconds and state."""
+    """Return a row for each rung: its turn, name, cost in seconds and state."""
     order = [each.rung.name for each in in_order(states)]
     return [
         [

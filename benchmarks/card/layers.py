@@ -37,8 +37,7 @@ from configs.schema import Config
 from configs.validate import validate
 from models.transformer_config import transformer_config
 from moe.chunk_plan import Plan
-from moe.layer import MixtrainMoELayer
-from moe.spec import moe_spec
+from moe.layer import MixtrainMoELayer, moe_spec
 from training.report.metrics import peak_flops
 
 SHAPES = ("mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3_like")
@@ -94,7 +93,7 @@ def make_config(shape: str, is_small: bool, device: str) -> Config:
 
 
 def layer_flops(config: Config) -> float:
-    """Of a forward and backward pass: experts, shared expert and router."""
+    """Return the floating-point operations of a forward and backward pass: experts, shared expert and router."""
     moe, tokens, hidden = config.moe, derived.tokens_per_call(config), config.model.hidden_size
     routed = step_flops(tokens * moe.top_k, hidden, derived.expert_ffn_hidden_size(config))
     shared = step_flops(tokens, hidden, moe.shared_expert_ffn_hidden_size or 0)
@@ -107,7 +106,7 @@ def layer_flops(config: Config) -> float:
 
 
 def build(config: Config, topology: Topology) -> list[Variant]:
-    """Ours in each degree, and Megatron-core's with each kind of experts; all with the same weights."""
+    """Return our layer in each degree, and Megatron-core's with each kind of experts; all with the same weights."""
     megatron = transformer_config(config)
     spec = moe_spec(topology.groups, LINEAR, config.model.activation, Plan())
     ours: MixtrainMoELayer = build_module(spec, config=megatron)
@@ -142,8 +141,8 @@ def _megatron(ours: MixtrainMoELayer, kind: str, device: torch.device) -> MoELay
 
 
 def _transformers(ours: MixtrainMoELayer, config: Config) -> torch.nn.Module | None:
-    """transformers' block of the same family with our weights, its experts by torch's grouped product; None of a family
-    with another router."""
+    """Return transformers' block of the same family with our weights, its experts by torch's grouped product; None for
+    a family with another router."""
     import transformers
 
     moe, sizes = config.moe, {"hidden_size": config.model.hidden_size, "num_experts_per_tok": config.moe.top_k}
@@ -191,7 +190,7 @@ class Steps:
         self.output_grad = torch.randn(shape, device=device).bfloat16()
 
     def take(self, variant: Variant, count: int = 1) -> torch.Tensor:
-        """So many steps; the last output."""
+        """Take `count` steps; return the last output."""
         for hidden in itertools.islice(itertools.cycle(self.inputs), count):
             for parameter in variant.layer.parameters():
                 parameter.grad = None
@@ -201,7 +200,7 @@ class Steps:
 
 
 def milliseconds(work: Callable[[], Any], repeats: int, device: torch.device) -> float:
-    """Of one of `repeats` that `work` does."""
+    """Return the milliseconds of one of the `repeats` of `work`."""
     if device.type != "cuda":
         before = time.perf_counter()
         work()
@@ -216,7 +215,7 @@ def milliseconds(work: Callable[[], Any], repeats: int, device: torch.device) ->
 
 
 def time_in_turns(variants: list[Variant], steps: Steps, task: Task, device: torch.device) -> rounds.Rounds:
-    """Each round begins with another variant."""
+    """Time all variants in rounds, each of which begins with another variant."""
     found: dict[str, dict[str, list[float]]] = {variant.name: {"step": []} for variant in variants}
     began, turn = time.monotonic(), 0
     most = SMALL_ROUNDS if task.is_small else ROUNDS
@@ -230,8 +229,8 @@ def time_in_turns(variants: list[Variant], steps: Steps, task: Task, device: tor
 
 
 def peak_bytes(variant: Variant, steps: Steps, device: torch.device) -> int | None:
-    """Device memory of one step: the layer's weights, and the most that the step adds to what is there before it; None
-    on a CPU."""
+    """Return the device memory of one step: the layer's weights, and the most that the step adds to the allocated
+    memory; None on a CPU."""
     if device.type != "cuda":
         return None
     for parameter in variant.layer.parameters():
@@ -289,7 +288,7 @@ def _measure(task: Task, config: Config, topology: Topology) -> None:
 
 
 def description(config: Config) -> str:
-    """The sizes of what is measured, in one line."""
+    """Return the measured sizes in one line."""
     moe = config.moe
     shared = f", a shared one of {moe.shared_expert_ffn_hidden_size}" if moe.shared_expert_ffn_hidden_size else ""
     return (

@@ -43,8 +43,8 @@ def measure(task: Task) -> None:
             side = AlstSide(llama_sizes(sizes, 2**24), meter.device, weights_on_host=True)
         try:
             ladder = Ladder(side, meter, lambda length: training_flops(sizes, length), arguments)
-            ladder.say = lambda what, **found: task.show({"system": system, "what": what, **found})  # type: ignore[method-assign]  # noqa: B023
-            last = len(side.parts) - 1
+            ladder.log = lambda what, **found: task.show({"system": system, "what": what, **found})  # type: ignore[method-assign]  # noqa: B023
+            last = len(side.features) - 1
             ladder.fit(last)
             if last in ladder.fits and meter.has_cap:
                 ladder.confirm(last, over=True)

@@ -1,7 +1,7 @@
-"""Rungs with what is kept on the host: optimizer state, experts, inputs of layers; seconds next to their bound.
+"""Rungs with state on the host: optimizer state, experts, inputs of layers; seconds next to their bound.
 
-The bound is the most of three: the step with everything on the device, and the bytes that a step copies up and down by
-the rates that this machine's pinned copies reach in one direction alone. The host's own update is not in it.
+The bound is the largest of three: the step with everything on the device, and the bytes that a step copies up and down
+at the rates that this machine's pinned copies reach in one direction alone. It leaves out the host's own update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from benchmarks.card.ladder import Row, Task
 from benchmarks.card.training import QWEN, WARM_UP, Case, Meter, batch, in_turns
 
-COPIES = "pinned copies between host and card"
+COPY_RATES = "pinned copies between host and card"
 MIB, SMALL_MIB, REPEATS = 512, 1, 5
 
 STATE: dict[str, tuple[str, ...]] = {
@@ -36,7 +36,7 @@ EXPERTS_KEYS: dict[str, tuple[str, ...]] = {
 LAYER_INPUTS = ("training.recompute=full", "training.activation_offload=auto")
 
 
-def copies(task: Task) -> None:
+def measure_copies(task: Task) -> None:
     """Show bytes per second of copies of one block to the card, from it, and both at once."""
     import torch
 
@@ -48,7 +48,7 @@ def copies(task: Task) -> None:
     there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)] if pins else [None, None]
 
-    def copy(up: bool, down: bool) -> None:
+    def transfer(up: bool, down: bool) -> None:
         if up:
             with torch.cuda.stream(streams[0]):  # type: ignore[arg-type]
                 there[0].copy_(host[0], non_blocking=True)
@@ -61,7 +61,7 @@ def copies(task: Task) -> None:
         for _ in range(REPEATS):
             wait_for(device)
             before = time.perf_counter()
-            copy(up, down)
+            transfer(up, down)
             wait_for(device)
             seconds.append(time.perf_counter() - before)
         task.show({"copies": name, "gb_s": (up + down) * size / statistics.median(seconds) / 1e9, "mib": size / 2**20})
@@ -77,7 +77,7 @@ def measure(task: Task, case: Case, keys: Sequence[str], what: str, base: Sequen
     for name, more in (("resident", base), ("step", keys)):
         config = case.config(task.is_small, device.type, more)
         meter = Meter(device)
-        with sides.joined(config) as place, sides.mixtrain(config, place) as side:
+        with sides.joined(config) as run_topology, sides.mixtrain(config, run_topology) as side:
             for _ in range(1 if task.is_small else WARM_UP):
                 side.step()
             before = side.copied()
@@ -88,7 +88,7 @@ def measure(task: Task, case: Case, keys: Sequence[str], what: str, base: Sequen
             row[f"{name}_peak_gib"] = meter.peak(side)
         del side  # the next one is built without it
         up, down = ((now - then) / steps for now, then in zip(after, before, strict=True))
-    rates = {each["copies"]: each["gb_s"] for other in task.others if other.rung == COPIES for each in other.rows}
+    rates = {each["copies"]: each["gb_s"] for other in task.others if other.rung == COPY_RATES for each in other.rows}
     bound = None
     if rates:
         bound = max(seconds["resident"], up / 1e9 / rates["to the card"], down / 1e9 / rates["from the card"])

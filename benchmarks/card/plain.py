@@ -1,4 +1,4 @@
-"""A Llama and its training step as a plain script has them, the way of nanoGPT: what people take without a framework.
+"""A Llama and its training step as in a plain script like nanoGPT: what people use without a framework.
 
 Weights in fp32, products in bf16 by autocast, attention by torch's scaled_dot_product_attention, AdamW fused. Names are
 those of transformers' LlamaForCausalLM, so weights of one load into the other.
@@ -18,7 +18,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LlamaSizes:
-    """Of a Llama; `vocab_size` is that of the embedding, which is also the output layer."""
+    """The sizes of a Llama; `vocab_size` is that of the embedding, which is also the output layer."""
 
     num_layers: int
     hidden_size: int
@@ -46,7 +46,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary_tables(length: int, head_dim: int, base: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [s, head_dim], the two halves of a head turned together."""
+    """Return cosines and sines [s, head_dim], the same for both halves of a head."""
     frequencies = base ** -(torch.arange(0, head_dim, 2, device=device).float() / head_dim)
     angles = torch.outer(torch.arange(length, device=device).float(), frequencies)
     both = torch.cat((angles, angles), dim=-1)
@@ -54,7 +54,7 @@ def rotary_tables(length: int, head_dim: int, base: float, device: torch.device)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x [b, heads, s, head_dim]."""
+    """Apply the rotary embedding to x [b, heads, s, head_dim]."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """All but the output layer."""
+    """All layers but the output layer."""
 
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
@@ -135,13 +135,13 @@ class PlainLlama(nn.Module):
         self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens_bs: torch.Tensor, labels_bs: torch.Tensor) -> torch.Tensor:
-        """Mean loss, fp32 []; labels are the tokens that follow."""
+        """Return the mean loss, fp32 []; labels are the tokens that follow."""
         logits = self.lm_head(self.model(tokens_bs)).float()
         return F.cross_entropy(logits.flatten(0, 1), labels_bs.flatten())
 
 
 def draw(model: nn.Module, std: float = 0.02) -> None:
-    """Draw weights where they are; those that are added to the residual stream smaller, as GPT-2 does."""
+    """Draw the weights in place; smaller ones for layers that write to the residual stream, as in GPT-2."""
     layers = sum(name.endswith("down_proj.weight") for name, _ in model.named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -155,7 +155,7 @@ def draw(model: nn.Module, std: float = 0.02) -> None:
 def training_step(
     model: nn.Module, loss_of: Callable[..., torch.Tensor], device: torch.device
 ) -> Callable[[dict[str, torch.Tensor]], float]:
-    """A step as such scripts take it: autocast, clipping, fused AdamW. `loss_of(tokens, labels)` is the model's."""
+    """Return a function that takes a step as such scripts do: autocast, clipping, fused AdamW."""
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups: list[dict[str, Any]] = [

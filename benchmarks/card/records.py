@@ -1,7 +1,7 @@
-"""What the rungs measured: one JSON object a line, of each rung and kind of card the last good result.
+"""Results of the rungs: one JSON object per line, the last good result for each rung and kind of card.
 
-A rung that did not end well has a second line until it does: its last attempt. The file is written anew each time,
-whole or not at all, so a process that is killed leaves all results before it.
+A rung whose last attempt did not end well has a second line for it. The file is rewritten each time, completely or not
+at all, so a process that is killed keeps all earlier results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from configs import files
 from configs.schema import ConfigError
 
-BEGUN, WELL, PARTLY, FAILED, LATE = "begun", "well", "partly", "failed", "late"
-STATUSES = (BEGUN, WELL, PARTLY, FAILED, LATE)
+STARTED, WELL, PARTLY, FAILED, LATE = "begun", "well", "partly", "failed", "late"
+STATUSES = (STARTED, WELL, PARTLY, FAILED, LATE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +82,16 @@ class Records:
         return iter(self._records)
 
     def result(self, rung: str, card: str) -> Record | None:
-        """The last good result."""
+        """Return the last good result."""
         return self._one(rung, card, (WELL,))
 
     def attempt(self, rung: str, card: str) -> Record | None:
-        """What came after the last good result, and did not end well."""
-        return self._one(rung, card, (BEGUN, PARTLY, FAILED, LATE))
+        """Return the attempt after the last good result, which did not end well."""
+        return self._one(rung, card, (STARTED, PARTLY, FAILED, LATE))
 
     def put(self, record: Record) -> None:
-        """Write an attempt, as it goes on, in place of the rung's earlier one; a good one also in place of the result
-        before it. Raises WriteError."""
+        """Write an attempt, while it runs, over the rung's earlier one; a good one also over the result before it.
+        Raises WriteError."""
         before = self.result(record.rung, record.card)
         if record.status == WELL and before is not None:
             record = dataclasses.replace(record, renews=before.commit)
@@ -109,7 +109,7 @@ class Records:
 
 
 def _read(line: str) -> Record:
-    """Raises ValueError or TypeError for what is no record."""
+    """Return the record of a line. Raises ValueError or TypeError for a line that is no record."""
     content = json.loads(line)
     if not isinstance(content, dict):
         raise ValueError("it is no JSON object")
@@ -129,5 +129,5 @@ _KINDS: dict[str, Any] = {"seconds": (int, float), "machine": dict, "rows": list
 
 
 def kind_of_card(device: str, is_small: bool) -> str:
-    """The name under which results of a device are kept: those of tiny sizes apart."""
+    """Return the name under which results of a device are kept; those of tiny sizes have a name of their own."""
     return f"{device}, tiny sizes" if is_small else device

@@ -19,7 +19,13 @@ OF_EXPERTS = ("moe",)
 OF_LAYER = (*OF_PASSES, *OF_EXPERTS, "benchmarks/card/layers.py", "benchmarks/megatron_layer.py")
 OF_HOST = (*OF_TRAINING, "benchmarks/card/off_device.py")
 OF_GENERATION = ("inference", "models", "memory", "checkpoint/logical", "benchmarks/card/generation.py")
-OF_CLOCK = ("simulator/clock", "simulator/fit", "simulator/flops.py", "benchmarks/card/clock.py")
+OF_CLOCK = (
+    "simulator/clock",
+    "simulator/fit.py",
+    "simulator/measured_steps.py",
+    "simulator/flops.py",
+    "benchmarks/card/clock.py",
+)
 OF_LONGEST = (*OF_TRAINING, "benchmarks/longest_context.py", "benchmarks/mixtrain_side.py", "benchmarks/alst.py")
 LONGEST_SECONDS = 200.0
 OF_TINY = 20.0  # seconds
@@ -30,7 +36,7 @@ OF_TESTS = (*OF_TRAINING, *OF_EXPERTS, *gpu_tests.files())
 
 
 def rungs(is_small: bool) -> list[Rung]:
-    """The ladder; `is_small`: at the cost of tiny sizes on two cores."""
+    """Return the ladder; is_small: with the costs of tiny sizes on two cores."""
     found = [Rung("tests marked gpu: a sample", 60.0, OF_TESTS, gpu_tests.sample)]
     found += [_trained(case, 25.0) for case in (training.GPT2, training.LLAMA)]
     for system in RIVALS:
@@ -41,7 +47,7 @@ def rungs(is_small: bool) -> list[Rung]:
     for shape in layers.SHAPES:
         found.append(Rung(f"one layer of {shape}", 30.0, OF_LAYER, partial(layers.measure_shape, shape=shape), shape))
     found += [_traced(training.LLAMA), _traced(training.QWEN, OF_EXPERTS)]
-    found.append(Rung(off_device.COPIES, 10.0, ("benchmarks/card/off_device.py",), off_device.copies))
+    found.append(Rung(off_device.COPY_RATES, 10.0, ("benchmarks/card/off_device.py",), off_device.measure_copies))
     for engine, keys in off_device.STATE.items():
         found.append(_off_device(training.LLAMA, keys, f"optimizer state on the host, {engine}"))
     for order, keys in off_device.EXPERTS_KEYS.items():
@@ -82,8 +88,8 @@ def _off_device(
 
 
 def by_name(words: list[str], every: list[Rung]) -> list[Rung]:
-    """Rungs whose name has one of these words, in any case; all without words. Raises ConfigError for a word of no
-    rung."""
+    """Return the rungs whose name has one of these words, in any case; all without words. Raises ConfigError for a word
+    of no rung."""
     for word in words:
         if not any(word.lower() in rung.name.lower() for rung in every):
             raise ConfigError(f"--only {word}: no rung's name has that word. Without it, --list prints the names.")

@@ -29,8 +29,8 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class Side:
-    """A system with a model. `step` takes an optimizer step on its next batch and returns the loss; `copied` gives the
-    bytes that went to the device and from it since it was built."""
+    """A system with a model. `step` takes an optimizer step on its next batch and returns the loss; `copied` returns
+    the bytes copied to the device and from it since the side was built."""
 
     system: str
     step: Callable[[], float]
@@ -39,32 +39,32 @@ class Side:
 
 
 def device_of() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """Return the GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done all that was launched."""
+    """Wait until a GPU has finished all launched work."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 @contextlib.contextmanager
 def joined(config: Config) -> Iterator[topology.Topology]:
-    """A job of one process with this config's layout."""
-    place = topology.initialize(config)
+    """Open a job of one process with this config's layout."""
+    run_topology = topology.initialize(config)
     try:
-        yield place
+        yield run_topology
     finally:
         topology.destroy()
 
 
 @contextlib.contextmanager
-def mixtrain(config: Config, place: topology.Topology) -> Iterator[Side]:
-    """The engine of a training without its callbacks, its weights drawn on the device."""
+def mixtrain(config: Config, run_topology: topology.Topology) -> Iterator[Side]:
+    """Open the engine of a training without its callbacks, its weights drawn on the device."""
     vocab_size = vocabulary(config)
     with mock.patch("models.initial_weights.fill", draw_in_place):
-        engine = Engine(config, place, vocab_size)
+        engine = Engine(config, run_topology, vocab_size)
     count = derived.num_micro_batches(config, 1)
     made = [batches_of(config, count, seed) for seed in range(BATCHES)]
     given, numbers, link = itertools.cycle(made), itertools.count(1), engine.host_link
@@ -74,26 +74,26 @@ def mixtrain(config: Config, place: topology.Topology) -> Iterator[Side]:
             lambda: train_step(engine, next(given), next(numbers)).loss,
             copied=lambda: (link.up.num_bytes, link.down.num_bytes),
         )
-        engine.settle()
+        engine.synchronize()
     finally:
         engine.close()
 
 
 def vocabulary(config: Config) -> int:
-    """Tokens of a config that names their number."""
+    """Return the vocabulary size of a config that sets it."""
     size = config.data.vocab_size or config.model.vocab_size
     assert size is not None
     return size
 
 
 def batches_of(config: Config, count: int, seed: int) -> list[Batch]:
-    """Micro-batches of random tokens, the same for every system."""
+    """Return micro-batches of random tokens, the same for every system."""
     return made_up_batches(config, count, vocabulary(config), seed=seed, pin=torch.cuda.is_available())
 
 
 @contextlib.contextmanager
 def rival(system: str, config: Config, sizes: plain.LlamaSizes, is_small: bool) -> Iterator[Side]:
-    """transformers' Llama or the plain one, each layer compiled by itself where the device has speed."""
+    """Open transformers' Llama or the plain one; on a GPU each layer is compiled by itself."""
     device = device_of()
     with device:
         model: Any = plain.PlainLlama(sizes) if system == "plain script" else _transformers(sizes, config, is_small)

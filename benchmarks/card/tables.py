@@ -157,7 +157,7 @@ TABLES: tuple[tuple[str, str, tuple[tuple[str, Cell], ...]], ...] = (
 
 
 def page(kept: Records) -> str:
-    """All results, by kind of card."""
+    """Return all results, by kind of card."""
     cards = list(dict.fromkeys(record.card for record in kept))
     return "\n".join(_section(card, [record for record in kept if record.card == card]) for card in cards) or NONE
 
@@ -165,26 +165,29 @@ def page(kept: Records) -> str:
 def _section(card: str, found: Sequence[Record]) -> str:
     last = found[-1].machine
     about = ", ".join(f"{name} {last[name]}" for name in sorted(last) if name != "device")
-    parts = [f"## {card}", "", f"{about}."]
+    lines = [f"## {card}", "", f"{about}."]
     if card.startswith(MEANINGLESS) or card.endswith("tiny sizes"):
-        parts += ["", "**Every time here is meaningless.**"]
+        lines += ["", "**Every time here is meaningless.**"]
     tested = [row for record in found for row in record.rows if "test" in row]
     if tested:
         outcomes = {row["test"]: row["outcome"] for row in tested}
         counts = {each: list(outcomes.values()).count(each) for each in sorted(set(outcomes.values()))}
-        parts += ["", f"Tests marked gpu: {', '.join(f'{count} {name}' for name, count in counts.items())}."]
+        lines += ["", f"Tests marked gpu: {', '.join(f'{count} {name}' for name, count in counts.items())}."]
     good = [row for record in found if record.status == records.WELL for row in record.rows]
     for title, key, columns in TABLES:
-        rows = [row for row in good if key in row]
-        if rows:
-            headings, cells = [heading for heading, _ in columns], [[cell(row) for _, cell in columns] for row in rows]
-            parts += ["", f"### {title}", "", table(headings, cells, markdown=True)]
+        titled = [row for row in good if key in row]
+        if titled:
+            headings, cells = (
+                [heading for heading, _ in columns],
+                [[cell(row) for _, cell in columns] for row in titled],
+            )
+            lines += ["", f"### {title}", "", table(headings, cells, markdown=True)]
     ends = [
         [each.rung, each.status, each.commit, each.renews or "", f"{each.seconds:.0f}", each.note] for each in found
     ]
     headings = ["rung", "ended", "commit", "renews", "seconds", "note"]
-    parts += ["", "### Rungs", "", table(headings, [[_escaped(cell) for cell in row] for row in ends], markdown=True)]
-    return "\n".join(parts) + "\n"
+    lines += ["", "### Rungs", "", table(headings, [[_escaped(cell) for cell in row] for row in ends], markdown=True)]
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(text: str) -> str:

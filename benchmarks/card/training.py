@@ -1,4 +1,4 @@
-"""Rungs that train whole models: tokens per second, MFU, memory, and what the GPU does in a step."""
+"""Rungs that train whole models: tokens per second, MFU, memory, and the GPU's work in a step."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Case:
 
     @property
     def files(self) -> tuple[str, str]:
-        """The presets that it begins with, from the repository's root."""
+        """Return the presets that it begins with, from the repository's root."""
         name = self.overrides[0].removeprefix("experiment=")
         return f"configs/experiment/{name}.yaml", f"configs/model/{name}.yaml"
 
     def config(self, is_small: bool, device: str, more: Sequence[str] = ()) -> Config:
-        """Raises ConfigError."""
+        """Return the config. Raises ConfigError."""
         tiny: tuple[str, ...] = ()
         if is_small:
             has_experts = compose(list(self.overrides)).moe.num_experts is not None
@@ -59,7 +59,7 @@ class Case:
 
 
 def batch(samples: int, micro: int) -> tuple[str, str]:
-    """Keys of a step's samples and of those of a pass."""
+    """Return the config keys of a step's samples and of those of a pass."""
     return f"training.global_batch_size={samples}", f"training.micro_batch_size={micro}"
 
 
@@ -102,10 +102,10 @@ def measure(task: Task, case: Case, rivals: Sequence[str] = ()) -> None:
     flops_of_step = tokens * training_flops_per_token(config, sides.vocabulary(config))
     peak = peak_flops(config, device)
     with contextlib.ExitStack() as stack:
-        place = stack.enter_context(sides.joined(config))
+        run_topology = stack.enter_context(sides.joined(config))
         meter = Meter(device)
         warm_up = 1 if task.is_small else WARM_UP
-        made = [meter.built(stack.enter_context, sides.mixtrain(config, place), warm_up)]
+        made = [meter.built(stack.enter_context, sides.mixtrain(config, run_topology), warm_up)]
         for system in rivals:
             side = sides.rival(system, config, llama_sizes(config, LlamaSizes), task.is_small)
             made.append(meter.built(stack.enter_context, side, warm_up))
@@ -123,7 +123,7 @@ def measure(task: Task, case: Case, rivals: Sequence[str] = ()) -> None:
 
 
 def llama_sizes(config: Config, kind: Any) -> Any:
-    """The sizes of a Llama for a rival."""
+    """Return the sizes of a Llama for a rival."""
     model = config.model
     return kind(
         num_layers=model.num_layers,
@@ -139,7 +139,7 @@ def llama_sizes(config: Config, kind: Any) -> Any:
 
 
 def ratio(system: str, theirs: Sequence[float], ours: Sequence[float]) -> Row:
-    """Median of the rounds' ratios of times, and twice its standard error."""
+    """Return the median of the rounds' ratios of times, and twice its standard error."""
     from benchmarks.rounds import standard_error
 
     ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
@@ -148,7 +148,7 @@ def ratio(system: str, theirs: Sequence[float], ours: Sequence[float]) -> Row:
 
 
 def in_turns(made: Sequence[Any], device: Any, task: Task) -> tuple[list[list[float]], list[float]]:
-    """Seconds of each side's steps, and its last loss; another side begins each round."""
+    """Return the seconds of each side's steps, and its last loss; another side begins each round."""
     from benchmarks.card.sides import wait_for
 
     seconds: list[list[float]] = [[] for _ in made]
@@ -176,7 +176,7 @@ class Meter:
         self._held: dict[int, int] = {}
 
     def built(self, enter: Any, made: Any, warm_up: int) -> Any:
-        """Enter a side's context, take its first steps, and remember what it then holds on the device."""
+        """Enter a side's context, take its first steps, and remember the memory that it then holds on the device."""
         before = self._allocated()
         side = enter(made)
         for _ in range(warm_up):
@@ -185,7 +185,7 @@ class Meter:
         return side
 
     def peak(self, side: Any) -> float | None:
-        """GiB of device memory in a step, what other sides hold left out; None on a CPU."""
+        """Return the GiB of device memory in a step, without the memory of other sides; None on a CPU."""
         import torch
 
         if self._device.type != "cuda":
@@ -199,7 +199,7 @@ class Meter:
         return (torch.cuda.max_memory_allocated() - others) / 2**30
 
     def profiled(self, side: Any, config: Config) -> Row:
-        """Busy share of a step, and kernels launched for each layer and pass; None where no kernels are seen."""
+        """Return the busy share of a step, and the kernels launched per layer and pass; None if no kernels are seen."""
         from benchmarks.card.kernels import traced
         from configs import derived
 
@@ -221,7 +221,7 @@ def trace(task: Task, case: Case) -> None:
 
     device = sides.device_of()
     config = case.config(task.is_small, device.type)
-    with sides.joined(config) as place, sides.mixtrain(config, place) as side:
+    with sides.joined(config) as run_topology, sides.mixtrain(config, run_topology) as side:
         for _ in range(1 if task.is_small else WARM_UP):
             side.step()
         alone = traced(side.step, with_stack=False)  # the tracer of Python's calls makes gaps of its own

@@ -1,4 +1,4 @@
-"""Which keys of a config.json transformers' code reads, by family: `python -m benchmarks.kit.transformers_reads`
+"""The keys of a config.json that transformers' code reads, by family: `python -m benchmarks.kit.transformers_reads`
 writes transformers_reads.yaml anew from the sources of the installed transformers, and prints how many keys each has.
 
 The sources are parsed, not run. Taken is what a model's own files read, and what the files read that those import, and
@@ -32,7 +32,7 @@ OTHER_CONFIGS = (
     *("adapter", "cache", "compile", "deepspeed", "distributed", "fusion", "generation", "kernel", "peft", "plugin"),
     *("processor", "quant", "tokenizer", "trainer", "watermark"),
 )
-# Files for what is asked for beside a model: quantised weights, other frameworks, texts.
+# Files that a model alone does not need: for quantised weights, other frameworks, generation.
 LEFT_OUT = re.compile(
     r"integrations/(?!.*(attention|paged|moe|heterogeneity|kernels)).*|quantizers/.*|modeling_gguf.*|tokenization.*|"
     r"processing.*|utils/(auto_docstring|import_utils|quantization_config)\.py"
@@ -42,7 +42,7 @@ ATTRIBUTE_CALLS = ("getattr", "hasattr", "setattr", "delattr")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kit.transformers_reads", description=__doc__.partition("\n\n")[0]
     )
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def all_reads() -> dict[str, set[str]]:
-    """What every supported family's code reads; `every_family` has what all of them do."""
+    """Return the keys that each supported family's code reads; `every_family` has those that all read."""
     root = _root()
     each = {name: set().union(*_reads_of(root, FAMILIES[name].runs_as)) for name in sorted(FAMILIES)}
     common = set.intersection(*each.values())
@@ -66,7 +66,7 @@ def all_reads() -> dict[str, set[str]]:
 
 
 def text_of(keys: dict[str, set[str]]) -> str:
-    """The content of the table's file."""
+    """Return the content of the table's file."""
     version = importlib.metadata.version("transformers")
     lines = ["# Made by `python -m benchmarks.kit.transformers_reads` from the code of this version.", ""]
     lines.append(yaml.safe_dump({"transformers": version}))
@@ -84,7 +84,7 @@ def _root() -> Path:
 
 
 def _reads_of(root: Path, model: str) -> Iterator[set[str]]:
-    """The keys that a family's own files read, and what they import."""
+    """Return the keys that a family's own files read, and the names that they import."""
     folder = root / "models" / model
     own = [folder / f"{kind}_{model}.py" for kind in ("configuration", "modeling")]
     reached, new = dict.fromkeys(own), list(own)
@@ -113,7 +113,7 @@ def _nodes(file: Path) -> list[ast.AST]:
 
 @cache
 def _imports(root: Path, file: Path) -> dict[str, Path]:
-    """The file that each name imported from transformers comes from, as far as the import says."""
+    """Return the file of each name imported from transformers, as far as the import shows it."""
     found = {}
     for node in _nodes(file):
         if not isinstance(node, ast.ImportFrom) or not node.level:
@@ -128,16 +128,16 @@ def _imports(root: Path, file: Path) -> dict[str, Path]:
 
 
 def _class_reads(root: Path, file: Path, node: ast.ClassDef) -> Iterator[set[str]]:
-    """What a class of configs holds and reads of itself, and what its bases do."""
+    """Yield the keys that a config class defines and reads, then those of its bases."""
     found = _texts(node)
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id in ("self", "cls"):
-            found.add(part.attr)
-    for part in node.body:
-        if isinstance(part, ast.FunctionDef):
-            found.add(part.name)
-        elif isinstance(part, ast.Assign | ast.AnnAssign):
-            targets = part.targets if isinstance(part, ast.Assign) else [part.target]
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id in ("self", "cls"):
+            found.add(child.attr)
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef):
+            found.add(child.name)
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
             found |= {target.id for target in targets if isinstance(target, ast.Name)}
     yield found
     for base in node.bases:
@@ -152,7 +152,7 @@ def _class_reads(root: Path, file: Path, node: ast.ClassDef) -> Iterator[set[str
 
 @cache
 def _file_reads(file: Path) -> set[str]:
-    """The keys that are read of what is called a config."""
+    """Return the keys that are read of expressions that are called a config."""
     found, any_name = set[str](), any(map(_asks_for_any, _nodes(file)))
     for node in _nodes(file):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
@@ -193,7 +193,7 @@ def _is_config(node: ast.AST) -> bool:
 
 
 def _texts(tree: ast.AST) -> set[str]:
-    """The texts that may be names of keys, but for docstrings."""
+    """Return the strings that may be names of keys, without docstrings."""
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return {
         node.value

@@ -8,10 +8,9 @@ from benchmarks.planners.eplb import eplb
 from benchmarks.planners.moonep import moonep
 from benchmarks.planners.quota import quota
 from benchmarks.planners.shadowing import shadowing
-from moe.placement.planners.flex import flex
-from moe.placement.planners.least_loaded import least_loaded
+from moe.placement.planners.published import flex, least_loaded
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home
+from moe.placement.quotas import Costs, QuotaPlanner, ReplicaLimits, at_primaries
 from moe.placement_map import Integers, PlacementMap
 
 
@@ -24,9 +23,9 @@ class Entry:
     own_slots: bool = False  # it takes the slots that it needs, whatever the limit
 
 
-def static(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def static(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """Every expert is computed at its home."""
-    return at_home(counts_RE, placement)
+    return at_primaries(counts_RE, placement)
 
 
 PLANNERS = {

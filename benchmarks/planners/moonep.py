@@ -2,22 +2,22 @@
 
 The home with the most too many fills the rank with the most room, exactly, though it may then have too few itself. So
 every rank takes copies from one other home at most, and num_experts / num_ranks slots are always enough. It takes them,
-whatever `limits.slots` says, and copies between nodes.
+whatever `limits.replica_slots` says, and copies between nodes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.planners.instances import Instances
-from moe.placement.quotas import CopyLimits, Costs
+from moe.placement.planners.published import Instances
+from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import Integers, PlacementMap
 
 
-def moonep(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def moonep(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """quotas_ER of one call. Where the mean is no integer, the first ranks compute one more."""
     ranks = placement.num_ranks
-    plan = Instances(counts_RE, placement, Costs(), limits, slots=placement.num_slots)
+    plan = Instances(counts_RE, placement, Costs(), limits, replica_slots=placement.num_expert_slots)
     loads_R = plan.quotas_ER.sum(0)
     share, rest = divmod(int(loads_R.sum()), ranks)
     over_R = loads_R - share - (np.arange(ranks) < rest)
@@ -35,7 +35,7 @@ def moonep(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: C
 def _share_out(source: int, moved_R: Integers, plan: Instances) -> None:
     """Of a home's experts, the one with the most left goes to the rank that is still to get the most, again and
     again."""
-    own = np.flatnonzero(plan.homes_E == source)
+    own = np.flatnonzero(plan.primaries_E == source)
     left_E = plan.quotas_ER[own].sum(1)
     while moved_R.any():
         target, index = int(moved_R.argmax()), int(left_E.argmax())

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe.placement.planners.instances import SMALLEST_PIECE, Instances, by_size
-from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement.planners.published import SMALLEST_QUOTA, Instances, by_size
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries
 from moe.placement_map import Integers, PlacementMap
 
 ABOVE = 100  # the first threshold is a hundredth above the mean
 
 
-def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """quotas_ER of one call."""
-    best = at_home(counts_RE, placement)
+    best = at_primaries(counts_RE, placement)
     loads_R = best.sum(0)
     most, mean = int(loads_R.max()), _ceil(int(loads_R.sum()), placement.num_ranks)
     first, step = mean + _ceil(mean, ABOVE), _ceil(most, ABOVE)
@@ -27,7 +27,7 @@ def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Co
         plan = _under(threshold, None, Instances(counts_RE, placement, costs, limits), loads_R)
         if plan is not None:
             return plan
-    low, high, floor = mean, most, max(1, mean // SMALLEST_PIECE)
+    low, high, floor = mean, most, max(1, mean // SMALLEST_QUOTA)
     while low < high:
         threshold = (low + high) // 2
         plan = _under(threshold, floor, Instances(counts_RE, placement, costs, limits), loads_R)
@@ -41,21 +41,21 @@ def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Co
 def _under(threshold: int, floor: int | None, plan: Instances, loads_R: Integers) -> Integers | None:
     """quotas_ER with no rank above the threshold; None where there is no room. Without a floor, a copy takes what is
     left by the ranks that could take it, at least."""
-    room_R = threshold - loads_R
+    headroom_R = threshold - loads_R
     sizes_E = plan.quotas_ER.sum(1)
     for source in by_size(loads_R):
-        need = -int(room_R[source])
+        need = -int(headroom_R[source])
         if need <= 0:
             break
-        own = np.flatnonzero(plan.homes_E == source)
+        own = np.flatnonzero(plan.primaries_E == source)
         for expert in own[by_size(sizes_E[own])]:
-            while need > 0 and (open_R := plan.open_R(expert) & (room_R > 0)).any():
-                target = int(np.where(open_R, room_R, 0).argmax())
-                number = min(need, int(room_R[target]), plan.at_home(expert) - 1)
+            while need > 0 and (open_R := plan.open_R(expert) & (headroom_R > 0)).any():
+                target = int(np.where(open_R, headroom_R, 0).argmax())
+                number = min(need, int(headroom_R[target]), plan.on_primary(expert) - 1)
                 if number < (_ceil(need, int(open_R.sum())) if floor is None else min(floor, need)):
                     break
                 plan.give(expert, target, number)
-                room_R[target] -= number
+                headroom_R[target] -= number
                 need -= number
         if need > 0:
             return None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.planners import Entry
-from moe.placement.quotas import CopyLimits, Costs, at_home, check, outcome
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, check, outcome
 from moe.placement_map import Integers, PlacementMap
 
 PUSHES = ("first", "refresh", "second")  # why weights travel: a new copy, a stale one, once more for the backward pass
@@ -32,13 +32,13 @@ class Tally:
     calls: int = 0
     imbalance: float = 0.0
     worst: float = 0.0
-    copies: int = 0  # that the calls compute with
+    num_replicas: int = 0  # that the calls compute with
     assignments: int = 0
     seconds: int = 0  # predicted, of the busiest ranks, in the unit of Costs
     seconds_at_home: int = 0
     planning: float = 0.0  # seconds of this machine
     pushes: Counter[tuple[str, str]] = field(default_factory=Counter)  # (why, link): weights of an expert
-    rows: Counter[str] = field(default_factory=Counter)  # link: assignments that are computed on another rank
+    away_rows: Counter[str] = field(default_factory=Counter)  # link: assignments that are computed on another rank
 
     def add(self, other: Tally) -> None:
         for name, value in vars(other).items():
@@ -47,20 +47,20 @@ class Tally:
 
     def figures(self, steps: int, expert_bytes: int, row_bytes: int, grad_bytes: int = 0) -> dict[str, float]:
         """By call, bytes by step; `grad_bytes` of a copy's gradient."""
-        calls, off_rank = max(self.calls, 1), sum(self.rows.values())
+        calls, off_rank = max(self.calls, 1), sum(self.away_rows.values())
         pushed = {why: sum(self.pushes[why, link] for link in LINKS) for why in PUSHES}
         # For each copy that came a gradient goes back: the weights of a backward pass bring none of their own.
         returned = {link: (self.pushes["first", link] + self.pushes["refresh", link]) * grad_bytes for link in LINKS}
         by_link = {
             link: sum(self.pushes[why, link] for why in PUSHES) * expert_bytes
             + returned[link]
-            + self.rows[link] * row_bytes * TRIPS
+            + self.away_rows[link] * row_bytes * TRIPS
             for link in LINKS
         }
         return {
             "max_over_mean": self.imbalance / calls,
             "worst": self.worst,
-            "copies": self.copies / calls,
+            "copies": self.num_replicas / calls,
             **{f"{why}_bytes": number * expert_bytes / steps for why, number in pushed.items()},
             "grad_bytes": sum(returned.values()) / steps,
             **{f"{link}_bytes": number / steps for link, number in by_link.items()},
@@ -73,9 +73,9 @@ class Tally:
 class Replay:
     """One layer's calls through one planner; homes are in order, or as they are set between steps."""
 
-    homes: tuple[int, ...] | None = None
+    primaries: tuple[int, ...] | None = None
 
-    def __init__(self, entry: Entry, costs: Costs, limits: CopyLimits) -> None:
+    def __init__(self, entry: Entry, costs: Costs, limits: ReplicaLimits) -> None:
         self.tally = Tally()
         self._entry, self._costs, self._limits = entry, costs, limits
         self._held: list[tuple[int, int]] = []  # copies (expert, rank) in slots, the last used ones last
@@ -85,75 +85,77 @@ class Replay:
         stale, self._held = set(self._held), []
         num_ranks, num_experts = counts_MRE.shape[1:]
         for counts_RE in counts_MRE:
-            placement = PlacementMap(num_experts, num_ranks, self.homes, tuple(sorted(self._held)))
+            placement = PlacementMap(num_experts, num_ranks, self.primaries, tuple(sorted(self._held)))
             start = time.perf_counter()
             quotas_ER = self._entry.plan(counts_RE, placement, self._costs, self._limits)
             self.tally.planning += time.perf_counter() - start
-            slots = placement.num_slots if self._entry.own_slots else self._limits.slots
-            check(quotas_ER, counts_RE, placement, CopyLimits(slots, self._limits.ranks_per_node))
+            replica_slots = placement.num_expert_slots if self._entry.own_slots else self._limits.replica_slots
+            check(quotas_ER, counts_RE, placement, ReplicaLimits(replica_slots, self._limits.ranks_per_node))
             self._count(counts_RE, quotas_ER, placement)
             used = self._push(quotas_ER, placement, stale)
             if self._entry.keeps:
-                self._keep(used, slots)
+                self._keep(used, replica_slots)
 
     def _count(self, counts_RE: Integers, quotas_ER: Integers, placement: PlacementMap) -> None:
         tally, limits = self.tally, self._limits
         result = outcome(quotas_ER, placement, self._costs, limits)
-        before = outcome(at_home(counts_RE, placement), placement, self._costs, limits)
+        before = outcome(at_primaries(counts_RE, placement), placement, self._costs, limits)
         tally.calls += 1
         tally.imbalance += result.imbalance if counts_RE.any() else 1.0
         tally.worst = max(tally.worst, result.imbalance)
         tally.seconds += result.seconds
         tally.seconds_at_home += before.seconds
         tally.assignments += int(counts_RE.sum())
-        off_rank, between = rows(counts_RE, quotas_ER, limits.ranks_per_node)
-        tally.rows.update({"in_node": off_rank - between, "between": between})
+        off_rank, between = sent_rows(counts_RE, quotas_ER, limits.ranks_per_node)
+        tally.away_rows.update({"in_node": off_rank - between, "between": between})
 
     def _push(self, quotas_ER: Integers, placement: PlacementMap, stale: set[tuple[int, int]]) -> set[tuple[int, int]]:
         """The copies that are used, once their weights are counted where they travel."""
-        homes = placement.home_ranks
+        primaries = placement.primary_ranks
         pairs = [(int(expert), int(rank)) for expert, rank in zip(*np.nonzero(quotas_ER))]
-        used = {(expert, rank) for expert, rank in pairs if homes[expert] != rank}
-        self.tally.copies += len(used)
+        used = {(expert, rank) for expert, rank in pairs if primaries[expert] != rank}
+        self.tally.num_replicas += len(used)
         for expert, rank in used - set(self._held):
             node = self._limits.ranks_per_node
-            link = "in_node" if homes[expert] // node == rank // node else "between"
+            link = "in_node" if primaries[expert] // node == rank // node else "between"
             self.tally.pushes["refresh" if (expert, rank) in stale else "first", link] += 1
             if not self._entry.keeps:
                 self.tally.pushes["second", link] += 1
         stale -= used
         return used
 
-    def _keep(self, used: set[tuple[int, int]], slots: int) -> None:
+    def _keep(self, used: set[tuple[int, int]], replica_slots: int) -> None:
         """What was used last stays, as far as there are slots."""
         free: Counter[int] = Counter()
         kept = []
-        for expert, rank in [*sorted(used), *(copy for copy in reversed(self._held) if copy not in used)]:
-            if free[rank] < slots:
+        for expert, rank in [*sorted(used), *(replica for replica in reversed(self._held) if replica not in used)]:
+            if free[rank] < replica_slots:
                 free[rank] += 1
                 kept.append((expert, rank))
         self._held = kept[::-1]
 
 
-def rows(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int) -> tuple[int, int]:
+def sent_rows(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int) -> tuple[int, int]:
     """Assignments that leave their rank, and those of them that leave its node, as `moe.placement.quotas.shares` sends
     them."""
     own_ER = np.minimum(counts_RE.T, quotas_ER)
     starts = np.arange(0, counts_RE.shape[0], ranks_per_node)
     demand = np.add.reduceat(counts_RE.T - own_ER, starts, axis=1)
-    room = np.add.reduceat(quotas_ER - own_ER, starts, axis=1)
+    headroom = np.add.reduceat(quotas_ER - own_ER, starts, axis=1)
     off_rank = int(demand.sum())
-    return off_rank, off_rank - int(np.minimum(demand, room).sum())
+    return off_rank, off_rank - int(np.minimum(demand, headroom).sum())
 
 
 def spread(counts_RE: Integers, ranks: int) -> Integers:
     """The same assignments from another number of ranks: each is split, to one assignment evenly in total and of each
     expert, or neighbours are added up."""
     sources, experts = counts_RE.shape
-    parts = math.lcm(sources, ranks) // sources
+    num_chunks = math.lcm(sources, ranks) // sources
     ends = counts_RE.cumsum(1)[:, None]  # a rank's assignments are numbered; each parts-th is of one part
-    part = np.arange(parts)[:, None]
-    split = (ends + parts - 1 - part) // parts - (ends - counts_RE[:, None] + parts - 1 - part) // parts
+    chunk = np.arange(num_chunks)[:, None]
+    split = (ends + num_chunks - 1 - chunk) // num_chunks - (
+        ends - counts_RE[:, None] + num_chunks - 1 - chunk
+    ) // num_chunks
     return split.reshape(ranks, -1, experts).sum(1)
 
 

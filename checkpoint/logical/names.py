@@ -1,5 +1,4 @@
-"""What the global tensors of a checkpoint are called, and which logical weights they hold, whatever layout wrote them.
-Without torch.
+"""Names of a checkpoint's global tensors, and the logical weights that they hold, for any layout. Without torch.
 
 A global tensor may be a stack: of equal layers, which Megatron-core saves under one name; of a layer's routed experts;
 or of both.
@@ -14,24 +13,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from checkpoint.safetensors_header import Entry
-from models.weight_files.cover import Box, wrong_cover
+from models.weight_files.expected import Box, wrong_cover
 from models.weight_files.header import ITEM_BYTES
 
-# What weights are called in checkpoints, and by the model (models/specs.py and Megatron-core's MoE layer say why).
+# Names of weights in checkpoints -> in the model (models/specs.py and Megatron-core's MoE layer have the reasons).
 SPELLINGS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "mlp.experts.experts.": "mlp.experts.",
 }
 EXPERTS = "mlp.experts."
-# Whose rows each layout pads in its own way.
+# Weights over the vocabulary, which each layout pads in its own way.
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")
 LAYER = re.compile(r"(?P<block>decoder|encoder)\.layers\.((?P<number>\d+)\.)?(?P<rest>\D.*)")
 
 
 @dataclass(frozen=True)
 class GlobalName:
-    """What a global tensor's key stands for: a logical weight, with which axes in front that it has not."""
+    """The meaning of a global tensor's key: a logical weight, and the leading axes that the weight does not have."""
 
     prefix: str  # "decoder.layers."; the number of a layer, a point and `rest` follow
     rest: str
@@ -40,11 +39,11 @@ class GlobalName:
 
     @property
     def num_axes(self) -> int:
-        """Axes in front."""
+        """Number of leading axes."""
         return self.has_layers + self.has_experts
 
     def name(self, index: tuple[int, ...]) -> str:
-        """The logical weight at an index of the axes in front."""
+        """Return the name of the logical weight at an index of the leading axes."""
         rest = self.rest
         if self.has_experts:
             rest = f"{EXPERTS}{index[-1]}.{rest.removeprefix(EXPERTS)}"
@@ -52,7 +51,7 @@ class GlobalName:
 
 
 def parse(key: str) -> GlobalName:
-    """What a key of a checkpoint stands for, if it is that of a weight."""
+    """Return the meaning of a checkpoint's key, if it is that of a weight."""
     match = LAYER.fullmatch(key)
     if match is None:
         return GlobalName("", key, False, False)
@@ -66,59 +65,59 @@ def parse(key: str) -> GlobalName:
 
 
 @dataclass(frozen=True)
-class WeightPart:
-    """What a box holds of one logical weight: a matrix, row after row."""
+class WeightBlock:
+    """The block of a logical weight that a box holds: a matrix, stored row after row."""
 
     name: str
-    shape: tuple[int, ...]  # of the whole, with the vocabulary's padding
+    shape: tuple[int, ...]  # of the whole weight, with the vocabulary's padding
     box: Box  # of the logical matrix
-    start: int  # its first byte, from the box's
+    start: int  # its first byte, relative to the box's
 
 
-def parts_of(entry: Entry) -> Iterator[WeightPart]:
-    """The parts of logical weights that a box is made of; none, where it is of something else."""
+def blocks_of(entry: Entry) -> Iterator[WeightBlock]:
+    """Yield the blocks of logical weights that a box consists of; none if it holds something else."""
     known = parse(entry.key)
     axes = known.num_axes
     box = (1,) * (len(entry.global_shape) - len(entry.shape)) + entry.shape
     inner, offset, shape = box[axes:], entry.offset[axes:], entry.global_shape[axes:]
     if len(inner) not in (1, 2):
         return
-    rows, columns = (inner[0], 1) if len(inner) == 1 else inner
+    num_rows, num_columns = (inner[0], 1) if len(inner) == 1 else inner
     first = (offset[0], 0) if len(inner) == 1 else offset
-    place = (first[0], first[1], first[0] + rows, first[1] + columns)
+    block = (first[0], first[1], first[0] + num_rows, first[1] + num_columns)
     size = math.prod(inner) * ITEM_BYTES[entry.dtype]
     for number, index in enumerate(itertools.product(*(range(n) for n in box[:axes]))):
         name = known.name(tuple(o + i for o, i in zip(entry.offset, index)))
-        yield WeightPart(name, shape, place, number * size)
+        yield WeightBlock(name, shape, block, number * size)
 
 
-def without_padding(part: WeightPart, shape: tuple[int, ...]) -> WeightPart | None:
-    """What a part holds of a weight of this shape: all of it, but for the rows that pad the vocabulary. Raises
-    ValueError, in words, where it is of another shape."""
-    if part.shape == shape:
-        return part
-    if part.name not in PADDED or part.shape[1:] != shape[1:] or part.shape[0] < shape[0]:
-        raise ValueError(f"{part.name} in shape {list(part.shape)}, but its config calls for {list(shape)}")
-    end = min(part.box[2], shape[0])
-    return replace(part, box=(*part.box[:2], end, part.box[3])) if end > part.box[0] else None
+def without_padding(block: WeightBlock, shape: tuple[int, ...]) -> WeightBlock | None:
+    """Return a block without the rows that pad the vocabulary; `shape`: the weight's without padding. Raises ValueError
+    with a message for users if the shapes do not fit."""
+    if block.shape == shape:
+        return block
+    if block.name not in PADDED or block.shape[1:] != shape[1:] or block.shape[0] < shape[0]:
+        raise ValueError(f"{block.name} in shape {list(block.shape)}, but its config calls for {list(shape)}")
+    end = min(block.box[2], shape[0])
+    return replace(block, box=(*block.box[:2], end, block.box[3])) if end > block.box[0] else None
 
 
 def lacking_weights(entries: Iterable[Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """A line for each of a model's weights that the files of a checkpoint do not make up."""
+    """Return a line for each of a model's weights that a checkpoint's files do not cover."""
     found: dict[str, list[Box]] = {}
     wrong: dict[str, str] = {}
-    for part in (part for entry in entries for part in parts_of(entry) if part.name in shapes):
+    for block in (block for entry in entries for block in blocks_of(entry) if block.name in shapes):
         try:
-            kept = without_padding(part, shapes[part.name])
+            kept = without_padding(block, shapes[block.name])
         except ValueError as error:
-            wrong[part.name] = f"its files have {error}"
+            wrong[block.name] = f"its files have {error}"
             continue
-        found.setdefault(part.name, []).extend([] if kept is None else [kept.box])
+        found.setdefault(block.name, []).extend([] if kept is None else [kept.box])
     for name, shape in shapes.items():
         if name in wrong:
             continue
-        rows, columns = (shape[0], 1) if len(shape) == 1 else shape
-        problem = "it is not there" if name not in found else wrong_cover(found[name], rows, columns)
+        num_rows, num_columns = (shape[0], 1) if len(shape) == 1 else shape
+        problem = "it is not there" if name not in found else wrong_cover(found[name], num_rows, num_columns)
         if problem is not None:
             wrong[name] = f"its files lack the weight {name}: {problem}"
     return [wrong[name] for name in shapes if name in wrong]

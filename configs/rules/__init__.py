@@ -1,13 +1,13 @@
-"""Every rule that types alone cannot hold: ranges, names, divisibility, what goes with what.
+"""Rules that types cannot express: ranges, names, divisibility, combinations of keys.
 
-A rule yields a `Problem`: the field, its value, the rule, and candidate fixes.
+A rule yields a `Problem`: the field, the rule that its value breaks, and candidate fixes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from configs.rules import idle, layout, memory, model, rotary, training, values
+from configs.rules import idle, layout, model, offload, training, values
 from configs.rules.problem import Problem
 from configs.schema import Config
 
@@ -16,7 +16,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     values.values,
     values.loose_values,
     model.model,
-    rotary.rotary,
+    model.rotary_scaling,
     model.moe,
     layout.tensor,
     layout.context,
@@ -28,15 +28,15 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     training.evaluation,
     training.optimizer,
     training.pass_order,
-    memory.optimizer_state,
-    memory.activations,
-    memory.expert_weights,
+    offload.optimizer_state,
+    offload.activations,
+    offload.expert_weights,
     idle.idle,
 ]
 
 
 def first_problem(config: Config, world_size: int) -> Problem | None:
-    """The first broken rule; later rules may assume that earlier ones hold."""
+    """Return the first broken rule; later rules may assume that earlier ones hold."""
     for rules in RULES:
         for problem in rules(config, world_size):
             return problem

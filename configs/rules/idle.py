@@ -1,7 +1,7 @@
-"""Keys that have no effect beside others: what was asked for would not be done, and nobody would be told.
+"""Keys whose value has no effect in combination with others.
 
-What asks for a feature that cannot be had beside the other keys is refused. Other values, which often stand ready for
-something that is off, are named by the run and by its plan, and go on: `ready`.
+A value that requests a feature that the other keys exclude is an error (`idle`). Other values, often prepared for a
+feature that is off, are only named by the run and by its plan (`ready`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from configs.show import show
 
 
 class Needs(NamedTuple):
-    """Keys whose other values than the default have no effect unless something holds; `otherwise` says why."""
+    """Keys whose values other than the default have no effect unless a condition holds; `otherwise` is the reason."""
 
     keys: tuple[str, ...]
     holds: Callable[[Config], bool]
@@ -28,16 +28,12 @@ def _of(section: str) -> tuple[str, ...]:
     return tuple(name for name in KEYS if name.startswith(f"{section}."))
 
 
-def _lags(config: Config) -> bool:
+def _delays_weight_grads(config: Config) -> bool:
     backward = derived.pipeline_degrees(config)[1]
     return config.parallel.expert > 1 and not derived.plans_moe(config) and backward is not None and backward > 1
 
 
-def _uses_dense_width(config: Config) -> bool:
-    return 0 in derived.moe_layer_pattern(config) or config.moe.ffn_hidden_size is None
-
-
-# What is refused, in the order in which it is checked; `otherwise` reads on from "must be <default> ".
+# Errors, in the order in which they are checked; `otherwise` follows "must be <default> " in the message.
 NEEDS = [
     Needs(
         (
@@ -97,14 +93,18 @@ NEEDS = [
     ),
 ]
 
-# What is named.
+# Values that are only named.
 READY = [
     Needs(
         tuple(name for name in _of("moe") if name != "moe.num_experts" and name not in NEEDS[0].keys),
         derived.is_moe,
         "moe.num_experts is null",
     ),
-    Needs(("model.ffn_hidden_size",), _uses_dense_width, "all layers have experts, of moe.ffn_hidden_size"),
+    Needs(
+        ("model.ffn_hidden_size",),
+        lambda c: 0 in derived.moe_layer_pattern(c) or c.moe.ffn_hidden_size is None,
+        "all layers have experts, of moe.ffn_hidden_size",
+    ),
     Needs(("moe.expert_bias_rate",), lambda c: not derived.is_moe(c) or c.moe.expert_bias, "moe.expert_bias is false"),
     Needs(
         ("moe.drop_policy",),
@@ -113,7 +113,7 @@ READY = [
     ),
     Needs(
         ("moe.weight_lag",),
-        lambda c: not derived.is_moe(c) or _lags(c),
+        lambda c: not derived.is_moe(c) or _delays_weight_grads(c),
         "a backward pass over several ranks (parallel.expert) has not several chunks (moe.backward_pipeline_degree), "
         "or they are chosen (auto)",
     ),
@@ -162,7 +162,7 @@ READY = [
     Needs(("checkpoint.keep_every",), lambda c: c.checkpoint.keep > 0, "checkpoint.keep is 0: all stay"),
     Needs(
         ("optimizer.bucket_parameters",),
-        derived.has_tiers,
+        derived.has_own_optimizer_state,
         "optimizer.state_device is device, and optimizer.moment_dtype fp32",
     ),
     Needs(
@@ -201,25 +201,25 @@ READY = [
 
 
 def _idle(config: Config, table: list[Needs]) -> Iterator[tuple[str, str]]:
-    """(key, why) of each key of a table that has another value than its default, and no effect."""
+    """Yield (key, reason) of each key of a table that has no effect and not its default."""
     for keys, holds, otherwise in table:
         if not holds(config):
             yield from ((key, otherwise) for key in keys if get(config, key) != KEYS[key].default)
 
 
 def idle(config: Config, world_size: int) -> Iterator[Problem]:
-    """The first such key; the advice sets all of them back."""
+    """Yield the problem of each such key; the fix resets all of them."""
     back: Fix = {key: KEYS[key].fresh_default() for key, _ in _idle(config, NEEDS)}
     for key, otherwise in _idle(config, NEEDS):
         yield Problem(key, f"must be {show(back[key])} {otherwise}", [back])
 
 
 def has_no_effect(key: str, config: Config) -> bool:
-    """Whether a key's value says nothing in this config."""
+    """Whether a key's value has no effect in this config."""
     return any(key in needs.keys and not needs.holds(config) for needs in (*NEEDS, *READY))
 
 
 def ready(config: Config) -> str:
-    """What stands ready and is not used, in one line; empty where all is."""
+    """Return one line about values without effect; "" if there are none."""
     found = [f"{key} ({why})" for key, why in _idle(config, READY)]
     return f"without effect here: {'; '.join(found)}" if found else ""

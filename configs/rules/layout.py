@@ -1,4 +1,4 @@
-"""Rules of the layout: what each parallel size must divide, and how many processes it takes."""
+"""Rules of the layout: what each parallel size must divide, and the number of processes."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ def context(config: Config, world_size: int) -> Iterator[Problem]:
     context, heads, micro = parallel.context, parallel.context_heads, training.micro_batch_size
     if context == 1:
         return
-    parts = context * parallel.tensor if parallel.sequence else context
-    rows = micro * model.sequence_length
-    if rows % parts:
+    num_shards = context * parallel.tensor if parallel.sequence else context
+    num_rows = micro * model.sequence_length
+    if num_rows % num_shards:
         times = f" times parallel.tensor ({parallel.tensor})" if parallel.sequence else ""
-        rule = f"{times} must divide training.micro_batch_size ({micro}) * model.sequence_length, {rows} rows".strip()
-        length = parts // math.gcd(parts, micro)
+        rule = (
+            f"{times} must divide training.micro_batch_size ({micro}) * model.sequence_length, {num_rows} rows".strip()
+        )
+        length = num_shards // math.gcd(num_shards, micro)
         fixes: list[Fix] = [
             *set_to("model.sequence_length", multiples(length, model.sequence_length)),
-            *set_to("parallel.context", [n for n in divisors(rows, context) if n < context]),
+            *set_to("parallel.context", [n for n in divisors(num_rows, context) if n < context]),
         ]
         yield Problem("parallel.context", rule, fixes)
     if model.attention_dropout > 0:
@@ -122,8 +124,7 @@ def world(config: Config, world_size: int) -> Iterator[Problem]:
     names = ("tensor", "pipeline", "context", "expert")
     dense, expert = derived.model_parallel_size(config), derived.expert_model_parallel_size(config)
     both = math.lcm(dense, expert)
-    # The one size to change, tried in every section and at every value that divides the world; then the number of
-    # processes.
+    # Fixes change one size to a value that divides the world, else all sizes to 1, else the number of processes.
     smaller: list[Fix] = []
     for name in sorted(names, key=lambda name: -getattr(parallel, name)):
         size = getattr(parallel, name)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from configs import derived
 from configs.keys import get
+from configs.rotary import faults
 from configs.rules.problem import Fix, Problem, divisors, must_divide, set_to
 from configs.schema import Config
 from configs.show import show
 
-MIN_TRAINED_VOCAB = 320  # pieces of a tokenizer: 256 bytes, 7 special symbols and some room for real pieces
-MAX_TRAINED_VOCAB = 1_000_000  # sentencepiece counts beyond it for minutes, and near 2**31 without end
+MIN_TRAINED_VOCAB = 320  # tokens: 256 bytes, 7 special symbols and a few learned ones
+MAX_TRAINED_VOCAB = 1_000_000  # sentencepiece takes minutes beyond it, and does not end near 2**31
 MIN_BERT_SEQUENCE = 8  # [CLS] a [SEP] b [SEP] with something to mask
 
-# What latent attention takes for granted.
+# Values that latent attention requires.
 LATENT_NEEDS: dict[str, Any] = {
     "model.family": "gpt",
     "model.position_embedding": "rope",
@@ -27,6 +29,7 @@ LATENT_NEEDS: dict[str, Any] = {
     "model.linear_bias": False,
     "model.qkv_bias": False,
 }
+ROTARY_SCALING = "model.rotary_scaling"
 
 
 def model(config: Config, world_size: int) -> Iterator[Problem]:
@@ -84,6 +87,25 @@ def _is_json_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def rotary_scaling(config: Config, world_size: int) -> Iterator[Problem]:
+    model, scaling = config.model, config.model.rotary_scaling
+    off: Fix = {ROTARY_SCALING: None}
+    for fault in faults(scaling):
+        fixes = [*([{ROTARY_SCALING: fault.mended}] if fault.mended is not None else []), off]
+        yield Problem(f"{ROTARY_SCALING}.{fault.key}" if fault.key else ROTARY_SCALING, fault.rule, fixes)
+        return
+    if scaling is None or model.position_embedding != "rope":
+        return
+    pairs = derived.rotary_dim(config) // 2
+    for name in ("short_factor", "long_factor"):
+        if name in scaling and len(scaling[name]) != pairs:
+            rule = f"must have {pairs} numbers, one for each pair of channels that turns"
+            yield Problem(f"{ROTARY_SCALING}.{name}", rule, [off])
+    if scaling["rope_type"] == "yarn" and math.log(model.rotary_base) == 0:
+        rule = f"must not be 1 with {ROTARY_SCALING} of rope_type yarn: all channels would turn alike"
+        yield Problem("model.rotary_base", rule, [*set_to("model.rotary_base", [10000.0]), off])
 
 
 def moe(config: Config, world_size: int) -> Iterator[Problem]:

@@ -12,17 +12,17 @@ from configs.show import show
 
 def batch(config: Config, world_size: int) -> Iterator[Problem]:
     training, parallel = config.training, config.parallel
-    copies = derived.data_parallel_size(config, world_size)
+    num_replicas = derived.data_parallel_size(config, world_size)
     size, micro = training.global_batch_size, training.micro_batch_size
-    if size % (micro * copies):
-        rule = f"must be divisible by training.micro_batch_size ({micro}) times the data-parallel size ({copies})"
-        smaller = [d for d in divisors(size // copies, micro) if d < micro] if size % copies == 0 else []
+    if size % (micro * num_replicas):
+        rule = f"must be divisible by training.micro_batch_size ({micro}) times the data-parallel size ({num_replicas})"
+        smaller = [d for d in divisors(size // num_replicas, micro) if d < micro] if size % num_replicas == 0 else []
         fixes = [
             *set_to("training.micro_batch_size", smaller),
-            *set_to("training.global_batch_size", multiples(micro * copies, size)),
+            *set_to("training.global_batch_size", multiples(micro * num_replicas, size)),
         ]
         if parallel.virtual_pipeline is not None:
-            fixes += set_to("training.global_batch_size", multiples(micro * copies * parallel.pipeline, size))
+            fixes += set_to("training.global_batch_size", multiples(micro * num_replicas * parallel.pipeline, size))
         yield Problem("training.global_batch_size", rule, fixes)
     count = derived.num_micro_batches(config, world_size)
     if parallel.virtual_pipeline is not None and count % parallel.pipeline:
@@ -31,8 +31,8 @@ def batch(config: Config, world_size: int) -> Iterator[Problem]:
             "when parallel.virtual_pipeline is set"
         )
         fixes = [
-            *set_to("training.micro_batch_size", divisors(size // copies, micro)),
-            *set_to("training.global_batch_size", multiples(micro * copies * parallel.pipeline, size)),
+            *set_to("training.micro_batch_size", divisors(size // num_replicas, micro)),
+            *set_to("training.global_batch_size", multiples(micro * num_replicas * parallel.pipeline, size)),
             {"parallel.virtual_pipeline": None},
         ]
         yield Problem("training.global_batch_size", rule, fixes)
@@ -75,7 +75,7 @@ def optimizer(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def pass_order(config: Config, world_size: int) -> Iterator[Problem]:
-    """Rules of passes by layer."""
+    """Rules of the layer-wise schedule."""
     training, parallel = config.training, config.parallel
     if training.pass_order != "by_layer":
         return

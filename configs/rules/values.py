@@ -1,4 +1,4 @@
-"""Each key by itself: what the schema says of it, and the few keys that take values of several types."""
+"""Rules of each key by itself: those of the schema, and those of the few keys with values of several types."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def values(config: Config, world_size: int) -> Iterator[Problem]:
-    """What the schema says of each key by itself."""
+    """Check each key against the schema."""
     for name, key in KEYS.items():
         value = get(config, name)
         if isinstance(value, str) and not key.choices and not value.strip():
@@ -30,7 +30,7 @@ def values(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def _legal_values(key: Key, value: Any) -> list[Any]:
-    """Values that the schema allows in place of one that it does not, nearest first."""
+    """Return legal values to replace an illegal one, nearest first."""
     close = nearest(value, key.choices) if key.choices else None
     edge = [int(key.low)] if key.low is not None and isinstance(value, int) else []
     tried = [*([close] if close else []), *edge, key.fresh_default(), *(key.choices or (1, 0.5)), None]
@@ -38,7 +38,7 @@ def _legal_values(key: Key, value: Any) -> list[Any]:
 
 
 def wrong_validation_corpora(value: Any) -> str | None:
-    """What data.validation_corpora must be and is not, in words that read on from the value; None for a legal one."""
+    """Return the rule that a value of data.validation_corpora breaks, to follow it in a message, else None."""
     if not isinstance(value, dict):
         return f"must be {KEYS['data.validation_corpora'].form}"
     for name, corpus in value.items():
@@ -54,7 +54,7 @@ def wrong_validation_corpora(value: Any) -> str | None:
 
 
 def _accepted(config: Config, name: str) -> Iterator[Problem]:
-    """checkpoint.accept_changes lists what a resume would refuse, and no more."""
+    """Check that `name` in checkpoint.accept_changes is a key whose change a resume refuses but may accept."""
     key = "checkpoint.accept_changes"
     acceptable = [other for other in KEYS if KEYS[other].acceptable]
     if name in acceptable:
@@ -73,22 +73,8 @@ def _accepted(config: Config, name: str) -> Iterator[Problem]:
 
 
 def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
-    """The few keys that take values of several types."""
-    corpus = config.data.corpus
-    items = corpus if isinstance(corpus, list) else [] if isinstance(corpus, dict) else [corpus]
-    for item in items:
-        path, weight = (item.get("path"), item.get("weight", 1.0)) if isinstance(item, dict) else (item, 1.0)
-        unknown = set(item) - {"path", "weight"} if isinstance(item, dict) else set()
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < math.inf
-        if not isinstance(path, str) or not path.strip() or not number or unknown:
-            items = []
-    if not items:
-        rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
-        yield Problem("data.corpus", rule, set_to("data.corpus", ["stdlib"]))
-
-    if (wrong := wrong_validation_corpora(config.data.validation_corpora)) is not None:
-        yield Problem("data.validation_corpora", wrong, set_to("data.validation_corpora", [{}]))
-
+    """Check the few keys with values of several types."""
+    yield from _corpora(config)
     profile, steps = config.training.profile, config.training.steps
     if any(not 1 <= step <= steps for step in profile.steps):
         rule = f"must be numbers of steps from 1 to training.steps ({steps})"
@@ -114,6 +100,42 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
             set_to("moe.pipeline_degree", ["auto", 1]),
         )
 
+    yield from _plan(config)
+    layers, num_layers = config.moe.layers, config.model.num_layers
+    if isinstance(layers, list):
+        if len(layers) != num_layers or any(layer not in (0, 1) for layer in layers) or not any(layers):
+            spread = [int(layers[i % len(layers)] in (1, True)) if layers else 1 for i in range(num_layers)]
+            rule = (
+                f"must be a list of one 0 or 1 for each of model.num_layers ({num_layers}), with at least one 1, or "
+                "an integer"
+            )
+            yield Problem(
+                "moe.layers", rule, set_to("moe.layers", [*([spread] if any(spread) and num_layers <= 16 else []), 1])
+            )
+    elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+        rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
+        yield Problem("moe.layers", rule, set_to("moe.layers", [1]))
+
+
+def _corpora(config: Config) -> Iterator[Problem]:
+    corpus = config.data.corpus
+    items = corpus if isinstance(corpus, list) else [] if isinstance(corpus, dict) else [corpus]
+    for item in items:
+        path, weight = (item.get("path"), item.get("weight", 1.0)) if isinstance(item, dict) else (item, 1.0)
+        unknown = set(item) - {"path", "weight"} if isinstance(item, dict) else set()
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < math.inf
+        if not isinstance(path, str) or not path.strip() or not number or unknown:
+            items = []
+    if not items:
+        rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
+        yield Problem("data.corpus", rule, set_to("data.corpus", ["stdlib"]))
+
+    if (wrong := wrong_validation_corpora(config.data.validation_corpora)) is not None:
+        yield Problem("data.validation_corpora", wrong, set_to("data.validation_corpora", [{}]))
+
+
+def _plan(config: Config) -> Iterator[Problem]:
+    """Check the keys of a plan: plan, plan_world_size and hardware."""
     if (
         config.plan not in (False, True, "json", "search")
         or isinstance(config.plan, (int, float))
@@ -132,18 +154,3 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
     if config.hardware is not None and (unknown_file := hardware_files.wrong(config.hardware)) is not None:
         rule, close = unknown_file
         yield Problem("hardware", rule, set_to("hardware", [*([close] if close else []), None]))
-
-    layers, num_layers = config.moe.layers, config.model.num_layers
-    if isinstance(layers, list):
-        if len(layers) != num_layers or any(layer not in (0, 1) for layer in layers) or not any(layers):
-            spread = [int(layers[i % len(layers)] in (1, True)) if layers else 1 for i in range(num_layers)]
-            rule = (
-                f"must be a list of one 0 or 1 for each of model.num_layers ({num_layers}), with at least one 1, or "
-                "an integer"
-            )
-            yield Problem(
-                "moe.layers", rule, set_to("moe.layers", [*([spread] if any(spread) and num_layers <= 16 else []), 1])
-            )
-    elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
-        yield Problem("moe.layers", rule, set_to("moe.layers", [1]))

@@ -1,4 +1,4 @@
-"""Files that are compressed, as .gz, .zst, .xz or .bz2."""
+"""Files compressed as .gz, .zst, .xz or .bz2."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from configs.schema import ConfigError
-from data.corpus.signatures import refuse_pointer
+from data.corpus.file_kinds import refuse_pointer
 
 
 def unpack(path: str, out: str, limit: int | None = None) -> None:
-    """Decompress a file by its suffix, or about its first `limit` bytes, to `out`, atomically.
+    """Decompress a file, or about its first `limit` bytes, to `out`, atomically; the suffix names the format.
 
-    Raises ConfigError naming the file when it is damaged.
+    Raises ConfigError with the file's name if the file is damaged.
     """
     temporary = f"{out}.tmp{os.getpid()}"
     written = 0
@@ -35,8 +35,10 @@ def unpack(path: str, out: str, limit: int | None = None) -> None:
 
 
 def unpacked_blocks(path: str) -> Iterator[bytes]:
-    """The content of a compressed file, block by block. Raises ConfigError naming the file when it is damaged, or
-    stands for one that was not fetched."""
+    """Yield the decompressed content of a file in blocks.
+
+    Raises ConfigError with the file's name if the file is damaged, or a pointer to a file that was not fetched.
+    """
     import zstandard
 
     refuse_pointer(path)
@@ -48,7 +50,8 @@ def unpacked_blocks(path: str) -> Iterator[bytes]:
 
 
 class _BadBzip2(Exception):
-    """What bz2 raises as an OSError without a number, which a failing disk has."""
+    """Error for damaged bzip2 data, for which bz2 raises an OSError without errno (a failing disk raises one with
+    errno)."""
 
 
 def _blocks(path: str, source: BinaryIO) -> Iterator[bytes]:
@@ -75,13 +78,13 @@ def _zstd_blocks(source: BinaryIO) -> Iterator[bytes]:
     import zstandard
 
     decoder = zstandard.ZstdDecompressor().decompressobj()
-    begun = False
+    has_data = False
     while block := source.read(1 << 20):
         while block:
             if decoder.eof:
                 decoder = zstandard.ZstdDecompressor().decompressobj()
-            begun = True
+            has_data = True
             yield decoder.decompress(block)
             block = decoder.unused_data if decoder.eof else b""
-    if begun and not decoder.eof:
+    if has_data and not decoder.eof:
         raise EOFError("the last frame ends early")

@@ -1,4 +1,4 @@
-"""A piece of a file, and what reading it gives: documents, and lines that could not be used."""
+"""A span of a file, and the results of reading it: documents, and lines that could not be used."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """A piece of a file: bytes [start, end) of `path`, or row groups of a Parquet file; `shown` is what messages call
-    it."""
+    """Bytes [start, end) of the file `path`, or row groups of a Parquet file; messages name it `shown`."""
 
     path: str
     shown: str
@@ -18,13 +17,13 @@ class Span:
     start: int
     end: int
     size: int  # bytes, for the progress bar
-    rule: str = ""  # of a text file: where its documents end (data/corpus/text.py)
-    by_line: bool = False  # whether each of its lines is a sentence
+    rule: str = ""  # data.documents_in_text, for text files (data/corpus/text.py)
+    by_line: bool = False  # whether each line is a sentence
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a piece of a large one: `begins` and `ends` say whether it is the first and the last."""
+    """A document, or a segment of a large one. begins, ends: whether it is the first and the last segment."""
 
     name: str
     text: str
@@ -34,6 +33,8 @@ class Document:
 
 @dataclass(frozen=True)
 class BadLine:
+    """A line that holds no usable text, with the reason."""
+
     file: str
     line: int  # from 1; a row of a Parquet file
     reason: str
@@ -43,5 +44,5 @@ class BadLine:
 
 
 def document_hash(name: str) -> int:
-    """A stable 64-bit hash of a document's name; it decides the validation split."""
+    """Return a stable 64-bit hash of a document's name; it decides the validation split."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")

@@ -1,21 +1,28 @@
-"""The documents of a span, by the format of its file."""
+"""The documents of a span, by its file's format; text in other encodings is refused, with a command to convert it."""
 
 from __future__ import annotations
 
 import ast
+import shlex
 from collections.abc import Iterator
 
 from configs.schema import ConfigError
 from data.corpus.documents import BadLine, Document, Span
-from data.corpus.encodings import Lines, refuse_other_encodings
-from data.corpus.kinds import TEXT
-from data.corpus.parquet import read_parquet
-from data.corpus.rows import json_text, json_values
-from data.corpus.text import BYTE_ORDER_MARK, REACH_BYTES, pieces
+from data.corpus.file_kinds import PACKED, TEXT
+from data.corpus.text import BYTE_ORDER_MARK, REACH_BYTES, text_segments
+from data.corpus.text_fields import json_text, json_values, read_parquet
+
+BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
+    (b"\xff\xfe\0\0", "UTF-32"),
+    (b"\0\0\xfe\xff", "UTF-32"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+NUL_FOR_TR = r"'\000'"
 
 
 def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
-    """The documents of a span, in order, and each line that could not be used."""
+    """Yield the documents of a span, in order, and each line that could not be used."""
     if span.format == "parquet":
         yield from read_parquet(span, text_key)
         return
@@ -28,18 +35,30 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
     except OSError as error:
         raise ConfigError(f"data.corpus: cannot read {span.path}: {error.strerror}") from error
     if span.format not in ("stdlib", "topics"):
-        refuse_other_encodings(span, content)
+        _refuse_other_encodings(span, content)
     if span.format == TEXT:
-        yield from _read_text(span, content, before, at_end)
+        lines = LineNumbers(span)
+        for begin, end, begins, ends in text_segments(content, before, span.start, at_end, span.rule):
+            name = span.name if span.rule == "file" else f"{span.name}@{span.start + begin}"
+            yield from _decode(span, name, content[begin:end], begin, content, lines, begins, ends)
         return
     if span.start == 0:
         content = content.removeprefix(BYTE_ORDER_MARK)
     if span.format == "jsonl":
-        yield from _read_jsonl(span, content, text_key)
+        offset, lines = span.start, LineNumbers(span)
+        for i, row in enumerate(content.split(b"\n")):
+            if row.strip():
+                text, reason = json_text(row, text_key)
+                yield BadLine(span.shown, lines.at(i), reason) if reason else Document(f"{span.name}@{offset}", text)
+            offset += len(row) + 1
     elif span.format == "values":
-        yield from _read_values(span, content, text_key)
+        for number, line, text, reason in json_values(content, text_key):
+            yield BadLine(span.shown, line + 1, reason) if reason else Document(f"{span.name}@{number}", text)
     elif span.format == "topics":
-        yield from _read_topics(span, content)
+        for node in ast.walk(ast.parse(content)):  # prose about the language, in a dictionary literal
+            if isinstance(node, ast.Dict):
+                for topic, text in ast.literal_eval(node).items():
+                    yield Document(f"{span.name}@{topic}", text)
     elif span.format == "stdlib":
         try:
             text = content.decode("utf-8")
@@ -48,7 +67,7 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         if text.strip():
             yield Document(span.name, text)
     else:
-        yield from _decode(span, span.name, content, 0, content, Lines(span))
+        yield from _decode(span, span.name, content, 0, content, LineNumbers(span))
 
 
 def _decode(
@@ -57,12 +76,12 @@ def _decode(
     raw: bytes,
     offset: int,
     content: bytes,
-    lines: Lines,
+    lines: LineNumbers,
     begins: bool = True,
     ends: bool = True,
 ) -> Iterator[Document | BadLine]:
-    """The document, or the piece of one, in `raw`, which begins at `offset` of `content`; a line that is no UTF-8 is
-    reported and left out."""
+    """Yield the document, or the segment, in `raw`, which begins at `offset` of `content`; report lines that are not
+    UTF-8 and leave them out."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -80,34 +99,52 @@ def _decode(
         yield Document(name, text, begins, ends)
 
 
-def _read_text(span: Span, content: bytes, before: bytes, at_end: bool) -> Iterator[Document | BadLine]:
-    lines = Lines(span)
-    for begin, end, begins, ends in pieces(content, before, span.start, at_end, span.rule):
-        name = span.name if span.rule == "file" else f"{span.name}@{span.start + begin}"
-        yield from _decode(span, name, content[begin:end], begin, content, lines, begins, ends)
+def _refuse_other_encodings(span: Span, content: bytes) -> None:
+    """Raise ConfigError for UTF-16, UTF-32 and NUL bytes, with a command that converts the file."""
+    nul = content.find(b"\0")
+    if nul < 0 and span.start:
+        return
+    with open(span.path, "rb") as file:
+        head = file.read(4096)
+    encoding = next((name for mark, name in BYTE_ORDER_MARKS if head.startswith(mark)), None)
+    evidence = "begins with the byte order mark of"
+    if encoding is None and nul >= 0:
+        line = LineNumbers(span).at(content.count(b"\n", 0, nul))
+        zeros = [head[i::2].count(0) / (len(head) / 2) for i in range(2)]
+        if max(zeros) < 0.3 or min(zeros) > 0.1:
+            raise ConfigError(
+                f"data.corpus: {span.shown}:{line} holds a NUL byte, which no text has. Take it out, for example with: "
+                f"{_shell_line(span.shown, ['tr', '-d', NUL_FOR_TR])}"
+            )
+        encoding, evidence = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE", "looks like"
+    if encoding is not None:
+        command = _shell_line(span.shown, ["iconv", "-f", encoding, "-t", "UTF-8"])
+        raise ConfigError(
+            f"data.corpus: {span.shown} {evidence} {encoding}, but text must be UTF-8. Convert it with: {command}"
+        )
 
 
-def _read_jsonl(span: Span, content: bytes, text_key: str) -> Iterator[Document | BadLine]:
-    offset, lines = span.start, Lines(span)
-    for i, line in enumerate(content.split(b"\n")):
-        if line.strip():
-            text, reason = json_text(line, text_key)
-            if reason:
-                yield BadLine(span.shown, lines.at(i), reason)
-            else:
-                yield Document(f"{span.name}@{offset}", text)
-        offset += len(line) + 1
+def _shell_line(path: str, command: list[str]) -> str:
+    """Return the shell command that sends the text of a file, decompressed if need be, through a command."""
+    unpacker = next((tool for _, tool, suffix in PACKED if path.lower().endswith(suffix)), None)
+    words, name = " ".join(command), shlex.quote(path)
+    return f"{unpacker} -dc {name} | {words} > NEW" if unpacker else f"{words} < {name} > NEW"
 
 
-def _read_values(span: Span, content: bytes, text_key: str) -> Iterator[Document | BadLine]:
-    """The objects of a file that is one JSON value, or several, over any lines: an array's, or the value itself."""
-    for number, line, text, reason in json_values(content, text_key):
-        yield BadLine(span.shown, line + 1, reason) if reason else Document(f"{span.name}@{number}", text)
+class LineNumbers:
+    """Numbers of a span's lines in the file; the lines before the span are counted when the first is asked for."""
 
+    def __init__(self, span: Span):
+        self._span = span
+        self._before: int | None = None
 
-def _read_topics(span: Span, content: bytes) -> Iterator[Document]:
-    """pydoc's topics: prose about the language, in a dictionary literal."""
-    for node in ast.walk(ast.parse(content)):
-        if isinstance(node, ast.Dict):
-            for topic, text in ast.literal_eval(node).items():
-                yield Document(f"{span.name}@{topic}", text)
+    def at(self, index: int) -> int:
+        """Return the number in the file, from 1, of line `index` of the span, from 0."""
+        if self._before is None:
+            self._before, position = 0, 0
+            with open(self._span.path, "rb") as file:
+                while position < self._span.start:
+                    block = file.read(min(1 << 24, self._span.start - position))
+                    self._before += block.count(b"\n")
+                    position += len(block)
+        return self._before + index + 1

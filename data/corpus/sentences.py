@@ -7,7 +7,7 @@ import re
 SENTENCE_END = re.compile(r"[.!?]['\")\]]*\s+(?=['\"(\[]*[A-Z0-9])|\n[ \t]*\n\s*")
 LINE_END = re.compile(r"\n\s*?(?=[ \t]*\S)|\n\s*\Z")
 MAX_SENTENCE_CHARACTERS = 400
-HEAD_BYTES = 1 << 16  # of a file, by which it is known whether each line is a sentence
+HEAD_BYTES = 1 << 16  # the bytes of a file that decide whether each line is a sentence
 LAST_OF_A_LINE = re.compile(r"[.!?\u3002\uff01\uff1f\u0964\u061f\u2026][ '\")\]\u2019\u201d\u00bb\u300d]*\Z")
 INSIDE_A_LINE = re.compile(
     r"[.!?]['\")\]\u2019\u201d]*\s+(?=['\"(\[\u2018\u201c]*[A-Z0-9])|\s[.!?]\s+(?=\S)|[\u3002\uff01\uff1f](?=\w)"
@@ -18,16 +18,16 @@ LEAST_LINES, LEAST_ENDING, MOST_INSIDE = 3, 0.8, 0.35
 def split_sentences(text: str, by_line: bool) -> list[str]:
     """Cut a text into sentences; joined they give the text again.
 
-    Prose is cut after ., ! or ? before a capital, and at empty lines; code, and a file that has a sentence a line
-    (`by_line`), after each line. Longer
-    sentences than MAX_SENTENCE_CHARACTERS are cut at spaces, so that no text is lost to a sample's length.
+    Prose is cut after ., ! or ? before a capital, and at empty lines; code, and files with one sentence per line
+    (`by_line`), after each line. Sentences longer than MAX_SENTENCE_CHARACTERS are cut at spaces, so that no text is
+    lost to a sample's length.
     """
     ends = [match.end() for match in (LINE_END if by_line else SENTENCE_END).finditer(text)]
     sentences = []
     begin = 0
     for end in [*ends, len(text)]:
         if not text[begin:end].strip():
-            continue  # goes with the next
+            continue  # joined to the next one
         while end - begin > MAX_SENTENCE_CHARACTERS:
             cut = text.rfind(" ", begin + 1, begin + MAX_SENTENCE_CHARACTERS)
             cut = begin + MAX_SENTENCE_CHARACTERS if cut < 0 else cut
@@ -41,15 +41,15 @@ def split_sentences(text: str, by_line: bool) -> list[str]:
 
 
 def head_of(path: str) -> str:
-    """The first HEAD_BYTES of a file, up to the end of a line."""
+    """Return the first HEAD_BYTES of a file, up to the end of a line."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     return (head if len(head) < HEAD_BYTES else head[: head.rfind(b"\n") + 1] or head).decode("utf-8", "ignore")
 
 
 def has_a_sentence_a_line(head: str) -> bool:
-    """Whether a text has one sentence a line, as BERT's tools want it: most lines end as a sentence does, and few hold
-    the end of another."""
+    """Whether a text has one sentence per line, as BERT's tools need it: most lines end as a sentence does, and few
+    hold the end of another one."""
     lines = [line for line in map(str.strip, head.split("\n")) if line]
     ending = sum(LAST_OF_A_LINE.search(line) is not None for line in lines)
     inside = sum(len(INSIDE_A_LINE.findall(line)) for line in lines)

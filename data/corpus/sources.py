@@ -1,4 +1,4 @@
-"""What `data.corpus` names: files and folders, the standard library, token files, and blends of them."""
+"""Sources of documents that `data.corpus` names: files, folders, the standard library, token files, and blends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import ConfigError
-from data.corpus.kinds import (
+from data.corpus.file_kinds import (
+    ARCHIVES,
     COMPRESSED,
     KNOWN,
     TEXT,
-    archive_command,
     dataset_command,
     format_of,
-    look_into,
+    scan_folder,
+    suffix_of,
     uncompressed,
 )
 from data.indexed import IndexedTokens
@@ -32,6 +33,8 @@ GENERATED_CODEC = b"generated from"
 
 @dataclass(frozen=True)
 class File:
+    """A file of a corpus as it was found."""
+
     path: str
     name: str  # stable: relative to its source, without the compression's suffix
     format: str  # text | jsonl | json | parquet | file | stdlib | topics
@@ -45,36 +48,34 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """One term of the blend: files that are concatenated, or (`megatron`) the prefix of token files that exist
-    already."""
+    """One term of the blend: files that are concatenated, or (`megatron`) the prefix of existing token files."""
 
     name: str
     weight: float | None  # None: by size
-    given: str  # as data.corpus has it
+    given: str  # as in data.corpus
     files: tuple[File, ...] = ()
     megatron: str | None = None
-    notes: tuple[str, ...] = ()  # what a user should know of it
+    notes: tuple[str, ...] = ()  # for the user
 
     @property
     def has_text_files(self) -> bool:
-        """Whether data.documents_in_text says what its documents are."""
+        """Whether data.documents_in_text defines its documents."""
         return any(file.format == TEXT for file in self.files)
 
     @property
     def is_stdlib(self) -> bool:
-        """Whether it is the standard library and nothing else."""
+        """Whether the standard library is its only content."""
         return bool(self.files) and all(file.format in ("stdlib", "topics") for file in self.files)
 
     def identity(self) -> list[Any]:
-        """What decides the content: paths, sizes and times of change."""
+        """Return the paths, sizes and times of change of its files, which decide its content."""
         return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]
 
 
 def parse_corpus(corpus: Any) -> list[Source]:
-    """Sources of `data.corpus`: "stdlib", a path, a list of those, or a list of {path, weight}.
+    """Return the sources of `data.corpus`: "stdlib", a path, a list of those, or a list of {path, weight}.
 
-    A list without weights is one source (its documents mix by size). Raises ConfigError naming data.corpus and the
-    path.
+    A list without weights is one source, whose documents mix by size. Raises ConfigError with the key and the path.
     """
     items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
     if not items:
@@ -95,7 +96,7 @@ def parse_corpus(corpus: Any) -> list[Source]:
 
 
 def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
-    """Sources of `data.validation_corpora`, by name. Raises ConfigError naming it, the name and the path."""
+    """Return the sources of `data.validation_corpora`, by name. Raises ConfigError with the key, name and path."""
     found = {}
     for name, corpus in corpora.items():
         with naming_validation(name):
@@ -105,12 +106,11 @@ def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """Makes what is said of a corpus say that it is this validation corpus."""
+    """Replace data.corpus in a ConfigError's message by the key of this validation corpus."""
     try:
         yield
     except ConfigError as error:
-        text = re.sub(r"data\.corpus\b", f"data.validation_corpora.{name}", str(error))
-        raise ConfigError(text) from error
+        raise ConfigError(re.sub(r"data\.corpus\b", f"data.validation_corpora.{name}", str(error))) from error
 
 
 def _parse_item(item: Any) -> tuple[str, float | None]:
@@ -129,54 +129,51 @@ def _parse_item(item: Any) -> tuple[str, float | None]:
 def _open_source(path: str, weight: float | None) -> list[Source]:
     if path == "stdlib":
         return [Source("stdlib", weight, path, tuple(_stdlib_files()))]
-    place = Path(path).expanduser().absolute()
-    prefix = str(place.with_suffix("")) if place.suffix in (".bin", ".idx") else str(place)
-    if not place.is_dir() and os.path.isfile(f"{prefix}.bin") and os.path.isfile(f"{prefix}.idx"):
+    full = Path(path).expanduser().absolute()
+    prefix = str(full.with_suffix("")) if full.suffix in (".bin", ".idx") else str(full)
+    if not full.is_dir() and os.path.isfile(f"{prefix}.bin") and os.path.isfile(f"{prefix}.idx"):
         return [Source(Path(prefix).name, weight, path, megatron=prefix)]
-    if not place.exists():
-        raise ConfigError(f"data.corpus={path}: no such file or folder ({place}); data.corpus=stdlib needs none")
-    if place.is_dir():
-        return _open_folder(place, path, weight)
-    if place.suffix in (".bin", ".idx"):
+    if not full.exists():
+        raise ConfigError(f"data.corpus={path}: no such file or folder ({full}); data.corpus=stdlib needs none")
+    if full.is_dir():
+        # A folder's text is one source; of a folder of token files each pair is one, with its share of the weight by
+        # size.
+        found = scan_folder(full)
+        note = found.describe()
+        notes = (f"data.corpus={path}: {note}",) if note else ()
+        if found.files:
+            files = tuple(_file(file, file.relative_to(full).as_posix()) for file in found.files)
+            return [Source(full.name, weight, path, files, notes=notes)]
+        if not found.pairs:
+            holds = f"; it holds {found.missing()}" if found.left_out else ""
+            command = dataset_command((name for names in found.left_out.values() for name in names), path)
+            advice = "" if command is None else f". Convert the dataset, for example with: {command}"
+            raise ConfigError(
+                f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}{advice}"
+            )
+        sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
+        if not sum(sizes):
+            raise ConfigError(f"data.corpus={path}: its token files hold no token")
+        return [
+            Source(
+                pair.relative_to(full).as_posix(),
+                None if weight is None else weight * size / sum(sizes),
+                f"{path}/{pair.relative_to(full).as_posix()}",
+                megatron=str(pair),
+                notes=notes if pair == found.pairs[0] else (),
+            )
+            for pair, size in zip(found.pairs, sizes, strict=True)
+            if size
+        ]
+    if full.suffix in (".bin", ".idx"):
         raise ConfigError(
             f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx are not both there"
         )
-    if not format_of(place.name):
-        unpacker = archive_command(path)
-        advice = "" if unpacker is None else f". Unpack it, for example with: {unpacker}"
+    if not format_of(full.name):
+        module = ARCHIVES.get(suffix_of(path))
+        advice = "" if module is None else f". Unpack it, for example with: python -m {module} -e {path} FOLDER"
         raise ConfigError(f"data.corpus={path}: unknown kind of file; supported: {KNOWN}{advice}")
-    return [Source(place.name, weight, path, (_file(place, place.name),))]
-
-
-def _open_folder(place: Path, path: str, weight: float | None) -> list[Source]:
-    """A folder's text as one source, or else each of its pairs of token files; a weight goes to pairs by their size."""
-    found = look_into(place)
-    said = found.in_words()
-    notes = (f"data.corpus={path}: {said}",) if said else ()
-    if found.files:
-        files = tuple(_file(file, file.relative_to(place).as_posix()) for file in found.files)
-        return [Source(place.name, weight, path, files, notes=notes)]
-    if not found.pairs:
-        holds = f"; it holds {found.missing()}" if found.left_out else ""
-        command = dataset_command((name for names in found.left_out.values() for name in names), path)
-        advice = "" if command is None else f". Convert the dataset, for example with: {command}"
-        raise ConfigError(
-            f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}{advice}"
-        )
-    sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
-    if not sum(sizes):
-        raise ConfigError(f"data.corpus={path}: its token files hold no token")
-    return [
-        Source(
-            pair.relative_to(place).as_posix(),
-            None if weight is None else weight * size / sum(sizes),
-            f"{path}/{pair.relative_to(place).as_posix()}",
-            megatron=str(pair),
-            notes=notes if pair == found.pairs[0] else (),
-        )
-        for pair, size in zip(found.pairs, sizes, strict=True)
-        if size
-    ]
+    return [Source(full.name, weight, path, (_file(full, full.name),))]
 
 
 def _file(path: Path, name: str, kind: str | None = None) -> File:
@@ -188,8 +185,7 @@ def _file(path: Path, name: str, kind: str | None = None) -> File:
 
 
 def _stdlib_files() -> Iterator[File]:
-    """The running Python's library sources, about 30 MB (half of it, where the distribution ships no tests), in a fixed
-    order."""
+    """Yield the running Python's library sources in a fixed order: about 30 MB, half of it without the tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, subfolders, names in os.walk(root):

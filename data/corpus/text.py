@@ -1,14 +1,15 @@
-"""Where the documents of a text file begin and end (data.documents_in_text), and where a large one is taken in pieces.
+"""The bounds of documents in text files (data.documents_in_text), and of the segments that large documents are read in.
 
 * file: the file is a document, as it is.
-* blank_line: a document is what lies between lines that are empty or of white space alone.
-* line: a line is a document; lines of white space alone are none.
+* blank_line: a document is the text between lines that are empty or hold white space alone.
+* line: a line is a document; lines of white space alone are skipped.
 
 A line ends with LF or CR LF. CR alone, form feeds, U+2028 and the like are characters of a line.
 
-A file is read in cells of about PIECE_BYTES, whose borders depend on its bytes alone. So documents and tokens are the
-same however a file is cut into parts of work, and memory is bounded: a document that crosses a border is tokenized in
-pieces. A border lies where a tokenizer would cut as well: after an empty line, else after a line, before a space.
+A file is read in cells of about CELL_BYTES, whose borders depend on the file's bytes alone. So documents and tokens are
+the same however the file is cut into shards of work, and memory is bounded: a document that crosses a border is
+tokenized in segments. Borders are where a tokenizer would cut as well: after an empty line, else after a line, else
+before a space.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-PIECE_BYTES = 1 << 20
-REACH_BYTES = 1 << 16  # from the place wanted to a border, and how far back is looked whether a line is empty
+CELL_BYTES = 1 << 20
+REACH_BYTES = 1 << 16  # the farthest border from a multiple of CELL_BYTES; also the context read before a position
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 AFTER_BLANK = re.compile(rb"\n[ \t\r\f\v]*\n(?=\S)")
@@ -37,8 +38,8 @@ LEADING_BLANK_LINES = re.compile(rb"(?:[ \t\r\f\v]*\n)+")
 ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\A|\n)[ \t\r\f\v]*\n\Z")
 
 
-class TextPiece(NamedTuple):
-    """Bytes [begin, end) of a span's content; whether they begin and end a document."""
+class TextSegment(NamedTuple):
+    """Bytes [begin, end) of a span's content; whether they begin and whether they end a document."""
 
     begin: int
     end: int
@@ -47,7 +48,7 @@ class TextPiece(NamedTuple):
 
 
 def next_border(content: Any, position: int, rule: str) -> int:
-    """The border of cells at or after `position`."""
+    """Return the border of cells at or after `position`."""
     stop = min(position + REACH_BYTES, len(content))
     for pattern in BORDERS[rule]:
         found = pattern.search(content, position - (pattern is not BEFORE_SPACE), stop)
@@ -58,36 +59,41 @@ def next_border(content: Any, position: int, rule: str) -> int:
     return stop
 
 
-def pieces(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[TextPiece]:
-    """The documents of a span, or pieces of them, in order.
+def text_segments(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[TextSegment]:
+    """Yield the documents of a span, or segments of them, in order.
 
-    content: bytes from `start` of the file, which is a border; before: what lies before them, at least REACH_BYTES of
-    it; at_end: whether the file ends with them.
+    content: the file's bytes from `start`, a border. before: the REACH_BYTES in front of them, or more. at_end: whether
+    the file ends with them.
     """
-    places = range(-(start % PIECE_BYTES) + PIECE_BYTES, len(content), PIECE_BYTES)
-    last = (start + len(content)) // PIECE_BYTES * PIECE_BYTES - start  # of the border that the content ends with
-    inner = [next_border(content, place, rule) for place in places if at_end or place != last]
+    targets = range(-(start % CELL_BYTES) + CELL_BYTES, len(content), CELL_BYTES)
+    last = (start + len(content)) // CELL_BYTES * CELL_BYTES - start  # target of the border that ends the content
+    inner = [next_border(content, target, rule) for target in targets if at_end or target != last]
     borders = [0, *(border for border in inner if border < len(content)), len(content)]
     for begin, end in pairwise(borders):
-        resumes = start + begin > 0 and _crossed(content, before, begin, rule)
-        goes_on = not (at_end and end == len(content)) and _crossed(content, before, end, rule)
+        resumes = start + begin > 0 and _is_inside(content, before, begin, rule)
+        continues = not (at_end and end == len(content)) and _is_inside(content, before, end, rule)
         if start + begin == 0 and content.startswith(BYTE_ORDER_MARK):
             begin = len(BYTE_ORDER_MARK)
         if rule == "file":
-            yield TextPiece(begin, end, not resumes, not goes_on)
+            yield TextSegment(begin, end, not resumes, not continues)
         elif rule == "line":
-            yield from _lines(content, begin, end, resumes, goes_on)
+            while begin < end:
+                found = content.find(b"\n", begin, end)
+                stop = end if found < 0 else found
+                cut = stop - (found >= 0 and content[begin:stop].endswith(b"\r"))
+                yield TextSegment(begin, cut, not resumes, found >= 0 or not continues)
+                resumes, begin = False, stop + 1
         else:
             at_line_start = start + begin == 0 or _ends_line(content, before, begin) or begin == len(BYTE_ORDER_MARK)
-            yield from _blocks(content, begin, end, resumes, goes_on, at_line_start)
+            yield from _blocks(content, begin, end, resumes, continues, at_line_start)
 
 
 def _ends_line(content: bytes, before: bytes, position: int) -> bool:
     return (content[position - 1 : position] or before[-1:]) == b"\n"
 
 
-def _crossed(content: bytes, before: bytes, position: int, rule: str) -> bool:
-    """Whether a document goes on over this border."""
+def _is_inside(content: bytes, before: bytes, position: int, rule: str) -> bool:
+    """Whether the border at `position` is inside a document."""
     if rule == "file":
         return True
     if rule == "line":
@@ -98,33 +104,20 @@ def _crossed(content: bytes, before: bytes, position: int, rule: str) -> bool:
     return ENDS_WITH_BLANK_LINE.search(context) is None
 
 
-def _lines(content: bytes, begin: int, end: int, resumes: bool, goes_on: bool) -> Iterator[TextPiece]:
-    while begin < end:
-        found = content.find(b"\n", begin, end)
-        stop = end if found < 0 else found
-        cut = stop - (found >= 0 and content[begin:stop].endswith(b"\r"))
-        yield TextPiece(begin, cut, not resumes, found >= 0 or not goes_on)
-        resumes, begin = False, stop + 1
-
-
 def _blocks(
-    content: bytes, begin: int, end: int, resumes: bool, goes_on: bool, at_line_start: bool
-) -> Iterator[TextPiece]:
+    content: bytes, begin: int, end: int, resumes: bool, continues: bool, at_line_start: bool
+) -> Iterator[TextSegment]:
     if at_line_start and (blank := LEADING_BLANK_LINES.match(content, begin, end)):
         if resumes:
-            yield TextPiece(begin, begin, False, True)
+            yield TextSegment(begin, begin, False, True)
             resumes = False
         begin = blank.end()
     while found := BLANK_LINES.search(content, begin, end):
         cut = found.start() - (content[begin : found.start()].endswith(b"\r"))
-        yield TextPiece(begin, cut, not resumes, True)
+        yield TextSegment(begin, cut, not resumes, True)
         resumes, begin = False, found.end()
     if begin < end or resumes:
-        yield TextPiece(begin, end if goes_on else _text_end(content, begin, end), not resumes, not goes_on)
-
-
-def _text_end(content: bytes, begin: int, end: int) -> int:
-    """The end of the last line that is not of white space alone, without its line end."""
-    while (found := content.rfind(b"\n", begin, end)) >= 0 and not content[found:end].strip():
-        end = found - content[begin:found].endswith(b"\r")
-    return end
+        if not continues:  # without trailing lines of white space, and without the last line end
+            while (line_end := content.rfind(b"\n", begin, end)) >= 0 and not content[line_end:end].strip():
+                end = line_end - content[begin:line_end].endswith(b"\r")
+        yield TextSegment(begin, end, not resumes, not continues)

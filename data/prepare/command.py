@@ -7,9 +7,9 @@ import time
 from dataclasses import asdict
 
 from configs import command
-from configs.exit_status import FAILED, INTERRUPTED
+from configs.exit_handler import FAILED, INTERRUPTED
 from configs.schema import ConfigError, DataConfig
-from data.pieces import in_words
+from data.document_lengths import describe_lengths
 from data.prepare.run import prepare
 
 HELP = """\
@@ -38,7 +38,7 @@ keys (as for train.py):
 
 
 def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
-    """DataConfig, model family and sequence length of `key=value` arguments. Raises ConfigError naming the key."""
+    """Return DataConfig, model family and sequence length of `key=value` arguments. Raises ConfigError with the key."""
     import difflib
 
     from omegaconf import OmegaConf
@@ -70,6 +70,7 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Prepare data as the command line asks; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help", "help"} & set(arguments):
         print(HELP)
@@ -100,7 +101,7 @@ def _prepare(arguments: list[str]) -> int:
         for file in files:
             print(f"{name:<11} {file.num_tokens:,} tokens, weight {file.weight:.3f}, {file.prefix}.bin")
     if family == "gpt":
-        for line in in_words(prepared.train, sequence_length):
+        for line in describe_lengths(prepared.train, sequence_length):
             print(line)
     print(f"seconds     {time.monotonic() - begin:.1f}")
     return 0

@@ -1,12 +1,16 @@
-"""What a user should know of a corpus before it is trained on, in a sentence each."""
+"""Notes for the user on a corpus before it is trained on, a sentence each."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
+from data.corpus import Source, has_a_sentence_a_line, head_of
+from data.corpus.file_kinds import TEXT
 from data.indexed import IndexedTokens
+from data.prepare.prepared import PreparedData
 from data.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 5
@@ -14,7 +18,7 @@ MOST_ENDS = 20_000  # documents whose last token is read
 
 
 def written_out(name: str, counts: dict[int, int], tokenizer: Tokenizer) -> str:
-    """The sentence on special tokens that the texts of a corpus hold: how often, by id."""
+    """Return the note on special tokens in the texts of a corpus. counts: how often each is there, by id."""
     names = tokenizer.control_tokens()
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{names.get(token, token)!r} {count:,}" for token, count in most[:SHOWN_TOKENS])
@@ -23,15 +27,15 @@ def written_out(name: str, counts: dict[int, int], tokenizer: Tokenizer) -> str:
     text = f"the text of {name} holds {total:,} special tokens by their names ({shown}{more}). They are control tokens "
     if "split_special_tokens" in tokenizer.rules:
         return f"{text}here, as the model of {tokenizer.path} has pieces of these names"
-    place = Path(tokenizer.path)
-    file = (place if place.is_dir() else place.parent) / "tokenizer_config.json"
+    path = Path(tokenizer.path)
+    file = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
     return f'{text}here and in transformers; "split_special_tokens": true in {file} makes them plain text in both'
 
 
 def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | None:
-    """The sentence on documents of token files that do not end with the tokenizer's end token; None where all do.
+    """Return the note on documents of token files that do not end with the tokenizer's end token; None if all do.
 
-    The last tokens of all documents are counted, or of MOST_ENDS of them, evenly chosen.
+    The last tokens of all documents are counted, or those of MOST_ENDS documents, evenly chosen.
     """
     lengths, bounds = tokens.sequence_lengths, tokens.document_bounds
     through = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[bounds]
@@ -41,17 +45,17 @@ def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | 
         return None
     if total > MOST_ENDS:
         last = last[np.linspace(0, total - 1, MOST_ENDS).astype(np.int64)]
-    while np.any(empty := lengths[last] == 0):  # before sequences without a token
+    while np.any(empty := lengths[last] == 0):  # skip trailing sequences without a token
         last = last - empty
-    places = (tokens.sequence_starts[last] + lengths[last] - 1).tolist()
-    ends, counts = np.unique(tokens.tokens.read([(place, place + 1) for place in places]), return_counts=True)
+    positions = (tokens.sequence_starts[last] + lengths[last] - 1).tolist()
+    ends, counts = np.unique(tokens.tokens.read([(i, i + 1) for i in positions]), return_counts=True)
     found = dict(zip(ends.tolist(), counts.tolist(), strict=True))
     right, counted = found.get(tokenizer.eod, 0), len(last)
     if right == counted:
         return None
 
     def shown(token: int) -> str:
-        return f"{token} ({tokenizer.piece(token)!r})" if 0 <= token < tokenizer.vocab_size else str(token)
+        return f"{token} ({tokenizer.token_piece(token)!r})" if 0 <= token < tokenizer.vocab_size else str(token)
 
     of = f"{counted:,} documents" + (f", a sample of {total:,}," if counted < total else "")
     wanted = f"the end token of {tokenizer.path}, {shown(tokenizer.eod)}"
@@ -72,3 +76,85 @@ def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | 
         f"{text}a model learns to end texts with the first, and generation waits for the second. Give the tokenizer "
         f"that made the files, or name the first as eos_token in {tokenizer.end_file}"
     )
+
+
+LEAST_LINES = 1000  # lines of a file without an empty line, from which its lines may be documents
+MOST_FILES = 1000  # files of a corpus that are examined
+LEAST_SHARE = 0.1  # of the text files' bytes
+
+
+def fitting_rule(path: str) -> tuple[str, str] | None:
+    """Return the value of data.documents_in_text that fits a file, and the evidence; None if none stands out."""
+    head, size = head_of(path), os.path.getsize(path)
+    read = len(head.encode("utf-8"))
+    lines = head.split("\n")
+    if len(lines) < 2:
+        if head.count("\r") > 1:
+            return "", "ends its lines with CR alone, which ends no line here: convert it with tr '\\r' '\\n'"
+        return None
+    blank = sum(not line.strip() for line in lines[:-1])
+    if blank:
+        if has_a_sentence_a_line(head):
+            return "blank_line", "has a sentence a line and empty lines between its texts"
+        return None
+    count = head.count("\n") * max(size, 1) / max(read, 1)
+    return ("line", f"has about {round(count, -2):,.0f} lines and no empty one") if count >= LEAST_LINES else None
+
+
+def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: int) -> list[str]:
+    """Return a note for each other rule that fits some text files better than the `rule` they were prepared with."""
+    files = [file for file in source.files if file.format == TEXT][:MOST_FILES]
+    by_rule: dict[str, list[tuple[str, str]]] = {}
+    sizes: dict[str, int] = {}
+    for file in files:
+        fits = fitting_rule(unpacked.get(file.path, file.path))
+        if fits and fits[0] != rule:
+            by_rule.setdefault(fits[0], []).append((file.path, fits[1]))
+            sizes[fits[0]] = sizes.get(fits[0], 0) + file.size
+    least = LEAST_SHARE * sum(file.size for file in files)
+    rules = sorted(better for better in by_rule if sizes[better] >= least)
+    return [_line(rule, better, by_rule[better], num_documents) for better in rules]
+
+
+def lone_documents(prepared: PreparedData, sentence_head: str) -> list[str]:
+    """Return a note for each source of one document, in which BERT's next_sentence finds no second one."""
+    if sentence_head != "next_sentence":
+        return []
+    names = [source["name"] for source in prepared.identity["sources"] if source["documents"] == 1]
+    return [
+        f"model.sentence_head=next_sentence has one document in {name}: every pair of it is of sentences that follow "
+        "each other. data.documents_in_text says what a document is in a text file; sentence_order needs no second one"
+        for name in names
+    ]
+
+
+def _line(rule: str, better: str, found: list[tuple[str, str]], num_documents: int) -> str:
+    path, why = found[0]
+    others = f" (and {len(found) - 1:,} more such files)" if len(found) > 1 else ""
+    finding = f"{path} {why}{others}"
+    if not better:
+        return finding
+    became = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
+    meant = "what lies between empty lines" if better == "blank_line" else "each line"
+    return (
+        f"{finding}; with data.documents_in_text={rule} the corpus is {became}. Where {meant} is a document, set "
+        f"data.documents_in_text={better}"
+    )
+
+
+SHOWN_BAD_LINES = 5
+SHOWN_REASONS = 3
+
+
+def no_documents(name: str, num_bad: int, bad: list[str]) -> str:
+    """Return the message for a corpus without a document: the first reasons, each once, with the file and the line."""
+    if not num_bad:
+        return f"data.corpus: {name} holds no text"
+    by_reason: dict[str, str] = {}
+    for line in bad:
+        by_reason.setdefault(line.split(": ", 1)[-1], line)
+    first = list(by_reason.values())[:SHOWN_REASONS]
+    latin = next((line for line in bad if ": not UTF-8" in line or line.endswith("is not UTF-8")), None)
+    advice = " Text must be UTF-8: convert it, for example with: iconv -f LATIN1 -t UTF-8 < FILE > NEW" if latin else ""
+    which = "its only line is bad" if num_bad == 1 else f"all {num_bad:,} lines are bad, the first"
+    return f"data.corpus: {name} holds no documents: {which}: {'; '.join(first)}{'.' if advice else ''}{advice}"

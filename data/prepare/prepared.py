@@ -1,4 +1,4 @@
-"""What training needs to know of prepared data, and the key by which finished work is found."""
+"""Prepared data as training gets it, and the key by which finished work is found."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 
 from data.corpus import Source
 from data.identity import Identity
-from data.shared_documents import Texts
+from data.overlap import Texts
 
-FORMAT_VERSION = 2  # part of every key: raise it when the same inputs give other files
+FORMAT_VERSION = 2  # in every key: raise it when the same inputs give other files
 
 
 @dataclass
 class TokenFile:
-    """One term of a split's blend: the documents of `<prefix>.bin` that belong to `split` (all, train or
-    validation)."""
+    """One term of a split's blend: the documents of `<prefix>.bin` in `split` (all, train or validation)."""
 
     prefix: str
     weight: float
     num_tokens: int
     split: str = "all"
     validation_fraction: float = 0.0
-    # what the files were when samples were first made of them
+    # fingerprints of the files when samples were first made of them
     opened: Any = field(default=None, compare=False, repr=False)
 
 
 @dataclass
 class PreparedData:
-    """What training needs to know of the data. `train` and `valid`: the blends, with weights that sum to 1.
+    """The data of a run: its token files, and what training and the user need to know of them.
 
-    validation: the token files of each validation corpus, all of whose documents count.
+    train, valid: the blends, with weights that sum to 1. validation: the token files of each validation corpus, with
+    all of their documents.
     """
 
     tokenizer_path: str
@@ -46,19 +46,19 @@ class PreparedData:
     num_bytes: int = 0  # of text
     num_bad_lines: int = 0
     bad_lines: list[str] = field(default_factory=list)  # the first few, as file:line: reason
-    bad_lines_files: list[str] = field(default_factory=list)  # where all of them are listed
-    notes: list[str] = field(default_factory=list)  # what else the user should know of the corpus, a sentence each
-    texts: list[Texts] = field(default_factory=list)  # of the terms that are no token files
-    identity: Identity = field(default_factory=dict)  # what the data are, by content (data/identity.py)
+    bad_lines_files: list[str] = field(default_factory=list)  # the files that list all of them
+    notes: list[str] = field(default_factory=list)  # for the user, a sentence each
+    texts: list[Texts] = field(default_factory=list)  # of the terms of text
+    identity: Identity = field(default_factory=dict)  # of the content (data/identity.py)
 
-    def add_validation(self, name: str, part: PreparedData) -> None:
-        """Take what was prepared of a validation corpus, all of it in its `train`."""
-        self.validation[name] = part.train
-        self.identity.setdefault("validation", {})[name] = part.identity["sources"]
-        self.num_bad_lines += part.num_bad_lines
-        self.bad_lines += part.bad_lines
-        self.bad_lines_files += part.bad_lines_files
-        self.notes += [f"data.validation_corpora.{name}: {note}" for note in part.notes]
+    def add_validation(self, name: str, corpus: PreparedData) -> None:
+        """Add a validation corpus, whose documents are all in its `train`."""
+        self.validation[name] = corpus.train
+        self.identity.setdefault("validation", {})[name] = corpus.identity["sources"]
+        self.num_bad_lines += corpus.num_bad_lines
+        self.bad_lines += corpus.bad_lines
+        self.bad_lines_files += corpus.bad_lines_files
+        self.notes += [f"data.validation_corpora.{name}: {note}" for note in corpus.notes]
 
 
 def source_identity(
@@ -70,7 +70,7 @@ def source_identity(
     text: str | None = None,
     rule: str | None = None,
 ) -> dict[str, Any]:
-    """What data/identity.py says of a source."""
+    """Return a source's entry in a run's identity (data/identity.py)."""
     python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
     names = {"name": source.given, "weight": source.weight, "documents": num_documents}
     found = {**names, "train": train, "valid": valid, "files": files, "python": python, "text": text}
@@ -78,4 +78,5 @@ def source_identity(
 
 
 def cache_key(*items: Any) -> str:
+    """Return the key of finished work for these inputs: 16 hexadecimal digits."""
     return hashlib.sha256(json.dumps([FORMAT_VERSION, *items]).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The tokenizer of a config: taken, or trained on a sample of the corpus."""
+"""The tokenizer of a config: given, or trained on a sample of the corpus."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from configs import progress
 from configs.schema import ConfigError, DataConfig
 from data import lock
-from data.corpus import Document, File, Source, plan_parts, read_span, unpack
-from data.prepare.bad_lines import SHOWN_BAD_LINES, no_documents
+from data.corpus import Document, File, Source, plan_shards, read_span, unpack
+from data.prepare.notes import SHOWN_BAD_LINES, no_documents
 from data.prepare.prepared import cache_key
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -22,7 +22,7 @@ TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
 
 
 def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str) -> Path:
-    """Where the tokenizer of a config lies, or will once it is trained."""
+    """Return the path of a config's tokenizer, which may still have to be trained."""
     if config.tokenizer != "sentencepiece":
         return Path(config.tokenizer).expanduser().absolute()
     text_sources = [source for source in sources if source.files]
@@ -39,6 +39,7 @@ def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, docum
 def find_tokenizer(
     config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str, show_progress: bool
 ) -> Tokenizer:
+    """Open the tokenizer of a config; train it first if need be."""
     path = tokenizer_path(config, sources, cache, documents_in_text)
     if config.tokenizer != "sentencepiece":
         return load_tokenizer(path)
@@ -58,9 +59,9 @@ def find_tokenizer(
                 files = [file for source in text_sources for file in source.files]
                 names = "+".join(source.name for source in text_sources)
                 texts = _training_texts(files, names, config.text_key, documents_in_text, path.parent)
-                said = train_tokenizer(texts, config.vocab_size, path)
-                if said:
-                    print(f"note: {said}", file=sys.stderr, flush=True)
+                note = train_tokenizer(texts, config.vocab_size, path)
+                if note:
+                    print(f"note: {note}", file=sys.stderr, flush=True)
                 if show_progress:
                     print(f"Trained it in {time.monotonic() - begin:.1f} s: {path}", file=sys.stderr, flush=True)
     return load_tokenizer(path, tried=True)
@@ -69,8 +70,10 @@ def find_tokenizer(
 def _training_texts(
     files: list[File], names: str, text_key: str, documents_in_text: str, scratch: Path
 ) -> Iterator[str]:
-    """Documents from a fixed random choice of the corpus's parts, at most TRAINING_SAMPLE_BYTES. Raises ConfigError
-    without any."""
+    """Yield the documents of randomly chosen spans of the corpus, with a fixed seed, about TRAINING_SAMPLE_BYTES.
+
+    Raises ConfigError if there are none.
+    """
     num_bad, bad, any_text = 0, [], False
     with tempfile.TemporaryDirectory(dir=scratch, prefix="sample-") as folder:
         plain = [file for file in files if not file.compression]
@@ -84,13 +87,8 @@ def _training_texts(
             unpacked[file.path] = f"{folder}/{len(unpacked)}"
             unpack(file.path, unpacked[file.path], limit=budget)
             budget -= os.path.getsize(unpacked[file.path])
-        spans = [
-            span
-            for part in plan_parts(
-                [*plain, *(file for file in packed if file.path in unpacked)], unpacked, documents_in_text
-            )
-            for span in part
-        ]
+        readable = [*plain, *(file for file in packed if file.path in unpacked)]
+        spans = [span for shard in plan_shards(readable, unpacked, documents_in_text) for span in shard]
         random.Random(1).shuffle(spans)
         budget = TRAINING_SAMPLE_BYTES
         for span in spans:

@@ -29,9 +29,9 @@ def segment_documents(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cut documents into runs of consecutive sentences of about `target` tokens.
 
-    sequence_lengths [n], document_bounds [d + 1] -> first and last + 1 sentence of each segment, int64 [k]; in a
-    document, a sentence belongs to the segment (its offset in tokens) // target, so segments cover the document and
-    never cross its end.
+    sequence_lengths [n], document_bounds [d + 1] -> first sentence and end (exclusive) of each segment, int64 [k]. In a
+    document, a sentence is in segment (its offset in tokens) // target, so segments cover the document and never cross
+    its end.
     """
     lengths = np.asarray(sequence_lengths, dtype=np.int64)
     bounds = np.asarray(document_bounds, dtype=np.int64)
@@ -56,11 +56,11 @@ class _BertFile:
         self.tokens = indexed.tokens
         starts, lengths, bounds, in_split = of_split(file, indexed)
         self.firsts, self.lasts = segment_documents(lengths, bounds, target)
-        # Where each sentence starts, in tokens; one more entry for the end.
-        self.places = np.concatenate([starts, [len(self.tokens)]])
+        # The start of each sentence, in tokens; one more entry for the end.
+        self.sentence_starts = np.concatenate([starts, [len(self.tokens)]])
         self.documents = np.searchsorted(bounds, self.firsts, side="right") - 1
         wanted = in_split[self.documents]
-        wanted &= self.places[self.lasts] - self.places[self.firsts] >= least_tokens
+        wanted &= self.sentence_starts[self.lasts] - self.sentence_starts[self.firsts] >= least_tokens
         self.firsts, self.lasts, self.documents = self.firsts[wanted], self.lasts[wanted], self.documents[wanted]
         self.num_samples = len(self.firsts)
         if not self.num_samples:
@@ -71,18 +71,20 @@ class _BertFile:
         self.epochs = Epochs(lambda epoch: permutation(seed, SAMPLE_ORDER, number, epoch, self.num_samples))
 
     def segment(self, i: int) -> int:
+        """Return the segment of sample i."""
         epoch, position = divmod(i, self.num_samples)
         return int(self.epochs.get(epoch)[position]) if self.shuffle else position
 
     def sentences(self, segment: int) -> np.ndarray:
-        """Bounds, in tokens of the file, of a segment's sentences: int64 [number of sentences + 1]."""
-        return self.places[self.firsts[segment] : self.lasts[segment] + 1]
+        """Return the bounds, in tokens of the file, of a segment's sentences: int64 [number of sentences + 1]."""
+        return self.sentence_starts[self.firsts[segment] : self.lasts[segment] + 1]
 
     def read(self, begin: int, end: int) -> np.ndarray:
+        """Return tokens [begin, end) of the file, int64."""
         return self.tokens[begin:end].astype(np.int64)
 
     def other_document(self, segment: int, draw: float) -> int | None:
-        """A segment of another document, uniformly by `draw` in [0, 1); None when there is one document only."""
+        """Return a segment of another document, uniformly by `draw` in [0, 1); None if there is only one document."""
         document = self.documents[segment]
         begin, end = np.searchsorted(self.documents, [document, document + 1])
         others = self.num_samples - int(end - begin)
@@ -123,10 +125,10 @@ class BertSamples:
                 )
         self.pairs = sentence_head != "none"
         self.sentence_head, self.seed, self.sequence_length = sentence_head, seed, sequence_length
-        self.room = sequence_length - (3 if self.pairs else 2)  # tokens besides [CLS] and [SEP]
+        self.max_text_tokens = sequence_length - (3 if self.pairs else 2)  # without [CLS] and [SEP]
         least = 2 if self.pairs else 1
-        if self.room < least:
-            needed = sequence_length - self.room + least
+        if self.max_text_tokens < least:
+            needed = sequence_length - self.max_text_tokens + least
             raise ConfigError(
                 f"model.sequence_length={sequence_length}: BERT with sentence_head={sentence_head} needs at least "
                 f"{needed}"
@@ -138,12 +140,14 @@ class BertSamples:
         self.ordinary = np.setdiff1d(
             np.arange(self.vocab_size), [*tokenizer.special_ids(), self.cls, self.sep, self.mask, self.pad]
         )
-        self.files = [_BertFile(file, number, self.room, least, seed, shuffle) for number, file in enumerate(files)]
+        self.files = [
+            _BertFile(file, number, self.max_text_tokens, least, seed, shuffle) for number, file in enumerate(files)
+        ]
         self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b, s], True = real
-        token; with a sentence head also sentence_label int64 [b]."""
+        """Return tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b, s], True
+        for real tokens; with a sentence head also sentence_label int64 [b]."""
         shape = (len(indices), self.sequence_length)
         tokens = np.full(shape, self.pad, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -153,8 +157,8 @@ class BertSamples:
         sentence_label = np.zeros(len(indices), dtype=np.int64)
         for row, i in enumerate(indices):
             random = np.random.Generator(random_of(self.seed, SAMPLE, i))
-            parts, sentence_label[row] = self._parts(i, random)
-            original = np.concatenate([[self.cls], *(piece for part in parts for piece in (part, [self.sep]))])
+            texts, sentence_label[row] = self._texts(i, random)
+            original = np.concatenate([[self.cls], *(ids for text in texts for ids in (text, [self.sep]))])
             n = len(original)
             if int(original.max()) >= self.vocab_size:
                 raise ConfigError(
@@ -162,12 +166,12 @@ class BertSamples:
                     "give the tokenizer that made the token files in data.corpus"
                 )
             maskable = np.ones(n, dtype=bool)
-            maskable[[0, len(parts[0]) + 1, n - 1]] = False
+            maskable[[0, len(texts[0]) + 1, n - 1]] = False
             tokens[row, :n], predicted = self._mask(original, maskable, random)
             labels[row, :n] = np.where(predicted, original, IGNORED)
             loss_mask[row, :n] = predicted
             padding_mask[row, :n] = True
-            types[row, len(parts[0]) + 2 : n] = 1
+            types[row, len(texts[0]) + 2 : n] = 1
         batch: dict[str, np.ndarray] = {
             "tokens": tokens,
             "labels": labels,
@@ -179,21 +183,21 @@ class BertSamples:
             batch["sentence_label"] = sentence_label
         return batch
 
-    def _parts(self, i: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
-        """The one or two texts of sample i, cut to fit, and the sentence label."""
+    def _texts(self, i: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
+        """Return the tokens of the one or two texts of sample i, cut to fit, and the sentence label."""
         number, position = self.blend.locate(i)
         file = self.files[number]
         segment = file.segment(position)
         bounds = file.sentences(segment)
         short, length, split, flip, other, where = random.random(6).tolist()
-        room, least = self.room, 2 if self.pairs else 1
+        most, least = self.max_text_tokens, 2 if self.pairs else 1
         if short < self.short_probability:
-            room = least + int(length * (room - least + 1))
+            most = least + int(length * (most - least + 1))
         if not self.pairs:
             begin = int(bounds[0])
-            return [file.read(begin, min(int(bounds[-1]), begin + room))], 0
-        # Cut between two sentences that the room allows; a single sentence is cut in the middle.
-        begin, end = int(bounds[0]), min(int(bounds[-1]), int(bounds[0]) + room)
+            return [file.read(begin, min(int(bounds[-1]), begin + most))], 0
+        # Cut between two sentences within `most` tokens; a single sentence is cut in the middle.
+        begin, end = int(bounds[0]), min(int(bounds[-1]), int(bounds[0]) + most)
         inner = bounds[(bounds > begin) & (bounds < end)]
         middle = int(inner[int(split * len(inner))]) if len(inner) else (begin + end) // 2
         first, second = file.read(begin, middle), file.read(middle, end)
@@ -206,13 +210,12 @@ class BertSamples:
             return [first, second], 0
         bounds = file.sentences(elsewhere)
         start = int(bounds[int(where * (len(bounds) - 1))])
-        return [first, file.read(start, min(int(bounds[-1]), start + room - len(first)))], 1
+        return [first, file.read(start, min(int(bounds[-1]), start + most - len(first)))], 1
 
     def _mask(
         self, original: np.ndarray, maskable: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Masked tokens and which positions are to be predicted, both [n]: whole words, mask_probability of the tokens
-        on average."""
+        """Return masked tokens [n] and which are predicted, bool [n]: whole words, on average mask_probability."""
         begins = self.starts[original]
         begins[1:] |= self.ends[original[:-1]] | ~maskable[:-1]
         begins |= ~maskable
@@ -223,7 +226,7 @@ class BertSamples:
         words = words[np.argsort(draws[0, : len(words)], kind="stable")]
         taken = np.cumsum(sizes[words])
         budget = self.mask_probability * int(maskable.sum())
-        # The word that crosses the budget is taken with the probability that makes the mean exact.
+        # The word that crosses the budget is chosen with the probability that makes the mean exact.
         num_chosen = int(np.searchsorted(taken, budget, side="right"))
         if num_chosen < len(words):
             rest = (budget - (taken[num_chosen - 1] if num_chosen else 0)) / sizes[words[num_chosen]]

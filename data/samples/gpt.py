@@ -1,7 +1,6 @@
 """Samples of GPT: windows over the tokens.
 
-A document's piece is what a window holds of it: the whole document, or what the window's ends leave of it. Where pieces
-begin is known from the index; no token marks it.
+A segment is the span of a document within a window. The index tells where segments begin; no token marks it.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class _GPTFile:
         self.epochs = Epochs(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Starts of the documents in this epoch's order, the ends they reach when laid end to end, and the order of the
-        samples."""
+        """Return the documents' starts in this epoch's order, their ends when concatenated, and the samples' order."""
         if not self.shuffle:
             return self.starts, np.cumsum(self.lengths), None
         documents = permutation(self.seed, DOCUMENT_ORDER, self.number, epoch, len(self.lengths))
@@ -60,14 +58,13 @@ class _GPTFile:
         return self.starts[documents], np.cumsum(self.lengths[documents]), samples
 
     def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [sequence_length + 1], int64, of sample i of this file, and the lengths [pieces] of its documents'
-        pieces."""
+        """Return the tokens, int64 [sequence_length + 1], of sample i of this file, and the lengths of its segments."""
         epoch, position = divmod(i, self.num_samples)
         starts, ends, samples = self.epochs.get(epoch)
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length
         end = begin + self.sequence_length + 1
         first, last = np.searchsorted(ends, [begin, end - 1], side="right")
-        # Documents that the window touches: their ends, cut to the window, and where each one's tokens lie in the file.
+        # Documents in the window: their ends, cut to the window, and the offset of each one's tokens in the file.
         stops = np.minimum(ends[first : last + 1], end)
         begins = np.concatenate([[begin], stops[:-1]])
         origins = starts[first : last + 1] - np.concatenate(
@@ -78,11 +75,11 @@ class _GPTFile:
 
 
 class GPTSamples:
-    """Windows of sequence_length + 1 tokens over documents laid end to end in an order that each epoch shuffles anew.
+    """Windows of sequence_length + 1 tokens over documents, concatenated in an order that each epoch shuffles anew.
 
-    shuffle=False (validation): the files' own order, from the start. separate: documents do not see each other
-    (data.documents); the windows are the same. Raises ConfigError when there is too little data for one sample, a file
-    is damaged, or (in `batch`) a token does not fit `vocab_size`.
+    shuffle=False (validation): the files' own order, from the start. separate: documents do not attend to each other
+    (data.documents); the windows are the same. Raises ConfigError if there is too little data for one sample, a file is
+    damaged, or (in `batch`) a token does not fit `vocab_size`.
     """
 
     def __init__(
@@ -100,9 +97,9 @@ class GPTSamples:
         self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Samples as tokens and labels int64 [b, s], loss_mask float32 [b, s].
+        """Return samples as tokens and labels int64 [b, s], loss_mask float32 [b, s].
 
-        Separate documents have positions int64 [b, s] besides, from 0 in every piece, and the last token of a document
+        Separate documents also have positions int64 [b, s], from 0 in every segment, and the last token of a document
         predicts nothing.
         """
         windows = []
@@ -119,13 +116,11 @@ class GPTSamples:
         tokens, labels = both[:, :-1].copy(), both[:, 1:].copy()
         batch = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
         if self.separate:
-            positions = np.stack([_positions(lengths) for _, lengths in windows])
+            # From 0 in segments of these lengths.
+            positions = np.stack(
+                [np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n) for n in (lengths for _, lengths in windows)]
+            )
             foreign = positions[:, 1:] == 0  # the label is the first token of another document
             labels[foreign], batch["loss_mask"][foreign] = IGNORED, 0.0
             batch["positions"] = positions[:, :-1].copy()
         return batch
-
-
-def _positions(lengths: np.ndarray) -> np.ndarray:
-    """Positions int64 [sum of the lengths] that count from 0 in pieces of these lengths."""
-    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

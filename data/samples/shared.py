@@ -1,4 +1,4 @@
-"""What samples of both families have in common: seeded draws, blends, epochs, and the files of a split."""
+"""Shared by the samples of both families: seeded draws, blends, epochs, and the files of a split."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ DOCUMENT_ORDER, SAMPLE_ORDER, SAMPLE = range(3)
 
 
 def random_of(seed: int, purpose: int, *index: int) -> np.random.Philox:
+    """Return the bit generator of one purpose, at an index."""
     return np.random.Philox(np.random.SeedSequence([seed, purpose, *index]))
 
 
 def permutation(seed: int, purpose: int, file: int, epoch: int, n: int) -> np.ndarray:
-    """A permutation of range(n), int64 [n]. From raw bits, so that it is the same under every version of numpy."""
+    """Return a permutation of range(n), int64 [n]: from raw bits, so that every version of numpy gives the same one."""
     return np.argsort(random_of(seed, purpose, file, epoch).random_raw(n), kind="stable")
 
 
 class Locates(Protocol):
-    """Which file, and which of its samples, sample i is."""
+    """A map from sample i to a file and one of the file's samples."""
 
     def locate(self, i: int) -> tuple[int, int]: ...
 
 
 class Blend:
-    """Which file, and which of its samples, sample i of a blend is."""
+    """The map from sample i of a blend to a file and one of its samples, a pattern that repeats."""
 
     def __init__(self, weights: Sequence[float]):
         shares = np.asarray(weights, dtype=np.float64) / sum(weights) * BLEND_PERIOD
@@ -47,7 +48,7 @@ class Blend:
                 "ones into a folder"
             )
         self.counts = np.maximum(np.round(shares), 1).astype(np.int64)
-        # The k-th of a file's c samples stands at (k + 1/2) / c of the pattern: as even as can be.
+        # The k-th of a file's c samples is at (k + 1/2) / c of the pattern: as even as possible.
         file = np.repeat(np.arange(len(weights)), self.counts)
         rank = np.concatenate([np.arange(count) for count in self.counts])
         order = np.argsort((rank + 0.5) / self.counts[file], kind="stable")
@@ -60,7 +61,7 @@ class Blend:
 
 
 class Epochs:
-    """The two epochs of a file that were used last."""
+    """A cache of the two epochs of a file that were used last."""
 
     def __init__(self, build: Any):
         self._build = build
@@ -77,8 +78,7 @@ class Epochs:
 
 
 def open_tokens(file: TokenFile) -> IndexedTokens:
-    """Open a token file; the same that was opened before, where a run goes back and reads it again. Raises
-    ConfigError."""
+    """Open a token file. Raises ConfigError if it is not the one that this run opened before."""
     indexed = IndexedTokens(file.prefix)
     file.opened = file.opened or indexed.fingerprints
     if indexed.fingerprints != file.opened:
@@ -90,7 +90,7 @@ def open_tokens(file: TokenFile) -> IndexedTokens:
 
 
 def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """starts, lengths [n] and document bounds [d + 1] of a token file, and which documents belong to the split [d]."""
+    """Return starts [n], lengths [n], document bounds [d + 1] of a token file, and which are in its split, bool [d]."""
     index = (indexed.sequence_starts, np.asarray(indexed.sequence_lengths), np.asarray(indexed.document_bounds))
     if file.split == "all":
         return *index, np.ones(max(len(index[2]) - 1, 0), dtype=bool)
@@ -99,6 +99,7 @@ def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.nd
 
 
 def check_files(files: Sequence[TokenFile]) -> None:
+    """Raise ConfigError if a split has no files."""
     if not files:
         raise ConfigError(
             "data.validation_fraction: this split of the corpus has no documents; raise data.validation_fraction, "

@@ -1,11 +1,11 @@
-"""Tokenizers behind one interface: sentencepiece models, taken or trained here, and Hugging Face `tokenizer.json`.
+"""Tokenizers behind one interface: sentencepiece models, given or trained here, and Hugging Face `tokenizer.json`.
 
-torch and transformers are not imported: the processes that tokenize import this package.
+The processes that tokenize import this package, so it imports neither torch nor transformers.
 """
 
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer
 from data.tokenizer.train import train_tokenizer
-from data.tokenizer.trial import load_tokenizer, tokenizer_digest
+from data.tokenizer.trial import expected_vocab_size, load_tokenizer, tokenizer_digest
 
 __all__ = [
     "CLS",
@@ -14,6 +14,7 @@ __all__ = [
     "PAD",
     "SEP",
     "Tokenizer",
+    "expected_vocab_size",
     "load_tokenizer",
     "tokenizer_digest",
     "train_tokenizer",

@@ -1,4 +1,4 @@
-"""The interface of all tokenizers, and the names that common ones give to the roles of special tokens."""
+"""The interface of all tokenizers, and the names of special tokens in common ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from configs.tokenizer_files import JSON, core_file
 REPLACEMENT = "\ufffd"  # stands for bytes that are no text
 SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
 PAD, EOD, CLS, SEP, MASK = "<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]"
-# Names that common tokenizers give to the same role, most usual first.
+# Names that common tokenizers give to the same role, the most usual first.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>")
 MASK_NAMES = {"cls": ("[CLS]", "<cls>", "<s>"), "sep": ("[SEP]", "<sep>", "</s>"), "mask": ("[MASK]", "<mask>")}
@@ -27,9 +27,9 @@ MASK_NAMES = {"cls": ("[CLS]", "<cls>", "<s>"), "sep": ("[SEP]", "<sep>", "</s>"
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError when the tokenizer has
-    none. `bos` is the id that the tokenizer itself begins texts with, if it names one: training does not use it, its
-    documents follow `eod`. `before_text` is the id that a text is predicted from where none stands before it.
+    `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError if the tokenizer has
+    none. `bos` is the id that the tokenizer itself begins texts with, if it names one; training does not use it, since
+    each document follows `eod`. `before_text` is the id that the first token of a text is predicted from.
     """
 
     path: str
@@ -37,69 +37,70 @@ class Tokenizer(ABC):
     eod: int
     pad: int
     bos: int | None
-    named_eod: int | None = None  # eod, where a file beside the tokenizer's names another than the usual one
-    said: Sequence[str] = ()  # what a user should know of how its files are read
-    end_file: Path  # in which an eos_token counts: it, or another file, need not be there
-    # What the files beside the tokenizer's own change about ids; part of the digest.
-    rules: dict[str, Any]
-    named_roles: dict[str, int]  # cls, sep and mask, where a file beside the tokenizer's names them
+    named_eod: int | None = None  # eod, if a settings file names another token than the usual one
+    reading_notes: Sequence[str] = ()  # for the user, on how its files are read
+    end_file: Path  # the settings file whose eos_token counts; it need not exist
+    rules: dict[str, Any]  # what settings files change about ids; part of the digest
+    named_roles: dict[str, int]  # cls, sep and mask, if a settings file names them
 
     def __init__(self) -> None:
         self.rules, self.named_roles = {}, {}
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """Token ids of `text`, int32 [n]: those of training, prompts and scores. No special token is put around it;
-        one that is written out in it is a token only where the tokenizer's files want that, as in transformers."""
+        """Return the token ids of `text`, int32 [n], for training, prompts and scores.
+
+        No special token is added. The name of a special token in the text becomes that token only if the tokenizer's
+        files ask for it, as in transformers.
+        """
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; special tokens are left out."""
+        """Return the text of token ids, without special tokens."""
 
     @abstractmethod
-    def piece(self, token: int) -> str:
-        """The name of a token."""
+    def token_piece(self, token: int) -> str:
+        """Return the vocabulary's entry for a token."""
 
     @abstractmethod
     def _find(self, names: Iterable[str]) -> int | None:
-        """The id of the first of these pieces that exists."""
+        """Return the id of the first of these names that is in the vocabulary."""
 
     @abstractmethod
     def _surfaces(self) -> list[bytes | None]:
-        """The bytes that each piece stands for, with its leading space; None for special tokens."""
+        """Return the bytes that each token stands for, with its leading space; None for special tokens."""
 
     @abstractmethod
     def _content(self) -> bytes:
-        """What decides the ids of a text, apart from the roles."""
+        """Return the bytes that decide the ids of a text, except for the roles of special tokens."""
 
     def rule_texts(self) -> list[str]:
-        """Texts that its rules look for: patterns, and what is replaced."""
+        """Return the texts that its rules look for: patterns, and replaced strings."""
         return []
 
     def notes(self) -> list[str]:
-        """What a user should know of how it is read."""
-        return list(self.said)
+        """Return notes for the user on how its files are read."""
+        return list(self.reading_notes)
 
     def kept_files(self) -> dict[str, str] | None:
-        """The texts that a run keeps of it, by name; None: its files as they are."""
+        """Return the texts of the files that a run keeps of it, by name; None to keep its files as they are."""
         return None
 
     def core_bytes(self) -> bytes:
-        """The file that decides what this tokenizer does, as a run keeps it."""
+        """Return the content of the file that decides its tokens, as a run keeps it."""
         kept = self.kept_files()
         return kept[JSON].encode() if kept is not None else (core_file(Path(self.path)) or Path(self.path)).read_bytes()
 
     @cached_property
     def digest(self) -> str:
-        """32 hexadecimal digits that are the same for tokenizers that do the same, wherever they lie and whatever they
-        are called."""
+        """32 hexadecimal digits, equal for tokenizers that give equal tokens, whatever their path and name."""
         rules = json.dumps(self.rules, sort_keys=True).encode() if self.rules else b""
         roles = json.dumps([self.eod, self.pad]).encode()
         return hashlib.sha256(roles + self._content() + rules).hexdigest()[:32]
 
     @property
     def before_text(self) -> int:
-        """`bos`, or `eod` of a tokenizer that names none, as in lm-eval."""
+        """`bos`, or `eod` if the tokenizer names no `bos`, as in lm-eval."""
         return self.eod if self.bos is None else self.bos
 
     def encode(self, text: str) -> list[int]:
@@ -107,27 +108,27 @@ class Tokenizer(ABC):
         return self.encode_array(text).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text to continue, with the special tokens that transformers puts around it."""
+        """Return the token ids of a text to continue, with the special tokens that transformers adds."""
         return self.encode(text)
 
     def encode_masked(self, text: str) -> list[int]:
-        """`encode` of a text with the mask token in the places of [MASK]. That is asked for: no other text makes a
-        special token that `encode` would not make."""
-        first, *rest = [self.encode(part) for part in text.split(MASK)]
-        return first + [token for part in rest for token in (self.mask, *part)]
+        """Encode like `encode`, with the mask token for each [MASK]; adds no other special token."""
+        first, *rest = [self.encode(span) for span in text.split(MASK)]
+        return first + [token for ids in rest for token in (self.mask, *ids)]
 
     def control_tokens(self) -> dict[int, str]:
-        """The special tokens that a text can make by holding their names, but for the one for unknown text: the name
-        of each, by id."""
+        """Return, by id, the names that make special tokens in a text; not that of the token for unknown text."""
         return {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        """Files, by name, without which transformers would not make the same tokens for a model of this family. Raises
-        NotConvertible if there can be none."""
+        """Return the files, by name, that transformers needs to give the same tokens for a model of this family.
+
+        Raises NotConvertible if no files do.
+        """
         return {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """`encode` of each text; faster than one by one where the texts are short."""
+        """Encode several texts; faster than one by one if they are short."""
         return [self.encode(text) for text in texts]
 
     def _role(self, role: str) -> int:
@@ -152,24 +153,24 @@ class Tokenizer(ABC):
         return self._role("mask")
 
     def special_ids(self) -> np.ndarray:
-        """Ids that stand for no text, ascending."""
+        """Return the ids that stand for no text, ascending."""
         return np.flatnonzero([surface is None for surface in self._surfaces()])
 
     def line_ends(self) -> np.ndarray:
-        """bool [vocab_size]: a line ends with this piece, apart from spaces."""
+        """Return whether a line ends with each token, spaces aside: bool [vocab_size]."""
         return np.array(
             [surface is not None and surface.rstrip(b" \t").endswith(b"\n") for surface in self._surfaces()], dtype=bool
         )
 
     def word_starts(self) -> np.ndarray:
-        """bool [vocab_size]: this piece always begins a word (it starts with a space or a symbol, or is special)."""
+        """Return whether each token begins a word (starts with a space or symbol, or is special): bool [vocab_size]."""
         return np.array([surface is None or not _is_letter(surface[:1]) for surface in self._surfaces()], dtype=bool)
 
     def word_ends(self) -> np.ndarray:
-        """bool [vocab_size]: whatever follows this piece begins a word (it ends with a space or a symbol, or is
-        special).
+        """Return whether any token after each one begins a word (it ends with a space or symbol, or is special): bool
+        [vocab_size].
 
-        A piece that is one space does not: it is the beginning of a word whose letters got pieces of their own.
+        A token of one space does not count: it begins a word whose letters have tokens of their own.
         """
         surfaces = self._surfaces()
         return np.array(
@@ -178,5 +179,5 @@ class Tokenizer(ABC):
 
 
 def _is_letter(byte: bytes) -> bool:
-    """Whether a byte belongs to the inside of a word: letters, digits, `_`, and every byte of a non-ASCII character."""
+    """Whether a byte is inside a word: letters, digits, `_`, and every byte of a non-ASCII character."""
     return bool(byte) and (byte[0] >= 0x80 or byte.isalnum() or byte == b"_")

@@ -14,20 +14,11 @@ import numpy as np
 from configs.schema import ConfigError
 from configs.tokenizer_files import JSON, SETTINGS, tokenizer_files
 from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, PAD_NAMES, SPACE, Tokenizer
-from data.tokenizer.formats.byte_pairs import byte_level_alphabet
+from data.tokenizer.formats.spec import byte_level_alphabet
 from data.tokenizer.probes import MOST_RUNS
-from data.tokenizer.rebuilt import AS_IT_IS, class_of, comes_apart
-from data.tokenizer.settings import (
-    CONFIG,
-    FLAGS,
-    Settings,
-    first_line,
-    read_settings,
-    refuse_unknown_end,
-    token_flags,
-    token_name,
-)
-from data.tokenizer.words import WordEncoder, word_encoder
+from data.tokenizer.settings import CONFIG, FLAGS, Settings, first_line, read_settings, refuse_unknown_end, token_name
+from data.tokenizer.transformers_classes import AS_IT_IS, class_of, differing_text
+from data.tokenizer.word_encoder import WordEncoder, word_encoder
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -58,40 +49,38 @@ class HuggingFaceTokenizer(Tokenizer):
         if not ids:
             raise ConfigError(f"data.tokenizer={path}: {file} has no tokens; give a tokenizer with a vocabulary")
         self.vocab_size = max(ids) + 1
-        roles = self._roles_by(self._settings.values)
-        if roles is None:
+        eod = self._named("eos_token")
+        usual = self._find(EOD_NAMES)
+        eod = usual if eod is None else eod
+        if eod is None:
             raise ConfigError(
                 f"data.tokenizer={path}: it has no end-of-document token: none of {', '.join(EOD_NAMES)}, "
                 "and no eos_token in tokenizer_config.json"
             )
-        self.eod, self.pad = roles
-        self.named_eod = self.eod if self.eod != self._find(EOD_NAMES) else None
-        self.bos = self._named("bos_token", self._settings.values)
+        pad = self._named("pad_token")
+        pad = self._find(PAD_NAMES) if pad is None else pad
+        self.eod, self.pad = eod, eod if pad is None else pad
+        self.named_eod = eod if eod != usual else None
+        self.bos = self._named("bos_token")
         for role, names in MASK_NAMES.items():
-            found = self._named(f"{role}_token", self._settings.values)
+            found = self._named(f"{role}_token")
             if found is not None:
                 self.named_roles[role] = found
                 if found != self._find(names):
                     self.rules[role] = found
 
-    def _named(self, role: str, settings: dict[str, Any]) -> int | None:
-        return self._find([token_name(settings.get(role))])
-
-    def _roles_by(self, settings: dict[str, Any]) -> list[int] | None:
-        """eod and pad, where `settings` or a usual name say them."""
-        eod, pad = self._named("eos_token", settings), self._named("pad_token", settings)
-        eod = self._find(EOD_NAMES) if eod is None else eod
-        pad = self._find(PAD_NAMES) if pad is None else pad
-        return None if eod is None else [eod, eod if pad is None else pad]
+    def _named(self, role: str) -> int | None:
+        """Return the id of the token that the settings name for a role."""
+        return self._find([token_name(self._settings.values.get(role))])
 
     def _take_settings(self, file: Path) -> None:
-        """Make `_model` what transformers makes of it: the files beside tokenizer.json add tokens, make tokens special,
-        and say whether a text can hold special tokens. Raises ConfigError."""
+        """Change `_model` as transformers does: the files next to tokenizer.json add tokens, make tokens special, and
+        decide whether a text can hold special tokens. Raises ConfigError."""
         import tokenizers
 
         def token(value: Any, **flags: bool) -> Any:
-            name, own = token_name(value), token_flags(value) if isinstance(value, dict) else {}
-            return tokenizers.AddedToken(name, **{**own, **flags})
+            own = {flag: bool(value[flag]) for flag in FLAGS if flag in value} if isinstance(value, dict) else {}
+            return tokenizers.AddedToken(token_name(value), **{**own, **flags})
 
         settings, spec = self._settings, self._spec.get("added_tokens", [])
         added = {number: token(value) for number, value in settings.added.items()}
@@ -110,26 +99,25 @@ class HuggingFaceTokenizer(Tokenizer):
         for one in tokens:
             one.special = one.special or one.content in names
         if not {token_name(settings.values.get("eos_token"))} & known.keys():
-            refuse_unknown_end(self.path, settings, file.name, self._named("eos_token", settings.values) is not None)
+            refuse_unknown_end(self.path, settings, file.name, self._named("eos_token") is not None)
         before = self._added_tokens()
         self._model.add_tokens(tokens)
         after = self._added_tokens()
         if after != before:
             self.rules["added_tokens"] = after
-        # whether "<s>" in a text is three characters
+        # then "<s>" in a text is three characters
         if settings.values.get("split_special_tokens") and any(value["special"] for value in after):
             self._model.encode_special_tokens = self.rules["split_special_tokens"] = True
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        """The added tokens as tokenizer.json lists them, without the writing of all the others."""
+        """Return the added tokens as tokenizer.json lists them, without serializing the whole model."""
         return [
             {"id": i, "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
             for i, token in sorted(self._model.get_added_tokens_decoder().items())
         ]
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
-        """The tokenizer's file, the text of its tokenizer.json, and what the files beside it say. Raises
-        ConfigError."""
+        """Return the file, the text of its tokenizer.json, and the settings of its folder. Raises ConfigError."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             return file, file.read_text(encoding="utf-8"), read_settings(file.parent)
@@ -150,15 +138,16 @@ class HuggingFaceTokenizer(Tokenizer):
             return list(self._model.encode(text, add_special_tokens=True).ids)
 
     def encode_masked(self, text: str) -> list[int]:
-        """Encode like `encode`, with the mask token where the text says its name or [MASK]."""
-        text = text.replace(MASK, self.piece(self.mask))
+        """Encode like `encode`, with the mask token where the text has its name or [MASK]."""
+        text = text.replace(MASK, self.token_piece(self.mask))
         with self._named_errors(text):
             return list(self._with_mask.encode(text, add_special_tokens=False).ids)
 
     @contextlib.contextmanager
     def _named_errors(self, text: str) -> Iterator[None]:
-        """Name the tokenizer and the text where the library gives up, such as on a pattern that it searches too long
-        for. Its PanicException is no Exception. Raises ConfigError."""
+        """Raise ConfigError with the tokenizer and the text if the library fails, for example on a pattern that takes
+            too long. (Its PanicException does not
+        derive from Exception.)"""
         try:
             yield
         except BaseException as error:
@@ -171,8 +160,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _with_mask(self) -> Any:
-        """The tokenizer that finds the mask in a text as it finds an added token that is not special: also where it
-        finds no special ones."""
+        """The tokenizer with a mask token that is found in a text even if special tokens are not found."""
         import tokenizers
 
         spec = json.loads(self._model.to_str())
@@ -180,8 +168,8 @@ class HuggingFaceTokenizer(Tokenizer):
             token["special"] = token["special"] and token["id"] != self.mask
         model = tokenizers.Tokenizer.from_str(json.dumps(spec))
         model.encode_special_tokens = self._model.encode_special_tokens
-        if all(token["id"] != self.mask for token in spec["added_tokens"]):  # a piece like others
-            model.add_tokens([tokenizers.AddedToken(self.piece(self.mask), normalized=False)])
+        if all(token["id"] != self.mask for token in spec["added_tokens"]):  # an ordinary token
+            model.add_tokens([tokenizers.AddedToken(self.token_piece(self.mask), normalized=False)])
         return model
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -190,7 +178,7 @@ class HuggingFaceTokenizer(Tokenizer):
         with self._named_errors(max(texts, key=len, default="")):
             return [encoding.ids for encoding in self._model.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def piece(self, token: int) -> str:
+    def token_piece(self, token: int) -> str:
         return self._model.id_to_token(token) or ""
 
     def rule_texts(self) -> list[str]:
@@ -212,7 +200,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {i: content for i, content in found.items() if i not in no_control}
 
     def _content(self) -> bytes:
-        # Neither the order and layout of the JSON nor what is switched off above changes an id.
+        # The ids depend neither on the order and layout of the JSON nor on the settings that __init__ switches off.
         spec = {key: value for key, value in self._spec.items() if key not in ("truncation", "padding")}
         return json.dumps(spec, sort_keys=True).encode()
 
@@ -232,11 +220,11 @@ class HuggingFaceTokenizer(Tokenizer):
         return {JSON: json.dumps(self._spec, ensure_ascii=False)} if self._dropout else {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        # Without a class in its settings, transformers would take that of the model's family, which may split texts by
-        # rules of its own. So may the class.
+        # Without a class in its settings, transformers would take that of the model's family. Either class may split
+        # texts by rules of its own.
         values = self._settings.values
         name = str(values.get("tokenizer_class", "")).removesuffix("Fast")
-        if name and comes_apart(self._spec, values, name) is None:
+        if name and differing_text(self._spec, values, name) is None:
             return self._without_dropout()
         roles = {"eos_token": self._model.id_to_token(self.eod), "pad_token": self._model.id_to_token(self.pad)}
         settings = {**(values or roles), "tokenizer_class": AS_IT_IS}
@@ -245,7 +233,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def notes(self) -> list[str]:
         folder = Path(self.path) if Path(self.path).is_dir() else Path(self.path).parent
         name = class_of(self._settings.values, folder)
-        text = comes_apart(self._spec, self._settings.values, name)
+        text = differing_text(self._spec, self._settings.values, name)
         notes = super().notes()
         if self._dropout:
             notes.append(f"{self.path} has dropout {self._dropout}, with which tokens are random; it is read without")
@@ -264,46 +252,38 @@ class HuggingFaceTokenizer(Tokenizer):
     def _find(self, names: Iterable[str]) -> int | None:
         return next((i for i in map(self._model.token_to_id, names) if i is not None), None)
 
-    def _kinds(self) -> set[str]:
-        """Every `type` that the pre-tokenizer and the decoder name."""
-        kinds: set[str] = set()
-        pending = [self._spec.get("pre_tokenizer"), self._spec.get("decoder")]
-        while pending:
-            item = pending.pop()
-            if isinstance(item, dict):
-                kinds.add(str(item.get("type")))
-                pending.extend(value for value in item.values() if isinstance(value, (dict, list)))
-            elif isinstance(item, list):
-                pending.extend(item)
-        return kinds
-
     def _surfaces(self) -> list[bytes | None]:
         special = {i for i, token in self._model.get_added_tokens_decoder().items() if token.special}
-        byte_level = "ByteLevel" in self._kinds()
+        byte_level = _names_type([self._spec.get("pre_tokenizer"), self._spec.get("decoder")], "ByteLevel")
         alphabet = byte_level_alphabet() if byte_level else {}
         surfaces: list[bytes | None] = []
         for i in range(self.vocab_size):
-            piece = None if i in special else self._model.id_to_token(i)
-            if piece is None:
+            name = None if i in special else self._model.id_to_token(i)
+            if name is None:
                 surfaces.append(None)
             elif byte_level:
-                surfaces.append(b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in piece))
-            elif len(piece) == 6 and piece.startswith("<0x"):
-                surfaces.append(bytes([int(piece[3:5], 16)]))
+                surfaces.append(b"".join(bytes([alphabet[c]]) if c in alphabet else c.encode() for c in name))
+            elif len(name) == 6 and name.startswith("<0x"):
+                surfaces.append(bytes([int(name[3:5], 16)]))
             else:
-                surfaces.append(piece.replace(SPACE, " ").encode())
+                surfaces.append(name.replace(SPACE, " ").encode())
         return surfaces
 
-    def _is_word_piece(self) -> bool:
-        return self._spec["model"].get("type") == "WordPiece"
-
     def word_starts(self) -> np.ndarray:
-        if not self._is_word_piece():
+        if self._spec["model"].get("type") != "WordPiece":
             return super().word_starts()
         prefix = self._spec["model"].get("continuing_subword_prefix", "##")
-        pieces = [self._model.id_to_token(i) for i in range(self.vocab_size)]
-        return np.array([piece is None or not piece.startswith(prefix) for piece in pieces], dtype=bool)
+        names = [self._model.id_to_token(i) for i in range(self.vocab_size)]
+        return np.array([name is None or not name.startswith(prefix) for name in names], dtype=bool)
 
     def word_ends(self) -> np.ndarray:
-        # The "##" mark alone says where words begin.
-        return np.zeros(self.vocab_size, dtype=bool) if self._is_word_piece() else super().word_ends()
+        if self._spec["model"].get("type") != "WordPiece":
+            return super().word_ends()
+        return np.zeros(self.vocab_size, dtype=bool)  # the "##" mark alone decides where words begin
+
+
+def _names_type(spec: Any, kind: str) -> bool:
+    """Whether an object in `spec`, a part of a tokenizer.json, has the `type` kind."""
+    if isinstance(spec, dict):
+        return spec.get("type") == kind or any(_names_type(value, kind) for value in spec.values())
+    return isinstance(spec, list) and any(_names_type(value, kind) for value in spec)

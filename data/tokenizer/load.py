@@ -1,16 +1,31 @@
-"""Open a tokenizer from its file or folder."""
+"""Open a tokenizer from its file or folder, in any of the formats that are read."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from configs.schema import ConfigError
-from configs.tokenizer_files import JSON, MODEL, core_file, format_of, formats_in
+from configs.tokenizer_files import (
+    BYTE_PAIRS,
+    JSON,
+    MODEL,
+    TEKKEN,
+    TIKTOKEN,
+    WORD_PIECES,
+    core_file,
+    format_of,
+    formats_in,
+)
 from data.tokenizer.base import Tokenizer
-from data.tokenizer.formats.converted import ConvertedTokenizer
+from data.tokenizer.formats.rank_files import tekken, tiktoken
+from data.tokenizer.formats.spec import Converted
+from data.tokenizer.formats.word_lists import byte_pairs, word_pieces
 from data.tokenizer.huggingface import HuggingFaceTokenizer
 from data.tokenizer.sentencepiece_model import SentencePieceTokenizer
-from data.tokenizer.settings import first_line
+from data.tokenizer.settings import CONFIG, Settings, first_line, read_settings
 
 MOST_TOKENS = 1 << 24  # 80 times the largest published vocabulary
 EXPECTED = (
@@ -20,8 +35,8 @@ EXPECTED = (
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a tokenizer's file, or a folder with one: a `tokenizer.json`, a sentencepiece `.model`, or a format that
-    data/tokenizer/formats reads. Raises ConfigError naming data.tokenizer."""
+    """Open a tokenizer's file, or a folder with one: a `tokenizer.json`, a sentencepiece `.model`, or a format of
+    data/tokenizer/formats. Raises ConfigError with the key."""
     try:
         tokenizer = _opened(path)
     except ConfigError:
@@ -39,34 +54,62 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def cannot_be_read(path: str | Path, error: BaseException) -> ConfigError:
-    """The mistake that an unexpected error of a reader is."""
+    """Return the ConfigError for an unexpected error of a reader."""
     return ConfigError(
         f"data.tokenizer={path}: it cannot be read as a tokenizer: {type(error).__name__}: {first_line(error)[:300]}"
     )
 
 
 def _opened(path: str | Path) -> Tokenizer:
-    place = Path(path)
-    if not place.exists():
+    full = Path(path)
+    if not full.exists():
         raise ConfigError(
             f"data.tokenizer={path}: no such file or folder; give a file or folder with {EXPECTED}, or "
             "data.tokenizer=sentencepiece to train one"
         )
-    if not place.is_dir() and not place.is_file():
+    if not full.is_dir() and not full.is_file():
         raise ConfigError(f"data.tokenizer={path}: it is neither a file nor a folder; give one with {EXPECTED}")
-    core = core_file(place)
+    core = core_file(full)
     if core is None:
-        several = next(iter(formats_in(place).values()), [])
-        there = ", ".join(file.name for file in several or sorted(place.iterdir())[:8]) or "nothing"
+        several = next(iter(formats_in(full).values()), [])
+        there = ", ".join(file.name for file in several or sorted(full.iterdir())[:8]) or "nothing"
         raise ConfigError(
             f"data.tokenizer={path}: the folder holds {there}, "
             + ("of which one must be named" if several else f"and a tokenizer is one of {EXPECTED}")
         )
     kind = format_of(core)
     if kind == JSON:
-        return HuggingFaceTokenizer(place)
+        return HuggingFaceTokenizer(full)
     tokenizer = SentencePieceTokenizer(core) if kind == MODEL else ConvertedTokenizer(core)
-    others = [file.name for files in formats_in(place).values() for file in files if file != core]
-    if place.is_dir() and others:
-        tokenizer.said = [f"{core} is the tokenizer, and {', '.join(others)} beside it is not read", *tokenizer.said]
+    others = [file.name for files in formats_in(full).values() for file in files if file != core]
+    if full.is_dir() and others:
+        note = f"{core} is the tokenizer, and {', '.join(others)} beside it is not read"
+        tokenizer.reading_notes = [note, *tokenizer.reading_notes]
     return tokenizer
+
+
+READERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
+    BYTE_PAIRS: byte_pairs,
+    WORD_PIECES: word_pieces,
+    TEKKEN: tekken,
+    TIKTOKEN: tiktoken,
+}
+
+
+class ConvertedTokenizer(HuggingFaceTokenizer):
+    """A vocabulary of another format (`READERS`), converted to a tokenizer.json. Raises ConfigError."""
+
+    def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
+        file = Path(path)
+        converted = READERS[format_of(file)](file, read_settings(file.parent).values)
+        # transformers would apply the rules of a class that the settings name
+        settings = {**converted.settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+        for key in ("added_tokens_decoder", "add_bos_token", "add_eos_token", "auto_map"):  # they are in the spec
+            settings.pop(key, None)
+        self.reading_notes = converted.notes
+        files = dict.fromkeys(settings, CONFIG)
+        return file, json.dumps(converted.spec, ensure_ascii=False), Settings(settings, files)
+
+    def kept_files(self) -> dict[str, str]:
+        text = json.dumps(self._spec, ensure_ascii=False)
+        return {JSON: text, CONFIG: json.dumps(self._settings.values, indent=2) + "\n"}

@@ -1,10 +1,10 @@
-"""Texts on which tokenizers come apart: spaces, bytes, what looks like a token, marks, scripts, odd characters."""
+"""Texts on which tokenizers differ: spaces, bytes, names of tokens, marks, scripts, odd characters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-RUN = 64  # characters: enough for a pattern that tries all ways to cut them
+RUN = 64  # characters: enough to stop a pattern that tries every cut of them
 MOST_RUNS = 128
 
 PROBES = (
@@ -43,9 +43,9 @@ PROBES = (
 
 
 def runs_of(texts: Iterable[str]) -> list[str]:
-    """Runs of each character that the texts hold, and of some of every kind, each with an end that no pattern of them
-    takes; and the texts in a row."""
+    """Return runs of each character in the texts and of some of every kind, each with an end that no pattern of them
+    matches; and repetitions of each text."""
     texts = list(texts)
     characters = dict.fromkeys(["a", "Z", "0", " ", "_", ".", "\n", "\xe9", "\u4e2d", *"".join(texts)[:4096]])
-    rows = [text[:RUN] * 8 for text in texts[:MOST_RUNS]]
-    return [*(f"{character * RUN}\x01" for character in list(characters)[:MOST_RUNS]), *rows]
+    repeated = [text[:RUN] * 8 for text in texts[:MOST_RUNS]]
+    return [*(f"{character * RUN}\x01" for character in list(characters)[:MOST_RUNS]), *repeated]

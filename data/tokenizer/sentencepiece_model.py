@@ -15,10 +15,9 @@ from configs.schema import ConfigError
 from configs.tokenizer_files import JSON
 from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
 from data.tokenizer.formats.spec import around
-from data.tokenizer.model_json import read_model, tokenizer_json
-from data.tokenizer.pieces import NotConvertible, keeps_text
-from data.tokenizer.rebuilt import AS_IT_IS
+from data.tokenizer.sentencepiece_json import NotConvertible, keeps_text, read_model, tokenizer_json
 from data.tokenizer.settings import CONFIG, first_line, read_settings, refuse_unknown_end, token_name
+from data.tokenizer.transformers_classes import AS_IT_IS
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -60,16 +59,16 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _lossless(self) -> bool:
-        """Whether U+2581 in a text becomes its three bytes, which come back as they were: in models of the kind that is
-        trained here. sentencepiece takes it for a space, and other models are read as it reads them."""
+        """Whether U+2581 in a text is encoded as its three bytes and so decoded to itself, as in the models trained
+        here. sentencepiece takes it for a space, and other models are used as sentencepiece does."""
         return all(map(self._model.is_byte, self._space_ids)) and keeps_text(read_model(Path(self.path)))
 
     def encode_array(self, text: str) -> np.ndarray:
         if SPACE not in text or not self._lossless:
             return self._model.encode_as_numpy(text)
         escaped = np.array(self._space_ids, dtype=np.int32)
-        pieces = [self._model.encode_as_numpy(piece) for piece in text.split(SPACE)]
-        return np.concatenate([pieces[0]] + [part for piece in pieces[1:] for part in (escaped, piece)])
+        first, *rest = [self._model.encode_as_numpy(span) for span in text.split(SPACE)]
+        return np.concatenate([first, *(array for ids in rest for array in (escaped, ids))])
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         if self._lossless and any(SPACE in text for text in texts):
@@ -80,8 +79,7 @@ class SentencePieceTokenizer(Tokenizer):
         return Path(self.path).read_bytes()
 
     def encode_prompt(self, text: str) -> list[int]:
-        # Two splits of a word that are equally likely come out in either order: transformers' is taken, where it is
-        # known.
+        # Of two equally likely splits of a word, sentencepiece may return either; transformers' is used if it is known.
         ids = self.encode(text) if self._of_transformers is None else self._of_transformers.encode(text).ids
         return [*self._before, *ids, *self._after]
 
@@ -101,7 +99,7 @@ class SentencePieceTokenizer(Tokenizer):
         named = read_settings(Path(self.path).parent).values
         if not named:
             return files
-        # It came from Hugging Face. transformers would make the class that is named there, by rules of its own.
+        # From Hugging Face: transformers would use the class that is named there, with rules of its own.
         spec, settings = (json.loads(files[name]) for name in (JSON, CONFIG))
         before, after = ([(self._model.id_to_piece(i), i) for i in ids] for ids in (self._before, self._after))
         spec["post_processor"] = around(before, after) or spec["post_processor"]
@@ -118,17 +116,19 @@ class SentencePieceTokenizer(Tokenizer):
         text = model.decode(kept)
         if REPLACEMENT not in text:
             return str(text)
-        # As Hugging Face's tokenizers write bytes in a row that are no UTF-8 as a whole: a replacement character for
-        # each.
+        # As Hugging Face's tokenizers do, write a replacement character for each byte of a run that is not UTF-8.
         replaced: list[int] = []
         for is_byte, group in itertools.groupby(kept, model.is_byte):
             run = list(group)
-            if is_byte and not _is_utf8(bytes(int(model.id_to_piece(i)[3:5], 16) for i in run)):
-                run = [model.piece_to_id(f"<0x{byte:02X}>") for byte in REPLACEMENT.encode()] * len(run)
+            if is_byte:
+                try:
+                    bytes(int(model.id_to_piece(i)[3:5], 16) for i in run).decode()
+                except UnicodeDecodeError:
+                    run = [model.piece_to_id(f"<0x{byte:02X}>") for byte in REPLACEMENT.encode()] * len(run)
             replaced += run
         return str(model.decode(replaced))
 
-    def piece(self, token: int) -> str:
+    def token_piece(self, token: int) -> str:
         return str(self._model.id_to_piece(token))
 
     def _find(self, names: Iterable[str]) -> int | None:
@@ -139,19 +139,11 @@ class SentencePieceTokenizer(Tokenizer):
         model = self._model
         surfaces: list[bytes | None] = []
         for i in range(self.vocab_size):
-            piece = model.id_to_piece(i)
+            name = model.id_to_piece(i)
             if model.is_byte(i):
-                surfaces.append(bytes([int(piece[3:5], 16)]))
-            elif model.is_control(i) or model.is_unknown(i) or piece in (CLS, SEP, MASK, PAD):
+                surfaces.append(bytes([int(name[3:5], 16)]))
+            elif model.is_control(i) or model.is_unknown(i) or name in (CLS, SEP, MASK, PAD):
                 surfaces.append(None)
             else:
-                surfaces.append(piece.replace(SPACE, " ").encode())
+                surfaces.append(name.replace(SPACE, " ").encode())
         return surfaces
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -1,5 +1,5 @@
-"""What the files beside a tokenizer's own say of its special tokens: tokenizer_config.json, special_tokens_map.json and
-added_tokens.json, put together as transformers 5 does (tokenization_utils_base.py, `_from_pretrained`)."""
+"""Settings of special tokens in the files next to a tokenizer's own: tokenizer_config.json, special_tokens_map.json and
+added_tokens.json, combined as in transformers 5 (tokenization_utils_base.py, `_from_pretrained`)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from configs.schema import ConfigError
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Keys of a token's object in a settings file that decide how it is found in a text.
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`values`: the keys that count; `files`: which file says each; `added`: tokens with an id of their own, each as a
-    token of tokenizer.json's `added_tokens` (`by_config`: those of tokenizer_config.json)."""
+    """The combined settings of a tokenizer's folder.
+
+    values: the keys that apply. files: the file of each key. added: added tokens by id, each as in tokenizer.json's
+    `added_tokens`. by_config: whether they are from tokenizer_config.json.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
@@ -26,11 +30,11 @@ class Settings:
     by_config: bool = False
 
     def end_file(self, folder: Path) -> Path:
-        """The file of a folder in which an eos_token counts."""
+        """Return the file of a folder whose eos_token applies."""
         return folder / self.files.get("eos_token", CONFIG)
 
     def named(self) -> dict[str, Any]:
-        """Every special token that has a name of its own, a text or an object, by that name."""
+        """Return each special token that has a name of its own, a text or an object, by that name."""
         named = {
             key: value
             for key, value in self.values.items()
@@ -40,7 +44,7 @@ class Settings:
         return {**named, **extra} if isinstance(extra, dict) else named
 
     def unnamed(self) -> list[Any]:
-        """Special tokens without a name, each a text or an object."""
+        """Return the special tokens without a name, each a text or an object."""
         extra = self.values.get("extra_special_tokens")
         if extra is None:
             extra = self.values.get("additional_special_tokens")
@@ -48,18 +52,26 @@ class Settings:
 
 
 def read_settings(folder: Path) -> Settings:
-    """The settings beside a tokenizer's file.
+    """Read the settings in a tokenizer's folder.
 
-    As in transformers, special_tokens_map.json counts before tokenizer_config.json, and neither it nor
-    added_tokens.json is read where tokenizer_config.json has `added_tokens_decoder`. Raises ConfigError.
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json, and neither it nor added_tokens.json is
+    read if tokenizer_config.json has `added_tokens_decoder`. Raises ConfigError.
     """
     config = _read(folder / CONFIG)
     values, files = dict(config), dict.fromkeys(config, CONFIG)
     if config.get("additional_special_tokens") is not None and not config.get("extra_special_tokens"):
         values["extra_special_tokens"] = values.pop("additional_special_tokens")
-    by_config = "added_tokens_decoder" in config
-    if by_config:
-        return Settings(values, files, _decoder(folder / CONFIG, config["added_tokens_decoder"]), True)
+    if "added_tokens_decoder" in config:
+        decoder = config["added_tokens_decoder"]
+        try:
+            added = {int(number): dict(token) for number, token in decoder.items()}
+        except (AttributeError, TypeError, ValueError):
+            added = {0: {}} if decoder else {}
+        if not all(isinstance(token.get("content"), str) for token in added.values()):
+            raise ConfigError(
+                f'{folder / CONFIG}: added_tokens_decoder must hold an object with "content" for each token id'
+            )
+        return Settings(values, files, added, True)
     for key, value in _read(folder / MAP).items():
         if key == "extra_special_tokens" and isinstance(value, list):
             before = values.get(key) or []
@@ -76,16 +88,6 @@ def read_settings(folder: Path) -> Settings:
     return Settings(values, files, added)
 
 
-def _decoder(file: Path, content: Any) -> dict[int, dict[str, Any]]:
-    try:
-        added = {int(number): dict(token) for number, token in content.items()}
-    except (AttributeError, TypeError, ValueError):
-        added = {0: {}} if content else {}
-    if not all(isinstance(token.get("content"), str) for token in added.values()):
-        raise ConfigError(f'{file}: added_tokens_decoder must hold an object with "content" for each token id')
-    return added
-
-
 def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
@@ -99,8 +101,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def refuse_unknown_end(tokenizer: str, settings: Settings, vocabulary: str, known: bool) -> None:
-    """Raise ConfigError for an end token that no file gives an id: transformers would make a token of it that no model
-    knows."""
+    """Raise ConfigError for an end token without an id in any file: transformers would add one that no model knows."""
     name = token_name(settings.values.get("eos_token"))
     if name and not known:
         raise ConfigError(
@@ -110,15 +111,11 @@ def refuse_unknown_end(tokenizer: str, settings: Settings, vocabulary: str, know
 
 
 def token_name(token: Any) -> str:
-    """The text of a special token in a file of settings, which is that or an object; "" for none."""
+    """Return the name of a special token in a settings file, where it is a text or an object; "" for none."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else ""
 
 
-def token_flags(token: dict[str, Any]) -> dict[str, bool]:
-    """How a token is found in a text, as an object in a file of settings says it."""
-    return {flag: bool(token[flag]) for flag in FLAGS if flag in token}
-
-
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
     return (str(error) or type(error).__name__).splitlines()[0]

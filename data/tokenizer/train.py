@@ -16,9 +16,9 @@ from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, SPACE
 from data.tokenizer.settings import first_line
 
 NO_CHARACTERS = 256 + 7  # bytes, and <unk>, <pad>, </s>, [CLS], [SEP], [MASK] and the line's end
-COVERAGE = 0.9995  # of the characters in the text, the share that has pieces, where the vocabulary is large enough
-# Of the room of a vocabulary that is smaller, the share that characters get. On Japanese, Chinese and Korean with 320
-# to 900 pieces, 0.5 to 0.75 give the fewest tokens; all of it leaves no word a piece, for 1.1 to 1.7 times as many.
+COVERAGE = 0.9995  # share of the text's characters that have tokens, if the vocabulary is large enough
+# Share of a smaller vocabulary that characters get. On Japanese, Chinese and Korean with 320 to 900 tokens, 0.5 to 0.75
+# give the fewest tokens; with 1 no word has a token, and texts have 1.1 to 1.7 times as many.
 CHARACTERS_SHARE = 2 / 3
 MAX_TRAINING_SENTENCES = 50_000
 MAX_TRAINING_CHARACTERS = 2_000_000
@@ -26,14 +26,13 @@ MAX_SENTENCE_CHARACTERS = 2_000
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> str:
-    """Train a lossless sentencepiece model on a bounded sample of `texts` and write it to `out`, atomically. Returns
-    what is to be said of it, "" where it is as asked for.
+    """Train a lossless sentencepiece model on a bounded sample of `texts` and write it to `out`, atomically.
 
-    Unigram rather than BPE: on source text it encodes 3 to 4 times as fast at 2% more tokens. Deterministic for the
-    same texts. The same model serves GPT and BERT: it has pad, end-of-document, [CLS], [SEP] and [MASK] symbols. Few
-    texts give a vocabulary smaller than `vocab_size`. Where their characters do not fit it, the most frequent ones get
-    pieces, and the others are written as bytes. Raises ConfigError when vocab_size is too small or too large or there
-    is no text.
+    Return a note for the user, "" if the vocabulary is as requested. Unigram rather than BPE: on source text it encodes
+    3 to 4 times as fast at 2% more tokens. Deterministic for the same texts. The same model serves GPT and BERT: it has
+    pad, end-of-document, [CLS], [SEP] and [MASK] symbols. Few texts give a vocabulary smaller than `vocab_size`. If it
+    is too small for their characters, the most frequent ones get tokens, and the others are written as bytes. Raises
+    ConfigError for a vocab_size that is too small or too large, and without text.
     """
     if not MIN_TRAINED_VOCAB <= vocab_size <= MAX_TRAINED_VOCAB:
         raise ConfigError(
@@ -43,11 +42,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
     lines = _sample_lines(texts)
     if not lines:
         raise ConfigError("data.corpus: it holds no text to train a tokenizer on")
-    said = []
+    notes = []
     try:
         try:
             model = _train(lines, vocab_size, COVERAGE)
-            if SPACE not in _pieces(model):  # then one would come back as U+2581, from its bytes
+            if SPACE not in _vocabulary(model):  # then a space would be decoded as U+2581, from its bytes
                 model = _train([*lines, " "], vocab_size, COVERAGE, required_chars=SPACE)
         except RuntimeError as error:
             if "required_chars" not in str(error):
@@ -55,9 +54,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
             number = int((vocab_size - NO_CHARACTERS) * CHARACTERS_SHARE)
             counts = Counter(character for line in lines for character in line)
             rare = [character for character, _ in counts.most_common()[number:] if character != " "]
-            model = _train([*_without(lines, rare), " "], vocab_size, 1.0)
+            # Lines are cut at rare characters here: sentencepiece itself takes no coverage below 0.98.
+            cuts = str.maketrans(dict.fromkeys(rare, "\n"))
+            kept = [span for line in lines for span in line.translate(cuts).split("\n") if span]
+            model = _train([*kept, " "], vocab_size, 1.0)
             covered = 1 - sum(counts[character] for character in rare) / counts.total()
-            said.append(
+            notes.append(
                 f"the corpus has {len(counts):,} characters, of which the {number:,} most frequent have pieces "
                 f"({covered:.1%} of the text); the others are written as bytes"
             )
@@ -70,17 +72,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
         raise ConfigError(
             f"data.vocab_size={vocab_size}: sentencepiece could not train on this corpus: {first_line(error)}"
         ) from error
-    size = len(_pieces(model))
+    size = len(_vocabulary(model))
     if size != vocab_size:
-        said.append(f"the corpus gives {size:,} pieces")
+        notes.append(f"the corpus gives {size:,} pieces")
     temporary = Path(f"{out}.tmp{os.getpid()}")
     temporary.write_bytes(model)
     temporary.rename(out)
-    return f"data.vocab_size={vocab_size}: {'; '.join(said)}" if said else ""
+    return f"data.vocab_size={vocab_size}: {'; '.join(notes)}" if notes else ""
 
 
 def _train(lines: list[str], vocab_size: int, coverage: float, **options: Any) -> bytes:
-    """The trained model. coverage: of the characters, the share that must have pieces. Raises RuntimeError."""
+    """Return the trained model. coverage: share of the characters that must have tokens. Raises RuntimeError."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -114,22 +116,15 @@ def _train(lines: list[str], vocab_size: int, coverage: float, **options: Any) -
     return model.getvalue()
 
 
-def _pieces(model: bytes) -> list[str]:
+def _vocabulary(model: bytes) -> list[str]:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     return [processor.id_to_piece(i) for i in range(processor.vocab_size())]
 
 
-def _without(lines: list[str], characters: list[str]) -> list[str]:
-    """The lines cut at these characters: sentencepiece itself takes no coverage below 0.98."""
-    cuts = str.maketrans(dict.fromkeys(characters, "\n"))
-    return [piece for line in lines for piece in line.translate(cuts).split("\n") if piece]
-
-
 def _sample_lines(texts: Iterable[str]) -> list[str]:
-    """At most MAX_TRAINING_SENTENCES lines and MAX_TRAINING_CHARACTERS characters of the texts, chosen by a fixed
-    seed."""
+    """Return MAX_TRAINING_SENTENCES lines and MAX_TRAINING_CHARACTERS characters at most, chosen with a fixed seed."""
     lines = []
     for text in texts:
         for line in text.replace(SPACE, " ").split("\n"):

@@ -1,8 +1,8 @@
-"""Tokenizers of others are read and tried in a process with limits of time and memory before this one reads them: a
-file can make the libraries that read it search for ever, take all memory, or end their process.
+"""Trials of foreign tokenizers in a process with limits of time and memory, before this process loads them.
 
-The process imports the libraries once and forks for each tokenizer, so that one takes milliseconds. It ends with its
-caller, or when nobody has asked it for a minute.
+A file can make the libraries that read it search for ever, take all memory, or crash. The trial process imports the
+libraries once and forks for each tokenizer, so that a trial takes milliseconds. It ends with its caller, or after a
+minute without requests.
 """
 
 from __future__ import annotations
@@ -19,60 +19,64 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from configs.schema import Config, ConfigError
 from configs.tokenizer_files import tokenizer_files
 from data.tokenizer.base import Tokenizer
 from data.tokenizer.load import cannot_be_read, open_tokenizer
 from data.tokenizer.probes import PROBES, runs_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CPU_SECONDS, PER_MEGABYTE = 5, 4  # of one processor, for one tokenizer; the largest published ones need half of it
+CPU_SECONDS, PER_MEGABYTE = 5, 4  # limit per tokenizer; the largest published ones need half of it
 MEMORY_GIB = 2  # of address space
-BUSY = 10  # seconds of the clock for one of the processor, on a machine with other work
+BUSY = 10  # seconds of wall time per second of processor time, on a machine with other work
 IDLE_SECONDS = 60.0
 OTHER = "Give another tokenizer, or data.tokenizer=sentencepiece to train one"
 SERVE = "from data.tokenizer import trial; trial.serve()"
 
 _lock = threading.Lock()
-_server: tuple[int, subprocess.Popen[bytes]] | None = None  # with the process that started it
-_good: set[str] = set()  # what was tried, by names, sizes and times of the files
+_server: tuple[int, subprocess.Popen[bytes]] | None = None  # with the id of the process that started it
+_good: set[str] = set()  # tokenizers that passed, by names, sizes and times of their files
 
 
 def load_tokenizer(path: str | Path, tried: bool = False) -> Tokenizer:
-    """Open a tokenizer's file, or a folder with one, as `open_tokenizer` does; unless it was `tried`, in a process with
-    limits first. Raises ConfigError naming data.tokenizer."""
+    """Open a tokenizer's file, or a folder with one, as `open_tokenizer` does, after a trial unless it was `tried`.
+
+    Raises ConfigError with the key.
+    """
     if not tried:
-        _try(path)
+        full = Path(path)
+        files = [*tokenizer_files(full).values(), (full if full.is_dir() else full.parent) / "config.json"]
+        stats = [(str(file.absolute()), file.stat()) for file in files if file.is_file()]
+        state = json.dumps([(name, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in stats])
+        if state not in _good:
+            seconds = CPU_SECONDS + PER_MEGABYTE * sum(found.st_size for _, found in stats) // 10**6
+            wrong = _answer({"path": str(path), "folder": os.getcwd(), "seconds": seconds})
+            if wrong:
+                raise ConfigError(wrong)
+            _good.add(state)
     return open_tokenizer(path)
 
 
 def tokenizer_digest(path: str | Path, tried: bool = False) -> str:
-    """The content of the tokenizer at `path` (as load_tokenizer takes it) in 32 hexadecimal digits. Raises
-    ConfigError."""
+    """Return the digest of the tokenizer at `path`, 32 hexadecimal digits. Raises ConfigError."""
     return load_tokenizer(path, tried).digest
 
 
-def _try(path: str | Path) -> None:
-    """Raise ConfigError where a tokenizer cannot be used within the limits."""
-    place = Path(path)
-    files = [*tokenizer_files(place).values(), (place if place.is_dir() else place.parent) / "config.json"]
-    stats = [(str(file.absolute()), file.stat()) for file in files if file.is_file()]
-    state = json.dumps([(name, found.st_ino, found.st_size, found.st_mtime_ns) for name, found in stats])
-    if state in _good:
-        return
-    seconds = CPU_SECONDS + PER_MEGABYTE * sum(found.st_size for _, found in stats) // 10**6
-    wrong = _answer({"path": str(path), "folder": os.getcwd(), "seconds": seconds})
-    if wrong:
-        raise ConfigError(wrong)
-    _good.add(state)
+def expected_vocab_size(config: Config) -> int:
+    """Return the vocabulary size before the corpus is prepared: the model's, the tokenizer's, or that of training."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    if config.data.tokenizer == "sentencepiece":
+        return config.data.vocab_size
+    return load_tokenizer(config.data.tokenizer).vocab_size
 
 
 def _answer(question: dict[str, Any]) -> str:
-    """Have the process try a tokenizer; the problem in a line, "" for none. Raises OSError where it does not answer."""
+    """Return the problem that the trial process finds, in one line; "" for none. Raises OSError without an answer."""
     limit = BUSY * question["seconds"]
     with _lock:
-        for _ in range(2):  # the process may have ended just now, as it was idle
-            server = _started()
+        for _ in range(2):  # an idle process may have ended just now
+            server = _running_server()
             assert server.stdin and server.stdout
             try:
                 server.stdin.write(json.dumps(question).encode() + b"\n")
@@ -90,7 +94,7 @@ def _answer(question: dict[str, Any]) -> str:
     raise OSError(f"data.tokenizer={question['path']}: the process that tries tokenizers gave no answer; start again")
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _running_server() -> subprocess.Popen[bytes]:
     global _server
     if _server is not None and _server[0] == os.getpid() and _server[1].poll() is None:
         return _server[1]
@@ -101,7 +105,7 @@ def _started() -> subprocess.Popen[bytes]:
         [sys.executable, "-c", SERVE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # what the libraries say of a file before they break off
+        stderr=subprocess.DEVNULL,  # messages of the libraries before they crash
         env=environment,
     )
     _server = (os.getpid(), server)
@@ -109,10 +113,10 @@ def _started() -> subprocess.Popen[bytes]:
 
 
 def serve() -> None:
-    """Answer each line of standard input, until it ends or none comes for a while."""
+    """Answer each line of standard input, until it ends or IDLE_SECONDS pass without one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not mix with the replies
+    os.dup2(2, 1)  # output of the libraries must not mix with the replies
     import sentencepiece  # noqa: F401  (here once, not in each fork)
     import tokenizers  # noqa: F401
 
@@ -125,7 +129,7 @@ def serve() -> None:
 
 
 def _tried(question: dict[str, Any]) -> str:
-    """Try a tokenizer in a fork of this process with limits; the problem in one line, "" for none."""
+    """Return the problem that a fork of this process, with limits, finds in a tokenizer; "" for none."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -161,7 +165,7 @@ def _tried(question: dict[str, Any]) -> str:
 
 
 def _readable(file: Any, seconds: float) -> bool:
-    """Whether `file` has something to read, or has ended, within `seconds`. (select takes no descriptor above 1023.)"""
+    """Whether `file` has data to read, or has ended, within `seconds`. (select takes no descriptor above 1023.)"""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
@@ -175,7 +179,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _use(path: str) -> str:
-    """Do with a tokenizer all that is done with one; what is wrong with it, "" for nothing."""
+    """Use a tokenizer in every way that a run does; return the problem, "" for none."""
     try:
         tokenizer: Any = open_tokenizer(path)
         texts = [*PROBES, *runs_of(tokenizer.rule_texts())]
@@ -183,7 +187,7 @@ def _use(path: str) -> str:
             tokenizer.decode(tokenizer.encode(text))
             tokenizer.encode_prompt(text)
         tokenizer.encode_batch(texts)
-        for first in range(0, 0xD800, 1024):  # tables of characters may be wrong for any of them
+        for first in range(0, 0xD800, 1024):  # a table of characters may be wrong for any of them
             tokenizer.encode("".join(map(chr, range(first, first + 1024))))
         tokenizer.decode(range(min(tokenizer.vocab_size, 4096)))
         for method in ("special_ids", "word_starts", "control_tokens", "notes"):

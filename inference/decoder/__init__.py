@@ -1,12 +1,12 @@
-"""A GPT that continues text: the same weights as the training model, run without autograd and with a key-value cache.
+"""A GPT that continues text: the weights of the training model, run without autograd and with a key-value cache.
 
-Megatron-core's modules spend more time per call than one token's products take. This takes weights by their logical
-names, from a model in training or from files, and applies them with a handful of torch calls a layer; only experts that
-a token chose are computed. It runs in every layout: tensor ranks sum their parts, expert ranks compute their own
-experts for all tokens, pipeline ranks hand on the hidden state. All ranks of a job hold the same tokens. A capacity
-factor is not applied: nothing is dropped.
+Megatron-core's modules spend more time per call than one token's products take. The decoder takes weights by their
+logical names, from a model in training or from files, and applies them with a few torch calls per layer; only experts
+that a token chose are computed. It runs in every layout: tensor ranks sum their shards' outputs, expert ranks compute
+their own experts for all tokens, pipeline ranks pass the hidden state on. All ranks of a job hold the same tokens. A
+capacity factor is not applied: no token is dropped.
 
-Shapes: b rows of text, s tokens of a row, T = b * s tokens, H hidden size, g key/value heads of this rank, r query
+Shapes: b texts, s tokens of a text, T = b * s tokens, H hidden size, g key/value heads of this rank, r query
 heads for each of them, d channels of a head, L tokens that the cache can hold, V vocabulary, k experts of a token.
 """
 

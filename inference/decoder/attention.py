@@ -16,11 +16,11 @@ from inference.decoder.linear import Group, Weights, all_heads_norm, gather, nor
 from inference.decoder.step import Step
 from memory.transfer import to_device
 from models.norm import LATENT_NORM_EPSILON
-from models.pointwise.frequencies import HOST, angles, inverse_frequencies
+from models.pointwise.rotary import HOST, angles, inverse_frequencies
 
 
 class Attention:
-    """Grouped-query attention. Megatron keeps each group's rows together: its r queries, its key, its value."""
+    """Grouped-query attention. Megatron stores each group's matrix rows together: r queries, the key, the value."""
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
         self.layer, self.slides = layer, bool(derived.window_pattern(config)[layer])
@@ -40,7 +40,7 @@ class Attention:
 
     def __call__(self, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         r = self.r
-        qkv = F.linear(hidden, self.weight, self.bias).view(step.rows, step.new, self.g, r + 2, self.d)
+        qkv = F.linear(hidden, self.weight, self.bias).view(step.batch_size, step.new, self.g, r + 2, self.d)
         if self.query_norm is not None and self.key_norm is not None:
             query_key = torch.cat([self.query_norm(qkv[..., :r, :]), self.key_norm(qkv[..., r : r + 1, :])], dim=-2)
         else:
@@ -61,7 +61,7 @@ class Attention:
             )
             output = output.transpose(1, 2)
         else:
-            # The r queries of a group read the same keys: to the kernel they are r tokens of one head.
+            # The r queries of a group read the same keys: the kernel takes them as r tokens of one head.
             output = F.scaled_dot_product_attention(query.squeeze(1), key, value, attn_mask=mask)
         return self.project(output.reshape(len(hidden), -1))
 
@@ -91,7 +91,7 @@ class DecoderLatentAttention:
         query_input = hidden
         if self.query_down is not None:
             query_input = self.query_norm(gather(F.linear(hidden, self.query_down), self.group))
-        shape = (step.rows, step.new)
+        shape = (step.batch_size, step.new)
         query = F.linear(query_input, self.query_up).view(*shape, -1, self.plain + self.rotary)
         compressed, rotary_key = gather(F.linear(hidden, self.key_value_down), self.group).split(
             [self.kv_rank, self.rotary], dim=1
@@ -101,7 +101,7 @@ class DecoderLatentAttention:
         )
         plain_query, rotary_query = query.split([self.plain, self.rotary], dim=-1)
         plain_key, value = key_value.split([self.plain, self.value], dim=-1)
-        # One head more: the key that all heads share turns like their queries.
+        # The key that all heads share is rotated as one more head of the queries.
         turned = _deinterleaved(torch.cat([rotary_query, rotary_key.view(*shape, 1, self.rotary)], dim=2))
         turned = _rotate(turned[..., None, :], step.cos, step.sin).squeeze(3)
         query = torch.cat([plain_query, turned[:, :, :-1]], dim=-1).transpose(1, 2)
@@ -114,9 +114,9 @@ class DecoderLatentAttention:
 
 
 class DecoderRotary:
-    """Cosines and sines of rotary positions (Su et al. 2021), kept for as many positions as were asked for.
+    """Cosines and sines of rotary positions (Su et al. 2021), kept for the longest text so far.
 
-    longrope has two sets of frequencies, and the whole of a text turns by the one or the other, by its length.
+    longrope has two sets of frequencies; the length of a text decides which one rotates the whole text.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -127,14 +127,16 @@ class DecoderRotary:
         self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 
     def switches(self, lengths: Sequence[int]) -> bool:
-        """Whether one of the texts, which now have these lengths, had the other frequencies a token ago."""
+        """Whether a text of one of these lengths had the other set of frequencies one token ago."""
         return self.switches_at is not None and self.switches_at + 1 in lengths
 
     def at(
         self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 cosines and signed sines `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` where rows differ. All positions, the same
-        of each row or int64 `[b, 1]`, are below `length`; `lengths`: tokens of each row's text."""
+        """Return fp32 cosines and signed sines `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` where texts differ.
+
+        positions: below `length`, the same for all texts or int64 `[b, 1]`. lengths: tokens of each text.
+        """
         if self.cos.size(1) < length:
             turned = to_device(torch.stack([angles(2 * length, each) for each in self.frequencies]), self.cos.device)
             cos, sin = turned.cos() * self.factor, turned.sin() * self.factor
@@ -151,12 +153,12 @@ class DecoderRotary:
 
 
 def _deinterleaved(x: torch.Tensor) -> torch.Tensor:
-    """DeepSeek's pairs of channels are neighbours; here they stand half the channels apart."""
+    """Move DeepSeek's pairs of channels, which are neighbours, to a distance of half the channels."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-    """Turn the first channels of `x` [..., d]; `cos` and `sin` say how many."""
+    """Rotate the first channels of `x` [..., d], as many as `cos` and `sin` have."""
     assert cos is not None and sin is not None
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     size = cos.size(-1)

@@ -1,4 +1,4 @@
-"""The decoder: tokens that follow texts, and the log-probabilities of texts."""
+"""The decoder: it continues texts, and computes log-probabilities of texts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import Config, ConfigError
-from inference.decoder.footprint import cache_bytes, pass_bytes
-from inference.decoder.run import Transformer
 from inference.decoder.step import Cache, Step
-from inference.weights.from_slots import SlotWeights
-from inference.weights.source import TensorWeights, WeightSource
+from inference.decoder.transformer import Transformer, cache_bytes, pass_bytes
+from inference.weights.source import SlotWeights, TensorWeights, WeightSource
 from memory.transfer import to_device
 from models.attention.layers import window_mask
 from models.weights import logical_tensors
@@ -23,8 +21,10 @@ from parallel.topology import Topology
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts that go through the model together: int64 `[b, s]`, of which row i has `lengths[i]` tokens; what follows
-    them is ignored. `cache` takes their keys and values. `prompts`: their numbers, for a record of routing."""
+    """Texts that pass through the model together: int64 `[b, s]`; tokens of text i from `lengths[i]` on are padding.
+
+    cache: receives their keys and values. prompts: their indices, for a record of routing.
+    """
 
     tokens: torch.Tensor
     lengths: Sequence[int]
@@ -33,10 +33,10 @@ class TextBatch:
 
     @classmethod
     def of(cls, texts: Sequence[list[int]], cache: Cache | None = None, prompts: Sequence[int] = ()) -> TextBatch:
-        """The batch of texts, of which shorter ones are filled up to the longest."""
+        """Return the batch of texts, padded to the longest."""
         longest = max(map(len, texts))
-        rows = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-        return cls(rows, [len(text) for text in texts], cache, prompts)
+        tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+        return cls(tokens, [len(text) for text in texts], cache, prompts)
 
 
 class Decoder(Transformer):
@@ -55,7 +55,7 @@ class Decoder(Transformer):
     def of_chunks(
         cls, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int
     ) -> Decoder:
-        """A decoder that reads the chunks' own storage: later changes of the weights count."""
+        """Return a decoder that reads the chunks' own storage: later changes of the weights count."""
         weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
         away = {number: layer for number, layer in layers_of(chunks).items() if layer.experts.off_device}
         source = TensorWeights(weights, config, topology, vocab_size)
@@ -64,21 +64,21 @@ class Decoder(Transformer):
         return cls(source, config, topology, vocab_size)
 
     def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
-        """Read the first tokens of each row, int64 `[b, s]`, of which row i has `lengths[i]` (what follows them is
-        ignored), into an empty cache. Returns the logits after each row's last token, fp32 `[b, V]`."""
+        """Read texts, int64 `[b, s]`, into an empty cache; tokens of text i from `lengths[i]` on are padding. Returns
+        the logits after each text's last token, fp32 `[b, V]`."""
         return self.prefill_all([TextBatch(tokens, lengths, cache)])[0]
 
     def decode(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Add one token to each row, int64 `[b]`, and return the logits after it, fp32 `[b, V]`."""
+        """Add one token to each text, int64 `[b]`, and return the logits after it, fp32 `[b, V]`."""
         return self.decode_all([(tokens, cache)])[0]
 
     def score(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability of each token after the ones before it, and whether it is the likeliest: fp32 and bool `[b, s
-        - 1]`. `lengths`: tokens of each row's text, without what fills the row up."""
+        """Return the log-probability of each token given the ones before it, and whether it is the likeliest: fp32 and
+        bool `[b, s - 1]`. lengths: tokens of each text, without padding."""
         return self.score_all([TextBatch(tokens, lengths or [tokens.size(1)] * len(tokens))])[0]
 
     def prefill_all(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
-        """`prefill` of several batches in one pass over the weights."""
+        """Apply `prefill` to several batches in one pass over the weights."""
         self._reserve_for(batches, generates=True)
         steps = [self._first_step(batch) for batch in batches]
         found = self._run([batch.tokens for batch in batches], steps)
@@ -86,15 +86,15 @@ class Decoder(Transformer):
             if batch.cache is not None:
                 batch.cache.counts, batch.cache.prompts = list(batch.lengths), batch.prompts
                 if self._rotary is not None and self._rotary.switches_at is not None:
-                    rows = zip(batch.tokens.tolist(), batch.lengths, strict=True)
-                    batch.cache.texts = [row[:length] for row, length in rows]
+                    padded = zip(batch.tokens.tolist(), batch.lengths, strict=True)
+                    batch.cache.texts = [text[:length] for text, length in padded]
         hidden = None if found is None else [self._last(each, batch) for each, batch in zip(found, batches)]
         logits = self._logits(hidden, [len(batch.lengths) for batch in batches])
-        self.source.pass_is_over(sum(len(batch.lengths) for batch in batches))
+        self.source.end_pass(sum(len(batch.lengths) for batch in batches))
         return logits
 
     def decode_all(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
-        """`decode` of several batches in one pass over the weights."""
+        """Apply `decode` to several batches in one pass over the weights."""
         again = list[bool]()
         for tokens, cache in batches:
             if cache.texts is not None:
@@ -102,7 +102,7 @@ class Decoder(Transformer):
                     text.append(token)
             rotary = self._rotary
             again.append(rotary is not None and rotary.switches([count + 1 for count in cache.counts]))
-        if any(again):  # rare: each batch in a pass of its own
+        if any(again):  # rare: one pass per batch
             return [
                 self._again(cache) if is_again else self._decode([(tokens, cache)])[0]
                 for (tokens, cache), is_again in zip(batches, again, strict=True)
@@ -110,8 +110,8 @@ class Decoder(Transformer):
         return self._decode(batches)
 
     def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """`score` of several batches in one pass over the weights. The last token is predicted and not read: a text
-        may be one token longer than the model."""
+        """Apply `score` to several batches in one pass over the weights. The last token is predicted and not read, so a
+        text may be one token longer than the model reads."""
         read = [
             replace(batch, tokens=batch.tokens[:, :-1], lengths=[max(1, length - 1) for length in batch.lengths])
             for batch in batches
@@ -127,7 +127,7 @@ class Decoder(Transformer):
                 (torch.empty(len(each), device=self.device), torch.empty_like(each, dtype=torch.bool))
                 for each in targets
             ]
-        self.source.pass_is_over(sum(batch.tokens.numel() for batch in read))
+        self.source.end_pass(sum(batch.tokens.numel() for batch in read))
         shapes = [(len(batch.tokens), batch.tokens.size(1) - 1) for batch in batches]
         results = [
             (self._from_last(log_probs).view(shape), self._from_last(greedy).view(shape))
@@ -136,41 +136,43 @@ class Decoder(Transformer):
         self.source.check_finite([log_probs for log_probs, _ in results])
         return results
 
-    def batches_at_once(self, rows: int, prompt: int, length: int, generates: bool, most: int) -> int:
-        """How many batches of `rows` texts should share a pass: one where all weights stay; else as many as a quarter
-        of the memory budget holds, at most `most`. Leaves room for them.
+    def batches_at_once(self, batch_size: int, prompt: int, length: int, generates: bool, most: int) -> int:
+        """Return the number of batches of `batch_size` texts that should share a pass, and reserve memory for them.
 
-        prompt: tokens of a text that go through the model at once. length: tokens that the cache of a text takes, 0
-        without one. generates: only logits of last tokens are wanted. Raises ConfigError, on all ranks, where the
-        budget of one is too small for one batch. A collective call.
+        It is one if all weights stay; else what a quarter of the memory budget holds, at most `most`. prompt: tokens of
+        a text that are read at once. length: tokens that the cache of a text holds, 0 without one. generates: only
+        logits of last tokens are wanted. Raises ConfigError on all ranks if the budget of any is too small for one
+        batch. A collective call.
         """
         if not self.source.has_budget:
             return 1
-        self._reserve_together(self._needed(rows, length, prompt, generates, 1))
-        count, room = 1, self.source.room_for_batches
-        while count < most and self._needed(rows, length, prompt, generates, count + 1) <= room:
+        self._reserve_together(self._needed(batch_size, length, prompt, generates, 1))
+        count, headroom = 1, self.source.batch_headroom
+        while count < most and self._needed(batch_size, length, prompt, generates, count + 1) <= headroom:
             count += 1
         every = [(self.source.streams, count)] * dist.get_world_size()
         if len(every) > 1:
             dist.all_gather_object(every, every[0])
         if any(streams for streams, _ in every):
             count = min(of_rank for _, of_rank in every)
-            self.source.reserve(self._needed(rows, length, prompt, generates, count))
+            self.source.reserve(self._needed(batch_size, length, prompt, generates, count))
             return count
         return 1
 
     def _reserve_for(self, batches: Sequence[TextBatch], generates: bool) -> None:
-        """Room for a pass that nobody has asked room for."""
-        rows, prompt = max(len(batch.lengths) for batch in batches), max(batch.tokens.size(1) for batch in batches)
-        length = max(0 if batch.cache is None else batch.cache.length for batch in batches)
-        self.source.reserve(self._needed(rows, length, prompt, generates, len(batches)))
-
-    def _needed(self, rows: int, length: int, prompt: int, generates: bool, batches: int) -> int:
-        """Bytes beside the weights."""
-        kept = batches * cache_bytes(self.config, self.source, rows, length)
-        return kept + pass_bytes(
-            self.config, self.source, rows * prompt, batches, rows * batches if generates else None
+        """Reserve memory for a pass that `batches_at_once` was not called for."""
+        batch_size, prompt = (
+            max(len(batch.lengths) for batch in batches),
+            max(batch.tokens.size(1) for batch in batches),
         )
+        length = max(0 if batch.cache is None else batch.cache.length for batch in batches)
+        self.source.reserve(self._needed(batch_size, length, prompt, generates, len(batches)))
+
+    def _needed(self, batch_size: int, length: int, prompt: int, generates: bool, batches: int) -> int:
+        """Return the bytes that a pass and its caches need in addition to the weights."""
+        scored = batch_size * batches if generates else None
+        kept = batches * cache_bytes(self.config, self.source, batch_size, length)
+        return kept + pass_bytes(self.config, self.source, batch_size * prompt, batches, scored)
 
     def _decode(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
         steps = [self._next_step(len(tokens), cache) for tokens, cache in batches]
@@ -178,15 +180,15 @@ class Decoder(Transformer):
         logits = self._logits(hidden, [len(tokens) for tokens, _ in batches])
         for _, cache in batches:
             cache.counts = [count + 1 for count in cache.counts]
-        self.source.pass_is_over(sum(len(tokens) for tokens, _ in batches))
+        self.source.end_pass(sum(len(tokens) for tokens, _ in batches))
         return logits
 
     def _last(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
-        """The hidden states of each row's last token."""
+        """Return the hidden states of each text's last token."""
         last = to_device(torch.tensor(batch.lengths), self.device) - 1
         return hidden.view(*batch.tokens.shape, -1)[torch.arange(len(last), device=self.device), last]
 
-    def _next_step(self, rows: int, cache: Cache) -> Step:
+    def _next_step(self, batch_size: int, cache: Cache) -> Step:
         counts = cache.counts
         longest, alike = max(counts), min(counts) == max(counts)
         positions = mask = None
@@ -198,37 +200,45 @@ class Decoder(Transformer):
             where = slice(longest, longest + 1) if positions is None else positions[:, None]
             cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
-        places = None if self.source.record is None else list(zip(cache.prompts or range(rows), counts, strict=True))
+        recorded = None
+        if self.source.record is not None:
+            recorded = list(zip(cache.prompts or range(batch_size), counts, strict=True))
         within = self._windowed(counts, positions, mask)
-        return Step(rows, 1, cos, sin, cache, start, positions, longest + 1, mask, within, places=places)
+        return Step(
+            batch_size, 1, cos, sin, cache, start, positions, longest + 1, mask, within, recorded_tokens=recorded
+        )
 
     def _again(self, cache: Cache) -> torch.Tensor:
-        """Read all rows again, where one has become so long that all of its keys turn otherwise (as transformers does
-        for Phi-3)."""
+        """Read all texts again, because one became so long that all of its keys are rotated by the other frequencies
+        (as transformers does for Phi-3)."""
         assert cache.texts is not None
         return self.prefill_all([TextBatch.of(cache.texts, cache, cache.prompts)])[0]
 
     def _first_step(self, batch: TextBatch) -> Step:
-        rows, length = batch.tokens.shape
+        batch_size, length = batch.tokens.shape
         cos = sin = None
         if self._rotary is not None:
             cos, sin = self._rotary.at(length, slice(0, length), batch.lengths)
         beyond = self._window is not None and length > self._window
         within = window_mask(length, self._window, self.device) if beyond and self._window else None
-        texts, places = None, None
+        texts, recorded = None, None
         if min(batch.lengths) < length and self.config.moe.num_experts is not None:
-            numbers = [row * length + at for row, count in enumerate(batch.lengths) for at in range(count)]
+            numbers = [text * length + at for text, count in enumerate(batch.lengths) for at in range(count)]
             texts = to_device(torch.tensor(numbers), self.device)
         if self.source.record is not None:
-            prompts = batch.prompts or range(rows)
-            places = [(prompt, at) for prompt, count in zip(prompts, batch.lengths) for at in range(count)]
-        return Step(rows, length, cos, sin, batch.cache, window_mask=within, texts=texts, places=places)
+            prompts = batch.prompts or range(batch_size)
+            recorded = [(prompt, at) for prompt, count in zip(prompts, batch.lengths) for at in range(count)]
+        return Step(
+            batch_size, length, cos, sin, batch.cache, window_mask=within, texts=texts, recorded_tokens=recorded
+        )
 
     def _windowed(
         self, counts: list[int], positions: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """What a sliding window leaves of `mask` for one token a row behind `counts` others; `positions`: the same on
-        the device, where they differ."""
+        """Restrict `mask` to the sliding window of the one new token of each text, which has `counts` tokens before it.
+
+        positions: `counts` on the device, if they differ.
+        """
         longest = max(counts)
         if self._window is None or longest < self._window:
             return mask

@@ -1,4 +1,4 @@
-"""The encoder: a BERT's logits of every token, each of which attends to all others."""
+"""The encoder: a BERT's logits; every token attends to all others."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from configs.schema import Config, ConfigError
-from inference.decoder.footprint import pass_bytes
 from inference.decoder.linear import norm
-from inference.decoder.run import Transformer
 from inference.decoder.step import Step
+from inference.decoder.transformer import Transformer, pass_bytes
 from inference.weights.source import WeightSource
 from memory.transfer import lists_to_device
 from parallel.topology import Topology
 
 
 class Encoder(Transformer):
-    """Raises ConfigError for a model that does not fill in masked words."""
+    """Predicts masked tokens. Raises ConfigError for a model that does not."""
 
     def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
         if config.model.family != "bert":
@@ -30,27 +29,28 @@ class Encoder(Transformer):
         self._dense = source.small.get("lm_head.dense.weight"), source.small.get("lm_head.dense.bias")
         self._head_norm = norm(source.small, "lm_head.layer_norm", config) if self._head is not None else None
 
-    def logits(self, texts: Sequence[torch.Tensor], places: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """fp32 `[n, V]` of the n places of each text, int64 `[s]`, in one pass over the weights."""
+    def logits(self, texts: Sequence[torch.Tensor], positions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return the logits at the n positions of each text, fp32 `[n, V]`, in one pass. texts: int64 `[s]`."""
+
+        def step(length: int) -> Step:
+            cos = sin = None
+            if self._rotary is not None:
+                cos, sin = self._rotary.at(length, slice(0, length), [length])
+            return Step(1, length, cos, sin, is_causal=False)
+
         longest = max(len(text) for text in texts)
-        self._reserve_together(pass_bytes(self.config, self.source, longest, len(texts), sum(map(len, places))))
-        found = self._run([text[None] for text in texts], [self._step(len(text)) for text in texts])
+        self._reserve_together(pass_bytes(self.config, self.source, longest, len(texts), sum(map(len, positions))))
+        found = self._run([text[None] for text in texts], [step(len(text)) for text in texts])
         hidden = None
         if found is not None:
-            rows = lists_to_device(places, self.device)
-            hidden = [self._transformed(each[those]) for each, those in zip(found, rows, strict=True)]
-        logits = self._logits(hidden, [len(those) for those in places])
-        self.source.pass_is_over(sum(len(text) for text in texts))
+            on_device = lists_to_device(positions, self.device)
+            hidden = [self._transformed(each[those]) for each, those in zip(found, on_device, strict=True)]
+        logits = self._logits(hidden, [len(those) for those in positions])
+        self.source.end_pass(sum(len(text) for text in texts))
         return logits
 
-    def _step(self, length: int) -> Step:
-        cos = sin = None
-        if self._rotary is not None:
-            cos, sin = self._rotary.at(length, slice(0, length), [length])
-        return Step(1, length, cos, sin, is_causal=False)
-
     def _transformed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the output layer reads, `[n, H]`."""
+        """Return the input of the output layer, `[n, H]`."""
         weight, bias = self._dense
         assert weight is not None and self._head_norm is not None
         return self._head_norm(F.gelu(F.linear(hidden, weight, bias)))

@@ -1,4 +1,4 @@
-"""The experts of an MoE layer; only those that a token chose are computed."""
+"""The experts of an MoE layer, of which only those that a token chose are computed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from configs.schema import Config
-from inference.decoder.linear import Apply, Group, Weights, feed_forward
+from inference.decoder.linear import Apply, Group, feed_forward
 from inference.decoder.step import Step
-from inference.weights.parts import FEED_FORWARD, layer_key
+from inference.weights.rank_weights import FEED_FORWARD, layer_key
 from inference.weights.source import WeightSource
 from moe.router import limit_to_groups
 
@@ -20,7 +20,7 @@ SHARED = "mlp.shared_experts."
 
 
 class DecoderExperts:
-    """The router's choice, the experts of this rank for the tokens that chose them, and the shared expert."""
+    """An MoE layer: the router, this rank's experts for the tokens that chose them, and the shared expert."""
 
     def __init__(self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group) -> None:
         small = source.small_of(layer)
@@ -38,9 +38,11 @@ class DecoderExperts:
         expected: Sequence[torch.Tensor],
         expect: Callable[[Sequence[int]], None],
     ) -> list[torch.Tensor]:
-        """The sum for each token of each batch [T, H], zero for what fills rows up. Every wanted expert comes once for
-        all batches. `expected`: what another layer will probably choose; `expect` hears of it once this layer's experts
-        are on their way."""
+        """Return each batch's outputs [T, H], zero for padding. Every wanted expert is loaded once for all batches.
+
+        expected: experts [T, k] that a later layer will probably choose. They are passed to `expect` when the loads of
+        this layer's experts have been issued.
+        """
         texts = [
             hidden if step.texts is None else hidden[step.texts] for hidden, step in zip(inputs, steps, strict=True)
         ]
@@ -50,12 +52,14 @@ class DecoderExperts:
             _ExpertBatch(hidden, *of_batch, numbers) for hidden, of_batch, numbers in zip(texts, routed, on_host)
         ]
         if self.source.record is not None:
-            places = [place for step in steps for place in step.places or ()]
-            self.source.record.add(self.layer, places, [row for batch in batches for row in batch.numbers.tolist()])
+            tokens = [token for step in steps for token in step.recorded_tokens or ()]
+            self.source.record.add(
+                self.layer, tokens, [choice for batch in batches for choice in batch.numbers.tolist()]
+            )
         wanted = batches[0].counts
         for batch in batches[1:]:
             wanted = dict(sorted((Counter(wanted) + Counter(batch.counts)).items()))
-        fetched = self.source.experts(self.layer, wanted, self._expert)
+        fetched = self.source.experts(self.layer, wanted, lambda weights: feed_forward(weights, "", self.config, None))
         if expected:
             expect(torch.cat([each.flatten() for each in on_host[len(routed) :]]).tolist())
         for expert, apply in fetched:
@@ -66,22 +70,19 @@ class DecoderExperts:
             for output in outputs:
                 dist.all_reduce(output, group=self.group)
         if self.has_shared:
-            with self.source.use(layer_key(self.layer, FEED_FORWARD), self._shared) as shared:
+            with self.source.use(
+                layer_key(self.layer, FEED_FORWARD),
+                lambda weights: feed_forward(weights, SHARED, self.config, self.tensor_group),
+            ) as shared:
                 outputs = [output + shared(hidden) for output, hidden in zip(outputs, texts, strict=True)]
         return [
             output if step.texts is None else torch.zeros_like(hidden).index_copy_(0, step.texts, output)
             for output, hidden, step in zip(outputs, inputs, steps, strict=True)
         ]
 
-    def _expert(self, weights: Weights) -> Apply:
-        return feed_forward(weights, "", self.config, None)
-
-    def _shared(self, weights: Weights) -> Apply:
-        return feed_forward(weights, SHARED, self.config, self.tensor_group)
-
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights (fp32) and numbers of each token's experts `[T, k]`: Megatron-core's
-        topk_routing_with_score_function."""
+        """Return the weights (fp32) and indices of each token's experts `[T, k]`, as Megatron-core's
+        topk_routing_with_score_function does."""
         moe = self.moe
         scores = F.linear(hidden.float(), self.router, self.bias)
         if moe.router_score == "sigmoid":
@@ -102,17 +103,17 @@ class DecoderExperts:
 
 
 def _to_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Integers `[T, k]` on the host, all in one copy: the device is waited for once."""
+    """Copy integers `[T, k]` to the host, all in one copy: the host waits for the device once."""
     if numbers[0].device.type == "cpu":
         return list(numbers)
     flat = torch.cat([each.flatten() for each in numbers]).cpu()
-    parts = flat.split([each.numel() for each in numbers])
-    return [part.view(each.shape) for part, each in zip(parts, numbers, strict=True)]
+    split = flat.split([each.numel() for each in numbers])
+    return [on_host.view(each.shape) for on_host, each in zip(split, numbers, strict=True)]
 
 
 class _ExpertBatch:
-    """Hidden states [T, H] of a batch, the experts that its tokens chose, and their outputs as they come. `numbers`:
-    `chosen` on the host."""
+    """Hidden states [T, H] of a batch, the experts that its tokens chose, and the outputs computed so far. `numbers`:
+    the same as `chosen`, on the host."""
 
     def __init__(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, numbers: torch.Tensor) -> None:
         self.hidden, self.probs, self.chosen, self.numbers = hidden, probs, chosen, numbers
@@ -127,19 +128,20 @@ class _ExpertBatch:
         self.counts = {expert: counts[expert] for expert in self._tokens}
 
     def compute(self, expert: int, apply: Apply) -> None:
-        """Have an expert do its tokens, if any."""
+        """Apply an expert to the tokens that chose it, if any."""
         if expert in self.counts:
             self.outputs[expert] = apply(self.hidden if len(self.hidden) == 1 else self.hidden[self._tokens[expert]])
 
     def sum(self) -> torch.Tensor:
-        """The weighted sum of what was computed [T, H], in an order that does not depend on when experts came."""
+        """Return the weighted sum of the outputs [T, H], in an order that does not depend on when experts were
+        loaded."""
         if len(self.hidden) == 1:
             nothing = torch.zeros_like(self.hidden)
-            by_expert = torch.cat([self.outputs.get(expert, nothing) for expert in self.counts])
-            return torch.mm(self.probs.to(self.hidden.dtype), by_expert)
-        parts = [  # experts of other ranks add nothing
+            outputs = torch.cat([self.outputs.get(expert, nothing) for expert in self.counts])
+            return torch.mm(self.probs.to(self.hidden.dtype), outputs)
+        by_expert = [  # experts of other ranks add nothing
             self.outputs[expert] if expert in self.outputs else self.hidden.new_zeros(len(tokens), self.hidden.size(1))
             for expert, tokens in self._tokens.items()
         ]
-        by_token = torch.cat(parts)[self._order.argsort()].view(*self.chosen.shape, -1)
+        by_token = torch.cat(by_expert)[self._order.argsort()].view(*self.chosen.shape, -1)
         return torch.bmm(self.probs.to(self.hidden.dtype)[:, None], by_token).squeeze(1)

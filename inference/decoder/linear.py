@@ -17,6 +17,7 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 def norm(weights: Weights, name: str, config: Config, epsilon: float | None = None) -> Apply:
+    """Return the norm of that name, LayerNorm or RMSNorm."""
     weight, bias, epsilon = weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon or config.model.norm_epsilon
     shape = weight.shape
     if config.model.normalization == "layernorm":
@@ -25,7 +26,7 @@ def norm(weights: Weights, name: str, config: Config, epsilon: float | None = No
 
 
 def all_heads_norm(group: Group, weights: Weights, name: str, config: Config) -> Apply:
-    """RMSNorm over all heads together: queries `[b, s, g, r, d]` or keys `[b, s, g, 1, d]` of this rank."""
+    """Return RMSNorm over all heads together: queries `[b, s, g, r, d]` or keys `[b, s, g, 1, d]` of this rank."""
     weight, epsilon = weights[f"{name}.weight"], config.model.norm_epsilon
 
     def apply(x: torch.Tensor) -> torch.Tensor:
@@ -39,17 +40,17 @@ def all_heads_norm(group: Group, weights: Weights, name: str, config: Config) ->
     return apply
 
 
-def gather(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """`[T, width]` from the columns `[T, width / ranks]` of the tensor ranks."""
+def gather(columns: torch.Tensor, group: Group) -> torch.Tensor:
+    """Gather `[T, width]` from the columns `[T, width / ranks]` of the tensor ranks."""
     if group is None:
-        return part
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim=1)
+        return columns
+    of_ranks = [torch.empty_like(columns) for _ in range(group.size())]
+    dist.all_gather(of_ranks, columns.contiguous(), group=group)
+    return torch.cat(of_ranks, dim=1)
 
 
 def row_linear(weights: Weights, name: str, group: Group) -> Apply:
-    """A linear layer whose input is split over `group`: the parts are summed, then the bias is added once."""
+    """Return a linear layer whose input is split over `group`: outputs are summed, then the bias is added once."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     if group is None:
         return lambda x: F.linear(x, weight, bias)
@@ -77,5 +78,5 @@ def feed_forward(weights: Weights, prefix: str, config: Config, group: Group) ->
 
 
 def if_split(group: dist.ProcessGroup) -> Group:
-    """The group, or None where it has one rank and nothing needs to be sent."""
+    """Return the group, or None if it has one rank and nothing is sent."""
     return group if group.size() > 1 else None

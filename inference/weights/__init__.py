@@ -1,1 +1,1 @@
-"""Where the decoder's weights come from: the chunks of a model in training, or files, through a ring of slots."""
+"""Sources of the decoder's weights: the chunks of a model in training, or files, through a ring of slots."""

@@ -1,14 +1,13 @@
-"""Which experts a cache keeps while a model generates: those whose next use is expected soonest.
+"""Eviction from the cache of experts while a model generates: the expert whose next use is expected latest goes first.
 
-The MoE layers of a model run in a known cycle, so the layer that has just run is farthest away; caches by recent use or
-by counts do not know that. Use counts age (SE-MoE, arXiv 2205.10034, algorithm 2), here in several memories: from a
-short one to one of the whole generation, by passes and by tokens. Which of them tells most about the next pass depends
-on model and text. So their log-odds are added up with weights that are learned while it runs: logistic regression, a
-Newton step for each layer that runs. The chance p that this foretells makes the expected time of the next use: L layers
-a pass, times 1 / p.
+The MoE layers of a model run in a known cycle, so the layer that has just run is farthest away; LRU and LFU caches do
+not use that. Use counts decay (SE-MoE, arXiv 2205.10034, algorithm 2), here at several rates, from a short memory to
+one of the whole generation, per pass and per token. Which of them predicts the next pass best depends on model and
+text. So their log-odds are summed with weights that are learned online: logistic regression, a Newton step for each
+layer that runs. The predicted probability p gives the expected time until the next use: L layers per pass, times 1 / p.
 
-What is expected to be used latest goes first. A prompt's pass uses nearly all experts: layers that it has yet to run
-count with the chance that any of its tokens chooses the expert, and layers behind it with that of decoding.
+A prompt's pass uses nearly all experts: for the layers that it has yet to run, p is the probability that any of its
+tokens chooses the expert; for the layers that it has run, that of a decoding pass.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 # Chosen on recorded and on made-up routing: benchmarks/results/expert_caches.md.
-MEMORIES = (0.3, 0.6, 0.9, 0.98)  # what a pass leaves of the counts before it; one more forgets nothing
-PRIOR_PASSES = 3.0  # passes of even routing that stand before the first one
-STIFFNESS = 70.0  # of the learned weights: uses that weigh as much as what they are at the start
-KEPT_PER_PASS = 0.999  # of what the weights have learned, for each layer that runs
-UNLIKE = 0.1  # of a prompt's tokens, those that choose unlike all before
-CYCLES = 2.0  # how much the time of a layer's last run counts beside the expected wait
-_LEAST = 1e-4  # chance of use, where it enters as log-odds
+MEMORIES = (0.3, 0.6, 0.9, 0.98)  # decay of earlier counts per pass; one more memory does not decay
+PRIOR_PASSES = 3.0  # passes of even routing, as a prior
+STIFFNESS = 70.0  # of the learned weights: uses that weigh as much as the initial weights
+KEPT_PER_PASS = 0.999  # decay of what the weights have learned, for each layer that runs
+UNLIKE = 0.1  # fraction of a prompt's tokens that choose unlike all before
+CYCLES = 2.0  # weight of the time of a layer's last run, relative to the expected wait
+_LEAST = 1e-4  # least probability of use that enters as log-odds
 _NOT_CACHED = -math.inf
-_EXPECTED = -1.0  # before every expected time of use
+_EXPECTED = -1.0  # earlier than every expected time of use
 
 
 class ExpertUses:
-    """Use of the experts of all MoE layers, and which of the cached ones to drop. It holds no weights and no sizes: the
-    owner of the slots says what is cached.
+    """Statistics of the use of all MoE layers' experts, which choose the cached experts to evict. It holds no weights
+    and no sizes: the owner of the slots reports what is cached.
 
     `layers` are the numbers of the MoE layers in the order in which a pass runs them. In each pass the owner calls, for
-    each layer: `used` when the router has chosen; `expect` for what the next layer will probably use; and for what is
-    missing `victims`, `drop` and `admit`. It uses what is cached first, and protects what is not yet used or on its
-    way, and nothing else: what has been used is often the best victim. A call takes tens of microseconds, whatever the
-    cache holds.
+    each layer: `used` when the router has chosen; `expect` for what the next layer will probably use; and for missing
+    experts `victims`, `drop` and `admit`. The owner uses cached experts first, and protects only experts that are not
+    used yet or in flight: a used one is often the best victim. A call takes tens of microseconds, whatever the cache
+    holds.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, top_k: int) -> None:
@@ -51,18 +50,18 @@ class ExpertUses:
         shape = (num_layers, num_experts)
         self._prior = min(top_k / num_experts, 1 - _LEAST)
         self._prior_odds = math.log(self._prior / (1 - self._prior))
-        self._rates = np.array([1 - kept for kept in MEMORIES] + [0.0])  # of an update, at least
-        # share of a layer's tokens that choose an expert, by memory; the last is by tokens, the others are by passes
+        self._rates = np.array([1 - kept for kept in MEMORIES] + [0.0])  # least rate of an update
+        # share of a layer's tokens that choose an expert, per memory; the last counts per token, the others per pass
         self._shares_LME = np.full((num_layers, kinds, num_experts), self._prior)
-        self._odds_LME = np.zeros((num_layers, kinds, num_experts))  # their log-odds, less those of even routing
-        self._chance_LE = np.full(shape, self._prior)  # that a token of the next pass chooses it
+        self._odds_LME = np.zeros((num_layers, kinds, num_experts))  # their log-odds, minus those of even routing
+        self._chance_LE = np.full(shape, self._prior)  # probability that a token of the next pass chooses it
         self._weights = np.full(kinds, 1 / kinds)
         self._curvature = np.eye(kinds) * STIFFNESS
         self._passes = np.zeros(num_layers)
         self._tokens = np.zeros(num_layers)
-        self._last_tokens = np.ones(num_layers)  # of the pass before
+        self._last_tokens = np.ones(num_layers)  # tokens of the pass before
         self._usual = np.ones(num_layers)  # tokens of a decoding pass
-        self._counts_with = np.ones(num_layers)  # tokens of a layer's next pass, that its times stand for
+        self._counts_with = np.ones(num_layers)  # tokens of a layer's next pass, as its times assume
         self._clock = 0.0  # layers that have run
         self._ran_at = np.arange(num_layers) - float(num_layers)
         self._expected: dict[int, list[int]] = {}  # by row
@@ -80,7 +79,7 @@ class ExpertUses:
         return int(self._cached_LE.sum())
 
     def used(self, layer: int, counts: Mapping[int, int]) -> None:
-        """A layer's router has chosen, for all tokens of this pass: tokens of each expert that any of them chose."""
+        """Record a layer's routing in this pass: the number of tokens of each chosen expert."""
         row = self._row[layer]
         num_tokens = max(sum(counts.values()) / self._top_k, 1)
         share_E = np.zeros(self._num)
@@ -89,7 +88,7 @@ class ExpertUses:
         if self._passes[row]:
             self._learn(row, share_E)
         self._count(row, share_E, num_tokens)
-        if self._counts_with[row] != num_tokens:  # a pass of another size than expected: so will its other layers be
+        if self._counts_with[row] != num_tokens:  # a pass of another size than expected, in all layers
             for later in range(row + 1, len(self._layers)):
                 self._set_times(later, num_tokens)
         self._ran_at[row] = self._clock
@@ -101,29 +100,29 @@ class ExpertUses:
         self._last_tokens[row] = num_tokens
 
     def admit(self, layer: int, expert: int) -> None:
-        """An expert is in the cache, or on its way into it."""
+        """Record that an expert is in the cache or being loaded into it."""
         row = self._row[layer]
         self._cached_LE[row, expert] = True
         self._value_LE[row, expert] = value = self._time_LE[row, expert]
         self._latest[row] = max(self._latest[row], value)
 
     def drop(self, layer: int, expert: int) -> None:
-        """An expert is no longer in the cache."""
+        """Record that an expert is no longer in the cache."""
         row = self._row[layer]
         self._cached_LE[row, expert] = False
         self._value_LE[row, expert] = _NOT_CACHED
         self._latest[row] = self._value_LE[row].max()
 
     def expect(self, layer: int, experts: Iterable[int]) -> None:
-        """A layer will probably use these when it runs next, whether they are cached, on their way, or neither. Until
-        then they are victims only where nothing else is left."""
+        """Record experts that a layer will probably use when it runs next, cached or not. Until then they are victims
+        only if nothing else is left."""
         row = self._row[layer]
         self._expected.setdefault(row, []).extend(experts)
         self._set_times(row, self._counts_with[row])
 
     def victims(self, count: int, protected: Collection[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """The `count` cached experts that are expected to be used latest, as (layer, expert), latest first; never a
-        protected one, and fewer where no others are cached. They stay cached until `drop`."""
+        """Return the `count` cached experts whose next use is expected latest, as (layer, expert), latest first; fewer
+        if all others are protected. They stay cached until `drop`."""
         touched: dict[int, tuple[Floats, float]] = {}
 
         def without(row: int) -> Floats:
@@ -151,7 +150,7 @@ class ExpertUses:
         return found
 
     def _learn(self, row: int, share_E: Floats) -> None:
-        """Move the weights of the memories towards what would have foretold this pass."""
+        """Move the weights of the memories towards those that would have predicted this pass."""
         odds_ME, chance_E = self._odds_LME[row], self._chance_LE[row]
         self._curvature *= KEPT_PER_PASS
         self._curvature += (odds_ME * (chance_E * (1 - chance_E))) @ odds_ME.T
@@ -159,7 +158,7 @@ class ExpertUses:
         self._weights += np.linalg.solve(self._curvature, odds_ME @ (share_E - chance_E))
 
     def _count(self, row: int, share_E: Floats, num_tokens: float) -> None:
-        """Age the counts of a layer, add this pass, and foretell the next one."""
+        """Decay the counts of a layer, add this pass, and predict the next one."""
         shares_ME = self._shares_LME[row]
         by_pass = np.maximum(1 / (self._passes[row] + PRIOR_PASSES), self._rates)
         shares_ME[:-1] += by_pass[:, None] * (share_E - shares_ME[:-1])
@@ -171,7 +170,7 @@ class ExpertUses:
         self._chance_LE[row] = 1 / (1 + np.exp(-(self._weights @ odds_ME + self._prior_odds)))
 
     def _set_times(self, row: int, num_tokens: float) -> None:
-        """The expected times of next use of a layer's experts, in a next pass of so many tokens."""
+        """Set the expected times of next use of a layer's experts, if the next pass has `num_tokens` tokens."""
         self._counts_with[row] = num_tokens
         chance_E = self._chance_LE[row]
         if num_tokens > self._usual[row]:

@@ -1,5 +1,5 @@
-"""Slots for experts in one piece of memory: fetched when a router has chosen them, kept by expected next use, and
-fetched ahead where a router says which ones will probably be chosen."""
+"""Slots for experts in one block of memory: fetched when a router has chosen them, evicted by expected next use, and
+prefetched when a router foretells which will probably be chosen."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from inference.weights.expert_cache import ExpertUses
 from memory.completion import Completion, Users
 from memory.copy_stream import PASSES, SAVES
 
-Place = tuple[int, int]  # layer, expert
-# Loads an expert to a slot's memory once all who had it are over, at a priority of the host link.
-LoadExpert = Callable[[Place, torch.Tensor, list[Completion], int], Completion]
+ExpertKey = tuple[int, int]  # layer, expert
+# Loads an expert to a slot's memory once its earlier users are over, at a priority of the host link.
+LoadExpert = Callable[[ExpertKey, torch.Tensor, list[Completion], int], Completion]
 
 
 @dataclass
 class ExpertSlot:
-    """Memory of one expert. `made`: what applies it, once it was asked for."""
+    """Memory of one expert. `made`: the callable that applies it, from its first use on."""
 
     memory: torch.Tensor
     there: Completion = field(default_factory=Completion.already)
-    users: Users = field(default_factory=Users)  # who wrote to it and read it
+    users: Users = field(default_factory=Users)  # writes and reads of the memory
     made: Any = None
 
 
 @dataclass
 class ExpertCounts:
-    """Experts that were wanted, by where they were then: in their slot, on their way, or in the files; and those that
-    were fetched ahead, and of them those that were not wanted."""
+    """Numbers of wanted experts that were loaded (hits), in flight (coming) or in the files (misses), of prefetched
+    ones, and of prefetches that were cancelled."""
 
     hits: int = 0
     coming: int = 0
@@ -42,35 +42,37 @@ class ExpertCounts:
 
 
 class ExpertSlots:
-    """`num_slots` experts of all layers. `after_use` gives what ends the use of a slot."""
+    """A cache of experts of all layers, one in each slot. `after_use` returns the completion of a use."""
 
     def __init__(
         self,
-        slots: Sequence[torch.Tensor],
+        memories: Sequence[torch.Tensor],
         uses: ExpertUses,
         load: LoadExpert,
-        wait: Callable[[Place, Completion], None],
+        wait: Callable[[ExpertKey, Completion], None],
         after_use: Callable[[], Completion],
     ) -> None:
-        self._all = [ExpertSlot(memory) for memory in slots]
+        self._all = [ExpertSlot(memory) for memory in memories]
         self._free = list(self._all)
         self._uses, self._load, self._wait, self._after_use = uses, load, wait, after_use
-        self._held: dict[Place, ExpertSlot] = {}
-        self._expected: dict[Place, Completion] = {}  # fetched ahead, and their layer has not come yet
-        self._pinned: set[Place] = set()  # of the layer that runs
-        self._most_expected = max(1, len(slots) // 2)
+        self._held: dict[ExpertKey, ExpertSlot] = {}
+        self._expected: dict[ExpertKey, Completion] = {}  # prefetched for a layer that has not run yet
+        self._pinned: set[ExpertKey] = set()  # of the layer that runs
+        self._most_expected = max(1, len(memories) // 2)
         self.counts = ExpertCounts()
 
     def take(
-        self, layer: int, wanted: Mapping[int, int], make: Callable[[Place, torch.Tensor], Any]
+        self, layer: int, wanted: Mapping[int, int], make: Callable[[ExpertKey, torch.Tensor], Any]
     ) -> Iterator[tuple[int, Any]]:
-        """The wanted experts, each with the number of its tokens; those first that are there. All that have room are on
-        their way when this returns."""
-        places = [(layer, expert) for expert in wanted]
-        self._drop_wrong(layer, set(places))
-        here = [place for place in places if place in self._held and self._held[place].there.is_issued]
-        coming = [place for place in places if place in self._held and not self._held[place].there.is_issued]
-        misses = deque(place for place in places if place not in self._held)
+        """Yield the wanted experts, the loaded ones first. When this returns, all that have a slot are being loaded.
+
+        wanted: the number of tokens of each expert.
+        """
+        keys = [(layer, expert) for expert in wanted]
+        self._drop_unwanted(layer, set(keys))
+        here = [key for key in keys if key in self._held and self._held[key].there.is_issued]
+        coming = [key for key in keys if key in self._held and not self._held[key].there.is_issued]
+        misses = deque(key for key in keys if key not in self._held)
         self.counts.hits += len(here)
         self.counts.coming += len(coming)
         self.counts.misses += len(misses)
@@ -81,62 +83,61 @@ class ExpertSlots:
         return self._each(order, misses, make)
 
     def _each(
-        self, order: deque[Place], misses: deque[Place], make: Callable[[Place, torch.Tensor], Any]
+        self, order: deque[ExpertKey], misses: deque[ExpertKey], make: Callable[[ExpertKey, torch.Tensor], Any]
     ) -> Iterator[tuple[int, Any]]:
         while order:
-            place = order.popleft()
-            slot = self._held[place]
-            self._wait(place, slot.there)
-            if slot.made is None:
-                slot.made = make(place, slot.memory)
-            yield place[1], slot.made
-            slot.users.add(self._after_use())
-            self._pinned.discard(place)
+            key = order.popleft()
+            held = self._held[key]
+            self._wait(key, held.there)
+            if held.made is None:
+                held.made = make(key, held.memory)
+            yield key[1], held.made
+            held.users.add(self._after_use())
+            self._pinned.discard(key)
             self._fetch(misses, order)
 
-    def _fetch(self, misses: deque[Place], order: deque[Place]) -> None:
-        while misses and (slot := self._room()) is not None:
-            place = misses.popleft()
-            self._begin(place, slot, PASSES)
-            self._pinned.add(place)
-            order.append(place)
+    def _fetch(self, misses: deque[ExpertKey], order: deque[ExpertKey]) -> None:
+        while misses and (free := self._free_slot()) is not None:
+            key = misses.popleft()
+            self._start(key, free, PASSES)
+            self._pinned.add(key)
+            order.append(key)
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Fetch those of these experts ahead that are not here, the surest first, behind all that is waited for."""
-        for place in ((layer, expert) for expert in experts):
+        """Prefetch the experts that are not loaded, the surest first, at a lower priority than wanted ones."""
+        for key in ((layer, expert) for expert in experts):
             if len(self._expected) >= self._most_expected:
                 break
-            if place in self._held:
-                self._expected.setdefault(place, self._held[place].there)
-            elif (slot := self._room(self._expected.keys())) is not None:
-                self._begin(place, slot, SAVES)
-                self._expected[place] = slot.there
+            if key in self._held:
+                self._expected.setdefault(key, self._held[key].there)
+            elif (free := self._free_slot(self._expected.keys())) is not None:
+                self._start(key, free, SAVES)
+                self._expected[key] = free.there
                 self.counts.fetched_ahead += 1
         self._uses.expect(layer, [expert for of, expert in self._expected if of == layer])
 
     def stop(self) -> list[Completion]:
-        """Leave out what nobody has begun with; all that must be over before the memory may go."""
-        for slot in self._all:
-            slot.there.cancel()
-        return [done for slot in self._all for done in slot.users.all()]
+        """Cancel loads that have not started; return all completions that must be over before the memory is freed."""
+        for each in self._all:
+            each.there.cancel()
+        return [done for each in self._all for done in each.users.all()]
 
-    def _drop_wrong(self, layer: int, wanted: set[Place]) -> None:
-        """What was expected of this layer and is not wanted stays if it is here, and is left out if nobody has begun
-        with it."""
-        for place in [place for place in self._expected if place[0] == layer]:
-            there = self._expected.pop(place)
-            if place not in wanted and not there.is_issued and there.cancel():
-                self._release(place)
+    def _drop_unwanted(self, layer: int, wanted: set[ExpertKey]) -> None:
+        """Cancel prefetches for this layer that are not wanted and have not started; loaded experts stay."""
+        for key in [key for key in self._expected if key[0] == layer]:
+            there = self._expected.pop(key)
+            if key not in wanted and not there.is_issued and there.cancel():
+                self._release(key)
                 self.counts.cancelled += 1
 
-    def _begin(self, place: Place, slot: ExpertSlot, priority: int) -> None:
-        slot.there = self._load(place, slot.memory, slot.users.all(), priority)
-        slot.users.add(slot.there)
-        self._held[place] = slot
-        self._uses.admit(*place)
+    def _start(self, key: ExpertKey, target: ExpertSlot, priority: int) -> None:
+        target.there = self._load(key, target.memory, target.users.all(), priority)
+        target.users.add(target.there)
+        self._held[key] = target
+        self._uses.admit(*key)
 
-    def _room(self, protected: Collection[Place] = ()) -> ExpertSlot | None:
-        """A slot whose expert goes; None where all are wanted or protected."""
+    def _free_slot(self, protected: Collection[ExpertKey] = ()) -> ExpertSlot | None:
+        """Return a free slot, after evicting an expert if need be; None if all are wanted or protected."""
         if not self._free:
             found = self._uses.victims(1, {*self._pinned, *protected})
             if not found:
@@ -146,8 +147,8 @@ class ExpertSlots:
             self._release(victim)
         return self._free.pop()
 
-    def _release(self, place: Place) -> None:
-        slot = self._held.pop(place)
-        slot.made = None
-        self._free.append(slot)
-        self._uses.drop(*place)
+    def _release(self, key: ExpertKey) -> None:
+        freed = self._held.pop(key)
+        freed.made = None
+        self._free.append(freed)
+        self._uses.drop(*key)

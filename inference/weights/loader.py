@@ -1,4 +1,8 @@
-"""Brings units of weights from files to memory, beside the passes, and waits for them."""
+"""The loader of weight units: files to memory of the device, while passes run.
+
+With a GPU, units that are loaded in every pass stay in pinned memory of the host, so that a pass reads no file: SE-MoE
+(arXiv:2205.10034, section 4) keeps all layers there, and a ring of slots on the device.
+"""
 
 from __future__ import annotations
 
@@ -14,90 +18,151 @@ from typing import Protocol
 import torch
 
 from configs.schema import ConfigError
-from inference.weights.host_copies import HostCopies
-from inference.weights.parts import LocalPart, WeightUnit
+from inference.weights.rank_weights import LocalShard, WeightUnit
+from memory.budgets import HOST
 from memory.completion import TIMEOUT, Cancelled, Completion, Users, soonest_free
 from memory.copy_stream import PASSES
 from memory.host_link import HostLink
 from models.weight_files.expected import FP32_NAMES
 
 ALIGNMENT = 64  # bytes, of each weight in its unit
-SLOW = 10.0  # seconds after which the user hears what is waited for
-STAGE_BYTES = 32 * 2**20  # of a table's rows that come at once, where no unit is larger
-NUM_STAGES = 2  # pieces of pinned memory between files and a GPU
-HUGE_BYTES = 64 * 2**20  # from which memory of the host is asked for in large pages
+SLOW = 10.0  # seconds of waiting after which the user is told what for
+STAGE_BYTES = 32 * 2**20  # bytes of a table's rows that are loaded at once, if no unit is larger
+NUM_STAGES = 2  # buffers of pinned memory between files and a GPU
+HUGE_BYTES = 64 * 2**20  # from this size on, host memory is allocated in large pages
+SEGMENT = 2**30  # bytes; torch rounds pinned memory up to a power of two, so a segment is one and holds several units
 
 
 class WeightFiles(Protocol):
-    """What is asked of a reader of logical weights."""
+    """A reader of logical weights."""
 
     def fill(self, name: str, target: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
         """Fill a host tensor with the box of a weight that begins at `at`."""
 
     def file_of(self, name: str) -> Path:
-        """The file that a weight lies in, or the first of them."""
+        """Return the (first) file that holds a weight."""
 
 
 @dataclass
-class _StagingPiece:
+class HostCopy:
+    """A unit's memory, and the completion of its read."""
+
+    memory: torch.Tensor
+    read: Completion | None = None
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether no read is in flight or done: none was issued, or it failed, or it was cancelled."""
+        return self.read is None or self.read.error is not None
+
+
+class HostCopies:
+    """Units in pinned host memory, added as long as the host has memory, and never evicted: the order of use is a
+    cycle, in which an LRU cache would never hit. `expected`: bytes of all units that may be added."""
+
+    def __init__(self, link: HostLink) -> None:
+        self.expected = 0
+        self._link = link
+        self._by_key: dict[str, HostCopy] = {}
+        self._segments: list[torch.Tensor] = []
+        self._used = 0  # bytes of the newest segment that are used
+        self._is_full = False
+
+    def find(self, key: str) -> HostCopy | None:
+        """Return the unit's host copy, if it has one."""
+        return self._by_key.get(key)
+
+    def add(self, key: str, num_bytes: int) -> HostCopy | None:
+        """Return memory for a unit that has none; None if the host has no memory left."""
+        if self._left < num_bytes and not self._is_full:
+            self._begin_segment(num_bytes)
+        if self._left < num_bytes:
+            return None
+        memory = self._segments[-1][self._used : self._used + num_bytes]
+        self._used += num_bytes
+        added = self._by_key[key] = HostCopy(memory)
+        return added
+
+    @property
+    def _left(self) -> int:
+        """Unused bytes of the newest segment."""
+        return self._segments[-1].numel() - self._used if self._segments else 0
+
+    def _begin_segment(self, least: int) -> None:
+        wanted = max(least, min(SEGMENT, self.expected - sum(each.memory.numel() for each in self._by_key.values())))
+        size = 1 << (wanted - 1).bit_length()
+        while size > HOST.headroom and size >= 2 * least:
+            size //= 2
+        segment = self._link.take(size, "weights")
+        if segment is None:
+            self._is_full = True
+        else:
+            self._segments.append(segment)
+            self._used = 0
+
+
+@dataclass
+class _StagingBuffer:
     memory: torch.Tensor
     users: Users = field(default_factory=Users)
 
 
 def _cancel_too(before: Completion, read: Completion) -> None:
-    """Nobody needs what is read for a copy that is left out."""
+    """Cancel the read for a transfer to the device that was cancelled."""
     if isinstance(before.error, Cancelled):
         read.cancel()
 
 
 class UnitLoader:
-    """Reads units into pieces of memory of the device, as `dtype`."""
+    """Loads units into memory of the device, as `dtype`."""
 
     def __init__(self, files: WeightFiles, link: HostLink, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
         self._files, self._link, self._dtype, self._timeout = files, link, dtype, timeout
-        self._stages: list[_StagingPiece] = []
-        self.stage_bytes = 0  # of a piece at least: the largest unit's, so that none is pinned in a pass
-        self.copies = HostCopies(link)  # beside a GPU
-        self._allocated = Completion.already()  # what the device did with the memory that was allocated, before
-        self._reading = ""  # what the reading thread is at
+        self._stages: list[_StagingBuffer] = []
+        self.stage_bytes = 0  # least size of a buffer: the largest unit's, so that no memory is pinned in a pass
+        self.host_copies = HostCopies(link)  # used with a GPU
+        self._allocated = Completion.already()  # earlier uses of the allocated memory by the device
+        self._reading = ""  # name of the tensor that the reading thread reads
         self.bytes_read = 0
 
     def num_bytes(self, unit: WeightUnit) -> int:
-        """Bytes of a unit in memory."""
-        return sum(self._padded(part) for part in unit.parts)
+        """Return the bytes of a unit in memory."""
+        return sum(self._padded(shard) for shard in unit.shards)
 
     def views(self, unit: WeightUnit, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The weights of a unit, by their logical names, in a piece of memory."""
+        """Return the weights of a unit, by logical name, as views of its memory."""
         found, start = {}, 0
-        for part in unit.parts:
-            dtype = self._dtype_of(part)
-            found[part.name] = memory[start : start + part.numel * dtype.itemsize].view(dtype).view(part.shape)
-            start += self._padded(part)
+        for shard in unit.shards:
+            dtype = self._dtype_of(shard)
+            found[shard.name] = memory[start : start + shard.numel * dtype.itemsize].view(dtype).view(shard.shape)
+            start += self._padded(shard)
         return found
 
     def load(
         self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int, again: bool = False
     ) -> Completion:
-        """Bring a unit to memory that is free once all of `free` is over. `again`: it will be wanted again, so beside a
-        GPU the host keeps it where it has room."""
+        """Load a unit into memory that is free once all of `free` is over. Returns the completion of the load.
+
+        again: the unit will be loaded again, so with a GPU the host keeps it if it has memory.
+        """
         size = self.num_bytes(unit)
         if self._link.device.type == "cpu":
             return self._read(unit, memory, free, priority)
         users: Users | None = None
-        copy = self.copies.of(unit.key) or (self.copies.add(unit.key, size) if again else None)
-        if copy is None:
+        kept = self.host_copies.find(unit.key) or (self.host_copies.add(unit.key, size) if again else None)
+        if kept is None:
             stage = self._stage(size)
-            piece, users = stage.memory[:size], stage.users
-            read = self._read(unit, piece, users.all(), priority)
+            source, users = stage.memory[:size], stage.users
+            read = self._read(unit, source, users.all(), priority)
             users.add(read)
         else:
-            if copy.must_be_read:
-                copy.read = self._read(unit, copy.memory, (), priority)
-            assert copy.read is not None
-            piece, read = copy.memory, copy.read
+            if kept.must_be_read:
+                kept.read = self._read(unit, kept.memory, (), priority)
+            assert kept.read is not None
+            source, read = kept.memory, kept.read
         target = memory[:size]
         up = self._link.up.submit(
-            lambda: target.copy_(piece, non_blocking=True), (read,), size, (self._allocated, *free), priority
+            lambda: target.copy_(source, non_blocking=True), (read,), size, (self._allocated, *free), priority
         )
         up.when_issued(lambda: _cancel_too(up, read))
         if users is not None:
@@ -110,7 +175,7 @@ class UnitLoader:
         return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
 
     def load_now(self, unit: WeightUnit) -> dict[str, torch.Tensor]:
-        """A unit's weights by their logical names, in memory of their own. A table comes in blocks of its rows."""
+        """Load a unit into new memory, a table in blocks of its rows, and return its weights by logical name."""
         memory = self.allocate(self.num_bytes(unit))
         start = 0
         for block in self._blocks(unit):
@@ -119,69 +184,69 @@ class UnitLoader:
         return self.views(unit, memory)
 
     def _blocks(self, unit: WeightUnit) -> list[WeightUnit]:
-        """The unit in pieces that are as large as the staging pieces at most, where it is one table."""
+        """Split a unit that is one table into blocks of rows that fit a staging buffer."""
         most = max(self.stage_bytes, STAGE_BYTES)
-        if len(unit.parts) > 1 or self.num_bytes(unit) <= most:
+        if len(unit.shards) > 1 or self.num_bytes(unit) <= most:
             return [unit]
-        (part,) = unit.parts
-        num_rows, row = part.shape[0], self.num_bytes(unit) // part.shape[0]
+        (shard,) = unit.shards
+        num_rows, row = shard.shape[0], self.num_bytes(unit) // shard.shape[0]
         size = max(ALIGNMENT, most // row // ALIGNMENT * ALIGNMENT)  # rows, whose bytes are aligned
         starts = range(0, num_rows, size)
-        return [WeightUnit(unit.key, (part.rows(start, min(size, num_rows - start)),)) for start in starts]
+        return [WeightUnit(unit.key, (shard.row_slice(start, min(size, num_rows - start)),)) for start in starts]
 
-    def read_rows(self, part: LocalPart, rows: Sequence[int]) -> torch.Tensor:
-        """Single rows of a table, `[n, H]` on the host."""
+    def read_rows(self, shard: LocalShard, indices: Sequence[int]) -> torch.Tensor:
+        """Read single rows of a table, `[n, H]` on the host."""
         with torch.inference_mode(False):
-            found = torch.empty(len(rows), *part.shape[1:], dtype=self._dtype)
-        _, first, held = part.runs[0] if part.runs else (0, 0, part.shape[0])
+            found = torch.empty(len(indices), *shard.shape[1:], dtype=self._dtype)
+        _, first, held = shard.runs[0] if shard.runs else (0, 0, shard.shape[0])
 
         def read() -> None:
-            self._reading = part.name
-            for target, row in zip(found, rows, strict=True):
+            self._reading = shard.name
+            for target, row in zip(found, indices, strict=True):
                 if row < held:
-                    self._files.fill(part.name, target[None], (first + row, 0))
+                    self._files.fill(shard.name, target[None], (first + row, 0))
                 else:  # a row that pads the vocabulary
                     target.zero_()
 
         self.bytes_read += found.nbytes
-        self.wait(WeightUnit(part.name, (part,)), self._link.read.submit(read, priority=PASSES))
+        self.wait(WeightUnit(shard.name, (shard,)), self._link.read.submit(read, priority=PASSES))
         return found
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory of the device, uint8, that other threads may fill."""
+        """Allocate memory of the device, uint8, that other threads may fill."""
         with torch.inference_mode(False):
             if self._link.device.type == "cpu" and num_bytes >= HUGE_BYTES:
                 return _in_huge_pages(num_bytes)
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._link.device)
-        # The allocator gives memory that the current stream may still be using for somebody else.
+        # The current stream may still use the memory that the allocator returns.
         self._allocated = Completion.so_far(self._link.device)
         return memory
 
     def wait(self, unit: WeightUnit, there: Completion) -> float:
-        """What the device is given from now on comes after a unit is there; the seconds that the host waited. Raises
-        ConfigError where reading failed or took too long."""
+        """Order the device's next work behind the load of a unit, and return the seconds that the host waited. Raises
+        ConfigError if the read failed or took too long."""
         begin = time.perf_counter()
         try:
             there.order(min(SLOW, self._timeout))
         except TimeoutError:
-            name = self._reading or unit.parts[0].name
-            said = f"{self._files.file_of(name)}: tensor {name}"
-            print(f"waiting for {said} for {SLOW:g} s", file=sys.stderr, flush=True)
+            name = self._reading or unit.shards[0].name
+            tensor = f"{self._files.file_of(name)}: tensor {name}"
+            print(f"waiting for {tensor} for {SLOW:g} s", file=sys.stderr, flush=True)
             try:
                 there.order(self._timeout)
             except TimeoutError as error:
-                raise ConfigError(f"{said} was not read within {self._timeout:g} s. Look at its disk") from error
+                raise ConfigError(f"{tensor} was not read within {self._timeout:g} s. Look at its disk") from error
         if there.error is not None:
             raise there.error
         return time.perf_counter() - begin
 
-    def _stage(self, size: int) -> _StagingPiece:
+    def _stage(self, size: int) -> _StagingBuffer:
         if not self._stages or self._stages[0].memory.numel() < size:
-            for stage in self._stages:  # what is read into it goes on
+            for stage in self._stages:  # its reads and transfers go on
                 for done in stage.users.all():
                     done.wait(self._timeout)
             self._stages = []
-            self._stages = [_StagingPiece(self._pinned(max(size, self.stage_bytes))) for _ in range(NUM_STAGES)]
+            self._stages = [_StagingBuffer(self._pinned(max(size, self.stage_bytes))) for _ in range(NUM_STAGES)]
         return self._stages[soonest_free([stage.users for stage in self._stages])]
 
     def _pinned(self, num_bytes: int) -> torch.Tensor:
@@ -193,28 +258,28 @@ class UnitLoader:
         return memory
 
     def _fill(self, unit: WeightUnit, memory: torch.Tensor) -> None:
-        for part, target in zip(unit.parts, self.views(unit, memory).values(), strict=True):
-            self._reading = part.name
-            if not part.runs:
-                self._files.fill(part.name, target)
+        for shard, target in zip(unit.shards, self.views(unit, memory).values(), strict=True):
+            self._reading = shard.name
+            if not shard.runs:
+                self._files.fill(shard.name, target)
                 continue
-            if sum(length for _, _, length in part.runs) < part.shape[part.dim]:
+            if sum(length for _, _, length in shard.runs) < shard.shape[shard.dim]:
                 target.zero_()  # rows that pad the vocabulary
-            for here, there, length in part.runs:
+            for here, there, length in shard.runs:
                 if length:
-                    at = [0] * len(part.shape)
-                    at[part.dim] = there
-                    self._files.fill(part.name, target.narrow(part.dim, here, length), tuple(at))
+                    at = [0] * len(shard.shape)
+                    at[shard.dim] = there
+                    self._files.fill(shard.name, target.narrow(shard.dim, here, length), tuple(at))
 
-    def _dtype_of(self, part: LocalPart) -> torch.dtype:
-        return torch.float32 if part.name.endswith(FP32_NAMES) else self._dtype
+    def _dtype_of(self, shard: LocalShard) -> torch.dtype:
+        return torch.float32 if shard.name.endswith(FP32_NAMES) else self._dtype
 
-    def _padded(self, part: LocalPart) -> int:
-        return -(-part.numel * self._dtype_of(part).itemsize // ALIGNMENT) * ALIGNMENT
+    def _padded(self, shard: LocalShard) -> int:
+        return -(-shard.numel * self._dtype_of(shard).itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def _in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Memory of the host, uint8, in pages of 2 MiB where the kernel has them: in small ones the first use of 17 GB of
+    """Allocate host memory, uint8, in pages of 2 MiB if the kernel has them: in small pages the first use of 17 GB of
     slots costs a quarter of a minute."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

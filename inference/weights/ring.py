@@ -1,5 +1,5 @@
-"""A ring of slots in one piece of memory: units come to it in the order of use, each to the place behind the last one,
-while those before are used. SE-MoE (arXiv:2205.10034, section 4) keeps K layers so."""
+"""A ring of slots in one block of memory: units are loaded in the order of use, each behind the last one, while earlier
+units are used. SE-MoE (arXiv:2205.10034, section 4) keeps K layers so."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import torch
 
-from inference.weights.parts import WeightUnit
+from inference.weights.rank_weights import WeightUnit
 from memory.completion import Completion
 
-# Loads a unit to a piece of the ring once all who had it are over.
+# Loads a unit to a slot of the ring once all completions of its earlier users are over.
 Load = Callable[[WeightUnit, torch.Tensor, list[Completion]], Completion]
 
 
 @dataclass
 class RingSlot:
-    """A piece of the ring and the unit that comes to it; `there` is over when it has."""
+    """A byte range of the ring and the unit that is loaded into it; `there` is over when the unit is loaded."""
 
     unit: WeightUnit
     start: int
@@ -28,48 +28,48 @@ class RingSlot:
 
 
 class Ring:
-    """`cycle`: the units in the order in which they are used, again and again."""
+    """The ring's memory and its slots in use. `cycle`: the units in the order in which every pass uses them."""
 
     def __init__(
         self, memory: torch.Tensor, cycle: Sequence[WeightUnit], num_bytes: Callable[[WeightUnit], int], load: Load
     ) -> None:
         self._memory, self._cycle, self._num_bytes, self._load = memory, list(cycle), num_bytes, load
-        self._places = {unit.key: index for index, unit in enumerate(self._cycle)}
-        self._next = 0  # of the cycle: what is loaded next
-        self._end = 0  # of the last slot
-        self._live: deque[RingSlot] = deque()  # loaded or on their way, in the order of use
-        self._before: list[tuple[int, int, Completion]] = []  # who had pieces of the memory, and until when
+        self._index = {unit.key: index for index, unit in enumerate(self._cycle)}
+        self._next = 0  # index in the cycle of the unit that is loaded next
+        self._end = 0  # end of the newest slot
+        self._live: deque[RingSlot] = deque()  # loaded or in flight, in the order of use
+        self._before: list[tuple[int, int, Completion]] = []  # earlier byte ranges, and when their use ends
 
     def holds(self, key: str) -> bool:
-        """Whether the unit comes through this ring."""
-        return key in self._places
+        """Whether the unit streams through this ring."""
+        return key in self._index
 
     def take(self, key: str) -> RingSlot:
-        """The slot of the unit that is used next; the caller waits until it is there."""
+        """Return the slot of the unit that is used next; the caller waits until it is loaded."""
         while self._live and self._live[0].unit.key != key:  # a pass that was broken off
-            slot = self._live.popleft()
-            slot.there.cancel()
-            self._before.append((slot.start, slot.end, slot.there))
+            unused = self._live.popleft()
+            unused.there.cancel()
+            self._before.append((unused.start, unused.end, unused.there))
         if not self._live:
-            self._next = self._places[key]
-            self._ahead()
+            self._next = self._index[key]
+            self._load_ahead()
         return self._live[0]
 
-    def give_back(self, slot: RingSlot, after: Completion) -> None:
-        """The slot's unit is not used any more once `after` is over; what comes next is loaded."""
-        assert self._live[0] is slot, slot.unit.key
+    def give_back(self, ring_slot: RingSlot, after: Completion) -> None:
+        """Free a slot, whose use ends when `after` is over, and load the next units."""
+        assert self._live[0] is ring_slot, ring_slot.unit.key
         self._live.popleft()
-        self._before.append((slot.start, slot.end, after))
-        self._ahead()
+        self._before.append((ring_slot.start, ring_slot.end, after))
+        self._load_ahead()
 
     def stop(self) -> list[Completion]:
-        """Leave out what nobody has begun with; all that must be over before the memory may go."""
-        for slot in self._live:
-            slot.there.cancel()
-        return [*(done for _, _, done in self._before), *(slot.there for slot in self._live)]
+        """Cancel loads that have not started; return all completions that must be over before the memory is freed."""
+        for each in self._live:
+            each.there.cancel()
+        return [*(done for _, _, done in self._before), *(each.there for each in self._live)]
 
-    def _ahead(self) -> None:
-        """Load units as long as there is room behind the last one."""
+    def _load_ahead(self) -> None:
+        """Load units as long as their bytes are free behind the newest slot."""
         while len(self._live) < len(self._cycle):
             unit = self._cycle[self._next]
             size = self._num_bytes(unit)
@@ -77,10 +77,10 @@ class Ring:
             if start + size > self._memory.numel():
                 start = 0
             end = start + size
-            if any(slot.start < end and start < slot.end for slot in self._live):
+            if any(each.start < end and start < each.end for each in self._live):
                 return
             free = [done for low, high, done in self._before if low < end and start < high]
-            # Who comes to these bytes after this unit waits for it alone.
+            # The next unit in these bytes waits for this one alone.
             self._before = [
                 (first, last, done)
                 for low, high, done in self._before
@@ -88,6 +88,5 @@ class Ring:
                 if first < last
             ]
             memory = self._memory[start:end]
-            slot = RingSlot(unit, start, end, memory, self._load(unit, memory, free))
-            self._live.append(slot)
+            self._live.append(RingSlot(unit, start, end, memory, self._load(unit, memory, free)))
             self._next, self._end = (self._next + 1) % len(self._cycle), end

@@ -1,15 +1,15 @@
 """A file of recorded routing: which experts each token chose, in each MoE layer, while a model generated.
 
 The first line is a header: `{"format": "mixtrain routing 1", "model": NAME, "num_experts": E, "top_k": K, "layers":
-[numbers of the MoE layers, in the order in which they run], "num_tokens": null}`; how many tokens come nobody knows at
-the start. Then comes one line for each layer of each pass (one forward of a prefill, or of one more token for every
-row):
+[numbers of the MoE layers, in the order in which they run], "num_tokens": null}`; the number of tokens is not known
+at the start. One line for each layer of each pass follows (a pass is the forward of a prefill, or of one more token for
+every prompt):
 
 `{"pass": 7, "layer": 2, "tokens": [[0, 31], [1, 18]], "experts": [[3, 9], [9, 4]]}`
 
-A token is a row (the number of a prompt) and its position there; `experts` has its choice, in the router's order.
-Passes count up, and each has all layers in the header's order. The lines of a pass reach the file together, so the file
-of a killed run ends with a whole pass, or with a cut line that the reader drops. A file may be compressed with gzip.
+A token is the index of a prompt and the position in it; `experts` has its experts, in the router's order. Passes count
+up, and each has all layers in the header's order. The lines of a pass are written together, so the file of a killed run
+ends with a whole pass, or with a cut line that the reader drops. A file may be compressed with gzip.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KEYS = ("pass", "layer", "tokens", "experts")
 
 @dataclass(frozen=True)
 class RoutingHeader:
-    """What a recording is of. `layers` are the numbers of the MoE layers, in the order in which a pass runs them."""
+    """The model of a recording. `layers`: the numbers of the MoE layers, in the order in which a pass runs them."""
 
     model: str
     num_experts: int
@@ -46,7 +46,7 @@ class RoutingHeader:
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """One MoE layer in one pass: tokens as (row, position), and the experts that each of them chose."""
+    """One MoE layer in one pass: tokens as (prompt, position), and the experts that each of them chose."""
 
     pass_number: int
     layer: int
@@ -55,7 +55,7 @@ class RoutedLayer:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """Tokens of each expert that at least one token chose, by expert, ascending."""
+        """Number of tokens of each expert that at least one token chose, sorted by expert."""
         found: dict[int, int] = {}
         for choice in self.experts:
             for expert in choice:
@@ -65,17 +65,17 @@ class RoutedLayer:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded generation, in the order in which it ran."""
+    """The recorded layers of a generation, in the order in which they ran."""
 
     header: RoutingHeader
     visits: list[RoutedLayer] = field(default_factory=list)
 
 
 class RoutingWriter:
-    """Writes a recording, a pass at a time; a context manager, whose end writes the last pass.
+    """Writes a recording pass by pass; a context manager, whose exit writes the last pass.
 
-    Raises ConfigError where the file is there already, or cannot be made. An error of the disk later is said on
-    standard error, and ends the recording alone.
+    Raises ConfigError if the file exists or cannot be created. A later disk error is printed on standard error, and
+    ends only the recording.
     """
 
     def __init__(self, path: Path, header: RoutingHeader) -> None:
@@ -109,19 +109,19 @@ class RoutingWriter:
     def write(
         self, pass_number: int, layer: int, tokens: Iterable[Sequence[int]], experts: Iterable[Sequence[int]]
     ) -> None:
-        """Add the choice of one layer in one pass: the (row, position) of each token, and as many lists of the experts
-        that they chose. The pass before goes to the file when a new one begins."""
+        """Add the choice of one layer in one pass: the (prompt, position) of each token, and the experts that it chose.
+        A new pass writes the one before to the file."""
         if pass_number != self._pass:
             assert pass_number > self._pass, "passes count up"
             self._flush()
             self._pass = pass_number
-        places, choices = [list(token) for token in tokens], [list(choice) for choice in experts]
-        assert len(places) == len(choices), "each token has a choice"
-        line = {"pass": pass_number, "layer": layer, "tokens": places, "experts": choices}
+        positions, choices = [list(token) for token in tokens], [list(choice) for choice in experts]
+        assert len(positions) == len(choices), "each token has a choice"
+        line = {"pass": pass_number, "layer": layer, "tokens": positions, "experts": choices}
         self._lines.append(json.dumps(line, separators=(",", ":")))
 
     def close(self) -> None:
-        """Write what is left and close the file; a second call does nothing."""
+        """Write the last pass and close the file; a second call does nothing."""
         self._flush()
         if self._file is not None:
             self._file.close()
@@ -142,16 +142,16 @@ class RoutingWriter:
             self._file = None
 
 
-def read_routing(path: Path, say: Callable[[str], None] | None = None) -> Recording:
-    """The recording in a file, also in a compressed one.
+def read_routing(path: Path, log: Callable[[str], None] | None = None) -> Recording:
+    """Read a recording, also from a compressed file.
 
-    A cut last line, and layers of a last pass that is not whole, are dropped; `say` hears of it (None: standard error).
-    Raises ConfigError, naming file and line, for anything else that is no recording.
+    A cut last line and an incomplete last pass are dropped, and passed to `log` as a message (None: standard error).
+    Raises ConfigError, naming file and line, for anything else that is not a recording.
     """
-    say = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    log = log or (lambda text: print(text, file=sys.stderr, flush=True))
     data, is_cut = _content(path)
     lines = data.split(b"\n")
-    rest = lines.pop()  # behind the last end of a line: nothing, or a line that was cut or never ended
+    rest = lines.pop()  # after the last line end: nothing, or a line that was cut or not ended
     if rest and lines and not _is_json(rest):
         is_cut = True
     elif rest:
@@ -163,32 +163,32 @@ def read_routing(path: Path, say: Callable[[str], None] | None = None) -> Record
     for number, line in enumerate(lines[1:], start=2):
         visits.append(_visit(f"{path}:{number}", line, header, visits[-1] if visits else None))
     if is_cut:
-        say(f"note: {path}:{len(lines) + 1} is cut and was dropped: its writer was killed")
+        log(f"note: {path}:{len(lines) + 1} is cut and was dropped: its writer was killed")
     while visits and visits[-1].layer != header.layers[-1]:
         is_whole_pass_before = visits[-1].layer == header.layers[0]
         dropped = visits.pop()
         if is_whole_pass_before:
-            say(f"note: {path}: pass {dropped.pass_number} at the end lacks layers and was dropped")
+            log(f"note: {path}: pass {dropped.pass_number} at the end lacks layers and was dropped")
     return Recording(header, visits)
 
 
 def _content(path: Path) -> tuple[bytes, bool]:
-    """The bytes of a file, decompressed where it is gzip; and whether compressed data end too early."""
+    """Return the bytes of a file, decompressed if it is gzip, and whether compressed data end too early."""
     data = path.read_bytes()
     if not data.startswith(_GZIP):
         return data, False
-    parts: list[bytes] = []
+    streams: list[bytes] = []
     try:
         while data:
             stream = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-            parts.append(stream.decompress(data))
+            streams.append(stream.decompress(data))
             if not stream.eof:
-                return b"".join(parts), True
+                return b"".join(streams), True
             data = stream.unused_data
     except zlib.error as error:
-        line = 1 + sum(part.count(b"\n") for part in parts)
+        line = 1 + sum(each.count(b"\n") for each in streams)
         raise ConfigError(f"{path}:{line} cannot be decompressed: {error}.") from None
-    return b"".join(parts), False
+    return b"".join(streams), False
 
 
 def _is_json(line: bytes) -> bool:
@@ -223,7 +223,7 @@ def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer |
     for name, value in (("pass", number), ("layer", layer)):
         if not _is_count(value):
             raise ConfigError(f"{where} has {name} {value!r}: it must be a whole number from 0 on.")
-    _check_place(where, number, layer, header, before)
+    _check_order(where, number, layer, header, before)
     if not (_is_table(tokens) and _is_table(experts) and len(tokens) == len(experts) > 0):
         raise ConfigError(f"{where}: tokens and experts must be as many lists of whole numbers, at least one.")
     if wrong := [token for token in tokens if len(token) != 2]:
@@ -236,8 +236,8 @@ def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer |
     return RoutedLayer(number, layer, tuple((row, at) for row, at in tokens), tuple(map(tuple, experts)))
 
 
-def _check_place(where: str, number: int, layer: int, header: RoutingHeader, before: RoutedLayer | None) -> None:
-    """Raises ConfigError where this layer does not follow the one before."""
+def _check_order(where: str, number: int, layer: int, header: RoutingHeader, before: RoutedLayer | None) -> None:
+    """Raise ConfigError if this layer does not follow the one before."""
     if before is None or before.layer == header.layers[-1]:
         follows, first = header.layers[0], (0 if before is None else before.pass_number + 1)
         right = layer == follows and number >= first

@@ -1,8 +1,8 @@
-"""The kernels that compute slices of attention: torch's for the CPU, flash attention and the memory-efficient kernel on
-CUDA. Each gives an output and the log of its sum of exponentials, and takes the merged ones back.
+"""The kernels that compute slices of attention: torch's on CPU, flash attention and the memory-efficient kernel on
+CUDA. Each returns an output and the logs of its sums of exponentials; the backward pass takes the merged ones.
 
-Shapes: m slices of equal shape, n query heads, g key/value heads, q query rows and k key rows of a slice, d channels;
-t rows of all slices of a launch.
+Shapes: m slices of equal shape, n query heads, g key/value heads, q query rows and k key rows of a slice, d channels; t
+rows of all slices of a launch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from models.attention.slices import SHORT, SHORT_BACKWARD
+from models.attention.mask_slices import SHORT, SHORT_BACKWARD
 
 aten = torch.ops.aten
-FLASH_WIDTH = 256  # channels of a head that flash attention takes at most
-ALIGNED = 8  # channels: CUDA's kernels take multiples of it
-SUMS_ALIGNED = 32  # query rows: the memory-efficient kernel's sums of exponentials are in multiples of it
+FLASH_WIDTH = 256  # most channels of a head in flash attention
+ALIGNED = 8  # CUDA kernels take multiples of this number of channels
+SUMS_ALIGNED = (
+    32  # the memory-efficient kernel pads its sums of exponentials to a multiple of this number of query rows
+)
 HALF = (torch.bfloat16, torch.float16)
 
-Found = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]  # the output, its sums, what the way back asks for
+Found = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]  # output, sums, and what the backward pass needs
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KernelDemandError(RuntimeError):
-    """A kernel of CUDA would refuse what it is given; a pretended device and FakeTensor would not."""
+    """A CUDA kernel would refuse its inputs, although the fake CUDA device and FakeTensor accept them."""
 
 
 def takes_launches(query: torch.Tensor, width: int) -> bool:
@@ -36,7 +38,7 @@ def takes_launches(query: torch.Tensor, width: int) -> bool:
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash: bool) -> None:
-    """Raise KernelDemandError for what CUDA's kernels do not take."""
+    """Raise KernelDemandError for inputs that CUDA's kernels do not take."""
     widths = {tensor.size(-1) for tensor in (query, key, value)}
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     wrong = [
@@ -61,14 +63,13 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash:
 
 
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:
-    """query `[m, n, q, d]`, key `[m, g, k, d]`, value `[m, g, k, dv]` -> output `[m, n, q, dv]`, and sums `[m, n, q]`
-    in fp32."""
+    """Return output `[m, n, q, dv]` and sums `[m, n, q]` in fp32 for query `[m, n, q, d]`, key `[m, g, k, d]`, value
+    `[m, g, k, dv]`."""
     return (_efficient if query.is_cuda else _on_cpu)(query, key, value, causal, scale)
 
 
 def backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
-    """Gradients of `forward`'s inputs, where `grad` is that of its output; output and sums may be merged with
-    others'."""
+    """Return gradients of `forward`'s inputs for `grad` of its output; output and sums may be merged over slices."""
     run = _efficient_backward if grad.is_cuda else _on_cpu_backward
     return run(grad, inputs, result, causal, scale)
 
@@ -88,8 +89,8 @@ def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: 
 
 
 def _for_cpu(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor, short: int) -> torch.Tensor:
-    """What the CPU's kernel takes: keys and values of one width, and in fp32 where the slice has fewer rows than
-    `short`."""
+    """Return a tensor as the CPU kernel takes it: keys and values of one width; fp32 if a half-precision slice has
+    fewer query rows than `short`."""
     if query.dtype in HALF and query.size(-2) < short:
         tensor = tensor.float()
     missing = max(query.size(-1), value.size(-1)) - tensor.size(-1)
@@ -111,7 +112,7 @@ def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Found, causa
     groups = key.size(1)
     given = [_for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)]
     check(*given, flash=False)
-    # Rows that there are not have an infinite sum: their weights are zero.
+    # Padding rows get an infinite sum, and so weights of zero.
     sums = F.pad(result[1], (0, -query.size(2) % SUMS_ALIGNED), value=float("inf")).contiguous()
     grads = aten._scaled_dot_product_efficient_attention_backward(
         _for_cuda(grad),
@@ -132,7 +133,7 @@ def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Found, causa
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values `[m, g, k, d]`, once for each query head."""
+    """Return keys or values `[m, g, k, d]` repeated for each query head, `[m, n, k, d]`."""
     times = query.size(1) // tensor.size(1)
     return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
 
@@ -141,7 +142,7 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 class Lengths(NamedTuple):
-    """Where the slices of a launch begin and the last ends, int32 `[slices + 1]` of the device, and the longest."""
+    """Cumulative lengths of the slices of a launch, int32 `[slices + 1]` on the device, and the longest lengths."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -152,8 +153,8 @@ class Lengths(NamedTuple):
 def launch_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> Found:
-    """query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]` -> output `[t, n, dv]`, and sums `[n, t]` in fp32: flash
-    attention over slices that lie one after the other."""
+    """Return output `[t, n, dv]` and sums `[n, t]` in fp32 for query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]`:
+    flash attention over consecutive slices."""
     width = value.size(-1)
     query, key, value = _equally_wide(query, key, value)
     check(query, key, value, flash=True)
@@ -166,7 +167,7 @@ def launch_forward(
 def launch_backward(
     grad: torch.Tensor, inputs: Triple, result: Found, lengths: Lengths, causal: bool, scale: float
 ) -> Triple:
-    """Gradients of `launch_forward`'s inputs, as `backward` gives them."""
+    """Return gradients of `launch_forward`'s inputs, as `backward` does."""
     query, key, value = _equally_wide(*inputs)
     check(query, key, value, flash=True)
     output, grad, _ = _equally_wide(result[0], grad, query)
@@ -196,7 +197,7 @@ def _for_cuda(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """A tensor with so many channels, which lie together."""
+    """Return a tensor padded to this many channels, which are contiguous."""
     missing = width - tensor.size(-1)
     tensor = F.pad(tensor, (0, missing)) if missing else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

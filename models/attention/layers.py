@@ -30,22 +30,20 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from models.attention.latents import LatentShape, attend_latents
-from models.attention.rows import DealtSlices, MicroBatchRows
-from models.attention.sliced import SlicePlan, attend
+from models.attention.sequence_rows import MicroBatchRows, ShardedSlices
+from models.attention.slice_attention import LatentShape, SlicePlan, attend, attend_latents
 from models.pointwise.rotary import rotate, split_and_rotate
 
 
-def _for_core(core_attention: torch.nn.Module, rows: MicroBatchRows | None) -> MicroBatchRows | None:
-    """The rows where attention is ours: TransformerEngine's knows Megatron-core's packed sequences alone."""
-    return rows if isinstance(core_attention, ScaledDotProductAttention) else None
+def _for_core(core_attention: torch.nn.Module, sequence_rows: MicroBatchRows | None) -> MicroBatchRows | None:
+    """Return the rows if core attention is ours, else None: TransformerEngine's takes only packed sequences."""
+    return sequence_rows if isinstance(core_attention, ScaledDotProductAttention) else None
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron-core's self attention. With rotary embedding, queries, keys and values are split and turned in one
-    function.
+    """Megatron-core's self attention; with rotary embedding, one function splits and rotates queries, keys and values.
 
-    `rotary_factor` is what cosines and sines are multiplied by.
+    `rotary_factor`: the factor of cosines and sines.
     """
 
     def __init__(self, *args: Any, rotary_factor: float = 1.0, **kwargs: Any) -> None:
@@ -60,32 +58,35 @@ class RotarySelfAttention(SelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden `[s, b, h]`, rotary_pos_emb (angles) `[s, 1 or b, 1, rotating channels]` -> `[s, b, h]` without the
-        bias, and the bias."""
-        rows = packed_seq_params
+        """Return `[s, b, h]` without the bias, and the bias, for hidden `[s, b, h]` and rotary_pos_emb (angles) `[s, 1
+        or b, 1, rotating channels]`."""
+        sequence_rows = packed_seq_params
         if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
-            # a rule refuses parts of a head; Megatron-core knows no factor
+            # a rule of the configuration refuses fractions of a head; Megatron-core has no factor
             assert rotary_pos_emb is None or self.rotary_factor == 1.0
-            others |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": _for_core(self.core_attention, rows)}
+            others |= {
+                "rotary_pos_emb": rotary_pos_emb,
+                "packed_seq_params": _for_core(self.core_attention, sequence_rows),
+            }
             return super().forward(hidden_states, attention_mask, **others)
-        assert rows is not None, "positions rotate by the rows' angles"
+        assert sequence_rows is not None, "positions rotate by the rows' angles"
         assert all(value is None for value in others.values()), (
             f"no model of this repository uses {[name for name, value in others.items() if value is not None]}"
         )
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
-            cos_sin = rows.tables(query.dtype, self.rotary_factor)
+            cos_sin = sequence_rows.tables(query.dtype, self.rotary_factor)
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         else:
             mixed, _ = self.linear_qkv(hidden_states)
             groups = self.num_query_groups_per_partition
             size = self.hidden_size_per_attention_head
-            cos_sin = rows.tables(mixed.dtype, self.rotary_factor)
+            cos_sin = sequence_rows.tables(mixed.dtype, self.rotary_factor)
             query, key, value = split_and_rotate(mixed, groups, size, cos_sin)
         core = functools.partial(
             self.core_attention,
             attn_mask_type=self.attn_mask_type,
-            packed_seq_params=_for_core(self.core_attention, rows),
+            packed_seq_params=_for_core(self.core_attention, sequence_rows),
         )
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(core, False, query, key, value, attention_mask)
@@ -95,29 +96,31 @@ class RotarySelfAttention(SelfAttention):
 
 
 class RowAngles:
-    """The angles of the rows that a layer of latent attention computes: Megatron-core asks them of a module of
-    positions. Where it means YaRN, it takes a factor from that, too."""
+    """The module of positions that Megatron-core's latent attention asks for angles: it returns those of the layer's
+    rows, for YaRN with a factor."""
 
     def __init__(self, with_factor: bool) -> None:
-        self.rows: MicroBatchRows | None = None
+        self.sequence_rows: MicroBatchRows | None = None
         self._with_factor = with_factor
 
     def get_rotary_seq_len(self, *_: Any) -> int:
-        """Nothing: the rows know their number."""
+        """Return 0: the rows know their number."""
         return 0
 
     def __call__(self, _length: int, **_: Any) -> Any:
-        """Angles `[s, 1 or b, 1, rotating channels]`, alone or with the factor."""
-        assert self.rows is not None
-        return (self.rows.angles, self.rows.factor) if self._with_factor else self.rows.angles
+        """Return angles `[s, 1 or b, 1, rotating channels]`, alone or with the factor."""
+        assert self.sequence_rows is not None
+        return (
+            (self.sequence_rows.angles, self.sequence_rows.factor) if self._with_factor else self.sequence_rows.angles
+        )
 
 
-class KeptProjection(ColumnParallelLinear):
-    """A projection whose weight others multiply with. Its hooks are called, so that whoever changes the weight is
-    waited for."""
+class WeightProjection(ColumnParallelLinear):
+    """A projection that returns its weight for others to multiply with. A call runs its hooks, which wait for pending
+    changes of the weight."""
 
     def forward(self, _: None) -> torch.Tensor:
-        """The weight of this tensor rank."""
+        """Return the weight of this tensor rank."""
         return self.weight
 
 
@@ -125,16 +128,16 @@ class LatentAttention(MLASelfAttention):
     """Megatron-core's multi-head latent attention with our rotary positions, and right gradients under tensor
     parallelism.
 
-    Megatron-core gathers the compressed keys and values from the tensor ranks; on the way back each rank keeps its part
-    of the gradient that it computed itself. For the rotary key, which the heads of all ranks use, that part must be
-    summed over them.
+    Megatron-core gathers the compressed keys and values from the tensor ranks; in the backward pass each rank keeps
+    only its own contribution to the gradient. For the rotary key, which the heads of all ranks use, the contributions
+    must be summed over the ranks.
     """
 
     rotary_pos_emb: RowAngles
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         config: MLATransformerConfig = kwargs["config"] if "config" in kwargs else args[0]
-        # Not YaRN: its module makes its angles at once, in pinned memory of a GPU.
+        # Not YaRN: its module makes its angles in the constructor, in pinned memory of a GPU.
         rope_type, config.rope_type = config.rope_type, "rope"
         try:
             super().__init__(*args, **kwargs)
@@ -145,7 +148,7 @@ class LatentAttention(MLASelfAttention):
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
         if self.config.context_parallel_size > 1:
-            self.linear_kv_up_proj.__class__ = KeptProjection
+            self.linear_kv_up_proj.__class__ = WeightProjection
 
     def forward(
         self,
@@ -154,12 +157,44 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden `[s, b, h]` -> the same without the bias, and the bias."""
-        self.rotary_pos_emb.rows = packed_seq_params
-        if packed_seq_params is not None and isinstance(packed_seq_params.apart, DealtSlices):
-            return self._over_ranks(hidden_states, packed_seq_params)
-        others["packed_seq_params"] = _for_core(self.core_attention, packed_seq_params)
-        return super().forward(hidden_states, attention_mask, **others)
+        """Return `[s, b, h]` without the bias, and the bias, for hidden `[s, b, h]`."""
+        self.rotary_pos_emb.sequence_rows = packed_seq_params
+        if packed_seq_params is None or not isinstance(packed_seq_params.slices, ShardedSlices):
+            others["packed_seq_params"] = _for_core(self.core_attention, packed_seq_params)
+            return super().forward(hidden_states, attention_mask, **others)
+        # Context ranks share the rows: they exchange latents and rotated rotary keys.
+        config, core = self.config, self.core_attention
+        compressed = hidden_states
+        if config.q_lora_rank is not None:
+            compressed, _ = self.linear_q_down_proj(hidden_states)
+            if compressed.size(-1) != config.q_lora_rank:
+                compressed = gather_from_tensor_model_parallel_region(compressed)
+                if config.sequence_parallel:
+                    compressed = scatter_to_sequence_parallel_region(compressed)
+            compressed = self.q_layernorm(compressed)
+        query, _ = (self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(compressed)
+        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        both, _ = self.linear_kv_down_proj(hidden_states)
+        latent, rotary = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        latent = self.kv_layernorm(latent)
+        if config.sequence_parallel:
+            latent, rotary = (
+                gather_from_sequence_parallel_region(each, group=self.tp_group) for each in (latent, rotary)
+            )
+        else:  # each tensor rank has some heads; `_gather` has copied the rotary key
+            latent = copy_to_tensor_model_parallel_region(latent)
+        plain, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
+        query = torch.cat([plain, self._rotated(turned, packed_seq_params)], dim=-1)
+        latents = torch.cat([latent.unsqueeze(2), self._rotated(rotary.unsqueeze(2), packed_seq_params)], dim=-1)
+        weight = self.linear_kv_up_proj(None)
+        shape, plan = LatentShape(config.kv_lora_rank, config.qk_head_dim), packed_seq_params.plan(core.window)
+
+        def attend_all(query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+            return attend_latents(query, latents, weight, shape, plan, core.softmax_scale).flatten(2)
+
+        if self.checkpoint_core_attention and self.training:
+            return self.linear_proj(tensor_parallel.checkpoint(attend_all, False, query, latents))
+        return self.linear_proj(attend_all(query, latents))
 
     def get_query_key_value_tensors(
         self,
@@ -169,57 +204,22 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Call Megatron-core's without the rows: it takes packed sequences for one sample."""
+        """Call Megatron-core's method without the rows: it would take packed sequences for one sample."""
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
-    def _over_ranks(self, hidden: torch.Tensor, rows: MicroBatchRows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`forward` where context ranks share the rows: they exchange latents and the turned rotary keys."""
-        config, core = self.config, self.core_attention
-        compressed = hidden
-        if config.q_lora_rank is not None:
-            compressed, _ = self.linear_q_down_proj(hidden)
-            if compressed.size(-1) != config.q_lora_rank:
-                compressed = gather_from_tensor_model_parallel_region(compressed)
-                if config.sequence_parallel:
-                    compressed = scatter_to_sequence_parallel_region(compressed)
-            compressed = self.q_layernorm(compressed)
-        query, _ = (self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj)(compressed)
-        query = query.unflatten(-1, (self.num_attention_heads_per_partition, -1))
-        both, _ = self.linear_kv_down_proj(hidden)
-        latent, rotary = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
-        latent = self.kv_layernorm(latent)
-        if config.sequence_parallel:
-            latent, rotary = (
-                gather_from_sequence_parallel_region(each, group=self.tp_group) for each in (latent, rotary)
-            )
-        else:  # its heads are the tensor ranks'; the rotary key was copied where it was gathered
-            latent = copy_to_tensor_model_parallel_region(latent)
-        plain, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        query = torch.cat([plain, self._turned(turned, rows)], dim=-1)
-        latents = torch.cat([latent.unsqueeze(2), self._turned(rotary.unsqueeze(2), rows)], dim=-1)
-        weight = self.linear_kv_up_proj(None)
-        shape, plan = LatentShape(config.kv_lora_rank, config.qk_head_dim), rows.plan(core.window)
-
-        def attend_all(query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-            return attend_latents(query, latents, weight, shape, plan, core.softmax_scale).flatten(2)
-
-        if self.checkpoint_core_attention and self.training:
-            return self.linear_proj(tensor_parallel.checkpoint(attend_all, False, query, latents))
-        return self.linear_proj(attend_all(query, latents))
-
-    def _turned(self, x: torch.Tensor, rows: MicroBatchRows) -> torch.Tensor:
-        """Rotary channels `[s, 1, heads, p]` turned by their rows' angles, as Megatron-core does it."""
-        assert rows.angles is not None
-        factor = rows.factor if self.config.rope_type == "yarn" else 1.0
-        group = self.pg_collection.cp  # nothing is done over it
-        return apply_rotary_pos_emb(x, rows.angles, config=self.config, mscale=factor, cp_group=group)
+    def _rotated(self, x: torch.Tensor, sequence_rows: MicroBatchRows) -> torch.Tensor:
+        """Return rotary channels `[s, 1, heads, p]` rotated by their rows' angles, as Megatron-core does it."""
+        assert sequence_rows.angles is not None
+        factor = sequence_rows.factor if self.config.rope_type == "yarn" else 1.0
+        group = self.pg_collection.cp  # unused: there is no communication over it
+        return apply_rotary_pos_emb(x, sequence_rows.angles, config=self.config, mscale=factor, cp_group=group)
 
     def _gather(
         self, _module: torch.nn.Module, _inputs: Any, output: tuple[torch.Tensor, Any]
     ) -> tuple[torch.Tensor, Any]:
         full = gather_from_tensor_model_parallel_region(output[0])  # [s, b, latent + rotary]
         if self.config.sequence_parallel:
-            # Megatron-core gathers the rotary key of such a part by itself, and that sums its gradients.
+            # Megatron-core gathers the rotary key of a sequence shard itself, and that sums its gradients.
             return scatter_to_sequence_parallel_region(full), output[1]
         latent, rotary = full.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         return torch.cat([latent, copy_to_tensor_model_parallel_region(rotary)], dim=-1), output[1]
@@ -227,14 +227,15 @@ class LatentAttention(MLASelfAttention):
 
 @functools.lru_cache(maxsize=4)
 def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Which tokens attend to which: bool `[length, length]`, True for the `window` last ones. All layers share one."""
+    """Return which tokens attend to which: bool `[length, length]`, True for the last `window` tokens. All layers share
+    one mask."""
     with torch.inference_mode(False):
         square = torch.ones(length, length, dtype=torch.bool, device=device)
         return square.tril_().triu_(1 - window)
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Drop-in for Megatron-core's DotProductAttention, and for context ranks: what they exchange is in the slices."""
+    """Drop-in for Megatron-core's DotProductAttention, also for context parallelism: slices contain the exchanges."""
 
     def __init__(
         self,
@@ -267,7 +268,8 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: MicroBatchRows | None = None,
     ) -> torch.Tensor:
-        """query `[s, b, n, d]`, key and value `[s, b, g, d]` -> `[s, b, n * d]` (d of the value, where it has its own).
+        """Return `[s, b, n * d]` (d of the value, where it has its own) for query `[s, b, n, d]`, key and value `[s, b,
+        g, d]`.
 
         Without rows, attention_mask is bool `[b, 1, 1 or s, s]` with Megatron's True = masked, or None.
         """
@@ -297,23 +299,23 @@ class ScaledDotProductAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 
     def _plan(
-        self, query: torch.Tensor, value: torch.Tensor, rows: MicroBatchRows | None, causal: bool
+        self, query: torch.Tensor, value: torch.Tensor, sequence_rows: MicroBatchRows | None, causal: bool
     ) -> SlicePlan | None:
-        """The slices to compute, where torch has no one kernel that reads no mask; None: leave it to torch."""
-        if rows is None or self.attention_dropout > 0:
+        """Return the slices to compute if torch has no kernel without a mask for them; None: torch computes all."""
+        if sequence_rows is None or self.attention_dropout > 0:
             return None
-        if rows.apart is not None:
-            return rows.plan(self.window)
+        if sequence_rows.slices is not None:
+            return sequence_rows.plan(self.window)
         if not causal:
             return None
         slides = self.window is not None and query.size(0) > self.window
         # On a CPU torch makes all scores where values are narrower than keys.
         uneven = not query.is_cuda and query.size(-1) != value.size(-1)
-        return rows.plan(self.window) if slides or uneven else None
+        return sequence_rows.plan(self.window) if slides or uneven else None
 
 
 def takes_rows(chunk: torch.nn.Module) -> bool:
-    """Whether a model chunk has layers that ask for the rows. Megatron-core's own, with TransformerEngine's attention,
-    know its packed sequences alone."""
+    """Whether a model chunk has layers that take MicroBatchRows. Megatron-core's own, with TransformerEngine's
+    attention, take only its packed sequences."""
     ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
     return any(isinstance(module, ours) for module in chunk.modules())

@@ -1,8 +1,8 @@
-"""The model's structure, once: every operation of GPT and BERT, dense or mixture of experts, from the configuration
-alone.
+"""The blueprint: every operation of GPT and BERT, dense or mixture of experts, from the configuration alone.
 
-Parameters, FLOPs, communication and memory (simulator/) and the initial weights are folds over it; a test compares it
-with the models that are built. Neither torch nor Megatron-core is imported here.
+It is the only description of the model's structure. Parameters, FLOPs, communication and memory (simulator/) and the
+initial weights are folds over it; a test compares it with the models that are built. Imports neither torch nor
+Megatron-core.
 """
 
 from __future__ import annotations
@@ -15,26 +15,39 @@ from configs.schema import Config
 from models.blueprint.attention import attention
 from models.blueprint.ends import embedding, head, padded_vocab_size
 from models.blueprint.feed_forward import experts, feed_forward
-from models.blueprint.operation import INPUT, Block, ModelOperation, Weight, axis_sizes, block, local_shape, walk
-from models.blueprint.pieces import hidden, norm, recomputed, residual_sum, transformer_name
+from models.blueprint.operation import (
+    INPUT,
+    Block,
+    ModelOperation,
+    Weight,
+    axis_sizes,
+    block,
+    hidden,
+    local_shape,
+    norm,
+    recomputed,
+    residual_sum,
+    transformer_name,
+    walk,
+)
 from parallel.pipeline import layers_of_stage
 
 __all__ = [
     "Block",
+    "ModelChunk",
     "ModelOperation",
-    "Part",
     "Weight",
     "axis_sizes",
     "blocks",
     "local_shape",
+    "model_chunks",
     "padded_vocab_size",
-    "parts",
     "walk",
     "weights",
-    "whole",
+    "whole_model",
 ]
 
-# In which Megatron-core's modules are made. Post-norm layers have their norms at other places: models/specs.py.
+# The order in which Megatron-core creates its modules. Post-norm layers have their norms elsewhere: models/specs.py.
 LAYER_ORDER = (
     "input_layernorm",
     *(
@@ -57,50 +70,48 @@ HEAD_ORDER = ("encoder", "decoder", "lm_head", "embedding.word_embeddings", "out
 
 
 @dataclass(frozen=True)
-class Part:
-    """Consecutive layers on one rank: 1 for an MoE layer, 0 for a dense one; with the embedding before and the head
-    after them."""
+class ModelChunk:
+    """Consecutive layers on one pipeline stage; the first chunk has the embedding too, the last one the head."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # 1 for an MoE layer, 0 for a dense one
     is_first: bool
     is_last: bool
     first_layer: int = 0
 
 
-def parts(config: Config) -> list[list[Part]]:
-    """The model's parts by stage, then by model chunk of the stage."""
+def model_chunks(config: Config) -> list[list[ModelChunk]]:
+    """Return the model chunks of each pipeline stage."""
     pattern, last = derived.moe_layer_pattern(config), config.model.num_layers - 1
     return [
         [
-            Part(tuple(pattern[number] for number in chunk), chunk[0] == 0, chunk[-1] == last, chunk[0])
-            for chunk in layers_of_stage(config, stage)
+            ModelChunk(tuple(pattern[number] for number in layers), layers[0] == 0, layers[-1] == last, layers[0])
+            for layers in layers_of_stage(config, stage)
         ]
         for stage in range(config.parallel.pipeline)
     ]
 
 
-def whole(config: Config) -> Part:
-    """The whole model as one part."""
-    return Part(tuple(derived.moe_layer_pattern(config)), True, True)
+def whole_model(config: Config) -> ModelChunk:
+    """The whole model as one chunk."""
+    return ModelChunk(tuple(derived.moe_layer_pattern(config)), True, True)
 
 
-def blocks(config: Config, vocab_size: int, part: Part) -> list[Block]:
-    """The part's operations in the order in which they run; `vocab_size` is the logical one."""
+def blocks(config: Config, vocab_size: int, chunk: ModelChunk) -> list[Block]:
+    """Return the chunk's operations, block by block, in the order of execution; `vocab_size` is the logical one."""
     transformer = transformer_name(config)
-    result = [block("", embedding(config, vocab_size, part.is_last), EMBEDDING_ORDER)] if part.is_first else []
-    layers = {kind: layer(config, bool(kind)) for kind in set(part.layers)}
+    result = [block("", embedding(config, vocab_size, chunk.is_last), EMBEDDING_ORDER)] if chunk.is_first else []
+    layers = {kind: layer(config, bool(kind)) for kind in set(chunk.layers)}
     slides = derived.window_pattern(config)
-    for number, kind in enumerate(part.layers, part.first_layer):
+    for number, kind in enumerate(chunk.layers, chunk.first_layer):
         of = layers[kind]
         result.append(Block(f"{transformer}.layers.{number}.", of.operations, of.weights, bool(slides[number])))
-    if part.is_last:
-        result.append(block("", head(config, vocab_size, part.is_first), HEAD_ORDER))
+    if chunk.is_last:
+        result.append(block("", head(config, vocab_size, chunk.is_first), HEAD_ORDER))
     return result
 
 
 def layer(config: Config, is_moe: bool) -> Block:
-    """A transformer layer: attention, then a feed-forward layer, each with a residual sum, and norms before or after
-    them."""
+    """The block of a transformer layer: attention and a feed-forward layer, each with a residual sum and a norm."""
     build = _pre_norm if config.model.norm_position == "pre" else _post_norm
     operations = build(config, is_moe)
     return block(
@@ -145,9 +156,8 @@ def _post_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
     ]
 
 
-def weights(config: Config, vocab_size: int, part: Part) -> Iterator[tuple[str, Weight]]:
-    """Every weight of a part under its full name, in the order of Megatron-core's modules; stacked experts are one
-    weight."""
-    for each in blocks(config, vocab_size, part):
+def weights(config: Config, vocab_size: int, chunk: ModelChunk) -> Iterator[tuple[str, Weight]]:
+    """Yield a chunk's weights with full names, in the order of Megatron-core's modules; stacked experts are one."""
+    for each in blocks(config, vocab_size, chunk):
         for weight in each.weights:
             yield each.prefix + weight.name, weight

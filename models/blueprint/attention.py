@@ -1,19 +1,18 @@
-"""Self attention: grouped queries (Ainslie et al. 2023), or DeepSeek's latent attention (arXiv:2405.04434, section
-2.1)."""
+"""Self-attention: grouped queries (Ainslie et al. 2023) or DeepSeek's latent attention (arXiv:2405.04434, 2.1)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from configs import derived
-from configs.derived import context_heads, context_places
+from configs.derived import context_heads, num_cp_ranks
 from configs.schema import Config
 from models.blueprint.operation import (
     CONTEXT,
     CONTEXT_HEADS,
+    EXCHANGED_TOKENS,
     HEADS,
     OWN_TOKENS,
-    PLACE_TOKENS,
     SCALAR,
     TENSOR,
     TOKENS,
@@ -22,14 +21,19 @@ from models.blueprint.operation import (
     Split,
     Tensor,
     Weight,
+    changed_copy,
+    column_linear,
+    norm,
+    own_row_kind,
+    recomputed,
+    row_linear,
 )
-from models.blueprint.pieces import column_linear, copy, norm, own_rows, recomputed, row_linear
 
 MODULE = "self_attention"
 
 
 def attention(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """From the normed state `x` to `output`, which still lacks its bias."""
+    """The operations of attention, from the normed state `x` to `output`, to which its bias is not yet added."""
     return (_latent if config.model.attention == "latent" else _grouped)(config, x, output)
 
 
@@ -48,7 +52,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     held = {"qkv"}
 
     def then(old: Tensor, new: list[ModelOperation]) -> Tensor:
-        """`new` operations take the place of a tensor, which is freed if it isn't a view."""
+        """Append operations that replace a tensor, which is freed unless it is a view."""
         frees = (old.name,) if old.name in held else ()
         operations.extend(new)
         operations[-1] = replace(operations[-1], frees=(*operations[-1].frees, *frees))
@@ -58,7 +62,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
 
     rotates = model.position_embedding == "rope" and not model.qk_norm
     if not rotates and 1 < groups // config.parallel.tensor < heads // config.parallel.tensor:
-        # The heads of a group do not lie apart alike.
+        # The heads of a group are not equally spaced in memory, so they are copied.
         query = then(
             query, [ModelOperation("reshape", MODULE, (query.name,), (_heads("query.together", query.width),))]
         )
@@ -68,7 +72,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
             then(key, _head_norm(config, "k_layernorm", key, groups)),
         )
     if rotates:
-        # One function makes them all, so that nothing holds the product.
+        # One function rotates and copies them all, so that nothing holds the product of linear_qkv.
         channels = int(head * model.rotary_fraction)
         turned = [_rotated(query, channels), _rotated(key, channels)]
         copied = replace(value, name="value.copied")
@@ -91,21 +95,19 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
 
 
 def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """Queries, and keys and values, each through a narrow layer; one rotating key for all heads."""
+    """Latent attention: queries, and keys with values, pass a narrow layer each; all heads share one rotary key."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
-    rank, query_rank, rows = model.kv_lora_rank, model.q_lora_rank, own_rows(config)
+    rank, query_rank, row_kind = model.kv_lora_rank, model.q_lora_rank, own_row_kind(config)
     operations, held = list[ModelOperation](), list[str]()
-
-    def narrow(module: str, width: int, name: str) -> None:
-        operations.extend(_narrow(config, f"{MODULE}.{module}", x, name, width))
-        held.append(name)
 
     queries_from = x
     if query_rank is not None:
-        narrow("linear_q_down_proj", query_rank, "query.low")
-    narrow("linear_kv_down_proj", rank + rotating, "low")
-    low, turning = Tensor("key_value.low", rank, rows), Tensor("rotary_key", rotating, rows)
+        operations += _narrow(config, f"{MODULE}.linear_q_down_proj", x, "query.low", query_rank)
+        held.append("query.low")
+    operations += _narrow(config, f"{MODULE}.linear_kv_down_proj", x, "low", rank + rotating)
+    held.append("low")
+    low, turning = Tensor("key_value.low", rank, row_kind), Tensor("rotary_key", rotating, row_kind)
     operations.append(ModelOperation("split", f"{MODULE}.linear_kv_down_proj", ("low",), (low, turning)))
     if config.parallel.sequence:
         whole = Tensor("rotary_key.whole", rotating)
@@ -121,10 +123,12 @@ def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
     if query_rank is not None:
         queries_from = "query.low.normed"
         operations.append(
-            norm(config, f"{MODULE}.q_layernorm", "query.low", Tensor(queries_from, query_rank, rows), query_rank)
+            norm(config, f"{MODULE}.q_layernorm", "query.low", Tensor(queries_from, query_rank, row_kind), query_rank)
         )
         held.append(queries_from)
-    operations.append(norm(config, f"{MODULE}.kv_layernorm", low.name, Tensor("key_value.normed", rank, rows), rank))
+    operations.append(
+        norm(config, f"{MODULE}.kv_layernorm", low.name, Tensor("key_value.normed", rank, row_kind), rank)
+    )
     held.append("key_value.normed")
     up = "linear_q_proj" if query_rank is None else "linear_q_up_proj"
     sizes = query_rank or model.hidden_size, heads * (head + rotating)
@@ -139,29 +143,39 @@ def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
         operations += _shared_latents(config, query, key_turn)
         frees = ("context", query.name, "latents", *held)
     else:
-        sizes = rank, heads * (head + value_dim)
-        name = f"{MODULE}.linear_kv_up_proj"
-        operations.append(column_linear(config, name, "key_value.normed", "keys_values", sizes))
-        plain_key, value_part = _heads("key.plain", heads * head), _heads("value.part", heads * value_dim)
-        key, value = (_heads(of, heads * size) for of, size in (("key", head + rotating), ("value", value_dim)))
-        done = ("queries", "keys_values", query_turn.output.name, key_turn.output.name)
-        operations += [
-            split,
-            ModelOperation("split", name, ("keys_values",), (plain_key, value_part)),
-            query_turn,
-            key_turn,
-            joined,
-            ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
-            copy(MODULE, value_part.name, value, frees=done),
-            *_core(config, query, key, value, (head + rotating, value_dim)),
-        ]
-        frees = ("context", query.name, key.name, value.name, *held)
+        operations += _expanded_latents(config, query, (split, query_turn, joined), key_turn)
+        frees = ("context", query.name, "key", "value", *held)
     return operations + row_linear(config, f"{MODULE}.linear_proj", "context", output, heads * value_dim, frees=frees)
 
 
+def _expanded_latents(
+    config: Config, query: Tensor, of_queries: tuple[ModelOperation, ...], key_turn: ModelOperation
+) -> list[ModelOperation]:
+    """Attention without context ranks: the latents are expanded into keys and values of all heads. `of_queries`: the
+    split of the queries, their rotation, and the concatenation to `query`."""
+    model, head = config.model, derived.head_dim(config)
+    heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
+    name, sizes = f"{MODULE}.linear_kv_up_proj", (model.kv_lora_rank, heads * (head + value_dim))
+    plain_key, value_part = _heads("key.plain", heads * head), _heads("value.part", heads * value_dim)
+    key, value = _heads("key", heads * (head + rotating)), _heads("value", heads * value_dim)
+    split, query_turn, joined = of_queries
+    done = ("queries", "keys_values", query_turn.output.name, key_turn.output.name)
+    return [
+        column_linear(config, name, "key_value.normed", "keys_values", sizes),
+        split,
+        ModelOperation("split", name, ("keys_values",), (plain_key, value_part)),
+        query_turn,
+        key_turn,
+        joined,
+        ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
+        changed_copy(MODULE, value_part.name, value, frees=done),
+        *_core(config, query, key, value, (head + rotating, value_dim)),
+    ]
+
+
 def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> list[ModelOperation]:
-    """Attention of latents that context ranks share: they exchange these with the turned rotary keys, and expand a
-    round's rows into keys and values, which nobody keeps."""
+    """Attention with latents that context ranks share: they exchange latents and rotated keys, and expand the rows of
+    each round into keys and values, which are not kept."""
     model, head = config.model, derived.head_dim(config)
     heads, rank, rotating = model.num_attention_heads, model.kv_lora_rank, model.rotary_head_dim
     normed, whole = "key_value.normed", Tensor("key_value.whole", rank)
@@ -189,19 +203,18 @@ def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> 
 
 
 def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[ModelOperation]:
-    """A narrow layer whose split output every tensor rank needs whole; under sequence parallelism, for its own
-    tokens."""
+    """A narrow layer whose split output each tensor rank needs whole; with sequence parallelism, for its own tokens."""
     if config.parallel.tensor == 1:
         return [column_linear(config, name, x, output, (config.model.hidden_size, width))]
-    part, whole = f"{output}.part", Tensor(output, width)
-    # Going back, each rank takes its part of the gradient; that of the rotating key is summed first.
+    split_output, whole = f"{output}.part", Tensor(output, width)
+    # In the backward pass each rank takes its slice of the gradient; that of the rotary key is summed first.
     shared = Tensor("rotary_key", config.model.rotary_head_dim)
     gathered: tuple[Collective, ...] = (Collective("all_gather", TENSOR, whole),)
     if config.parallel.sequence:
         own, whole = Tensor(output, width, OWN_TOKENS), Tensor(f"{output}.whole", width)
         return [
-            column_linear(config, name, x, part, (config.model.hidden_size, width)),
-            ModelOperation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
+            column_linear(config, name, x, split_output, (config.model.hidden_size, width)),
+            ModelOperation("gather", name, (split_output,), (whole,), frees=(split_output,), collectives=gathered),
             ModelOperation(
                 "scatter",
                 name,
@@ -214,8 +227,8 @@ def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[
     if name.endswith("linear_kv_down_proj"):
         gathered += (Collective("all_reduce", TENSOR, shared, is_backward=True),)
     return [
-        column_linear(config, name, x, part, (config.model.hidden_size, width)),
-        ModelOperation("gather", name, (part,), (whole,), frees=(part,), collectives=gathered),
+        column_linear(config, name, x, split_output, (config.model.hidden_size, width)),
+        ModelOperation("gather", name, (split_output,), (whole,), frees=(split_output,), collectives=gathered),
     ]
 
 
@@ -227,38 +240,35 @@ def _core(
     channels: tuple[int, int],
     expansion: Weight | None = None,
 ) -> list[ModelOperation]:
-    """Scores, softmax and weighted sum; counted with their full square. `channels`: of a key's and of a value's
-    head. `expansion`: makes keys and values of latents, which `key` is then, without a value.
+    """Scores, softmax and weighted sum; their FLOPs are those of the full square. `channels`: of a head of the keys,
+    and of the values. `expansion`: the weight that expands latents, given as `key` without a `value`.
 
-    Context ranks exchange heads for rows before it and rows for heads behind it, keys and values in rounds within.
+    Context ranks exchange heads for sequence rows before it, and back after it; keys and values are sent in rounds.
     """
     heads, ranks = config.model.num_attention_heads, config.parallel.tensor * context_heads(config)
     own = [query, key] if value is None else [query, key, value]
     given, exchanges, inputs = own, context_heads(config) > 1, tuple(tensor.name for tensor in own)
     output = _heads("context", heads * channels[1])
     operations, attended = list[ModelOperation](), output
-    if expansion is not None:
-        widths, axis = [key.width], None  # all heads come from the same
-    else:
-        key_heads = max(key.width // channels[0], ranks)  # fewer than ranks are there several times
+    widths, axis = [key.width], None  # one latent for all heads
+    if expansion is None:
+        # With fewer key heads than ranks, several ranks hold the same head.
+        key_heads = max(key.width // channels[0], ranks)
         widths, axis = [key_heads * size for size in channels], HEADS
     if exchanges:
         given = [_exchanged(query.name, query.width)]
         given += [_exchanged(tensor.name, width, axis) for tensor, width in zip(own[1:], widths, strict=True)]
         attended = _exchanged("context", output.width)
-        collectives = _both_ways("all_to_all", *given)
+        collectives = _both_directions("all_to_all", *given)
         operations.append(ModelOperation("exchange", f"{MODULE}.heads", inputs, tuple(given), collectives=collectives))
     names: tuple[str, ...] = tuple(tensor.name for tensor in given)
-    weights: tuple[Weight, ...] = ()
     if expansion is not None:
-        # The attention makes keys and values itself, and makes them again going back: nothing is kept of them.
-        rows, width = expansion.shape
-        weights = (expansion,)
-        name = expansion.name.removesuffix(".weight")
-        operations.append(ModelOperation("expansion", name, weights=weights, flops=2.0 * rows * width))
+        # The attention expands keys and values itself, again in the backward pass: none are kept.
+        name, (outputs, width) = expansion.name.removesuffix(".weight"), expansion.shape
+        operations.append(ModelOperation("expansion", name, weights=(expansion,), flops=2.0 * outputs * width))
     row = Tensor("key_value", sum(widths), SCALAR, axis)
-    # Going back, keys and values come again, and their gradients go home.
-    rounds = (*_both_ways("rounds", row), Collective("rounds", CONTEXT, row, is_backward=True))
+    # In the backward pass, keys and values are sent again, and their gradients are sent back.
+    rounds = (*_both_directions("rounds", row), Collective("rounds", CONTEXT, row, is_backward=True))
     operations.append(
         ModelOperation(
             "attention" if expansion is None else "latent_attention",
@@ -267,11 +277,11 @@ def _core(
             (attended,),
             saved=(*names, attended.name),
             flops=2.0 * heads * sum(channels) * config.model.sequence_length,
-            collectives=rounds if context_places(config) > 1 else (),
+            collectives=rounds if num_cp_ranks(config) > 1 else (),
         )
     )
     if exchanges:
-        collectives = _both_ways("all_to_all", attended)
+        collectives = _both_directions("all_to_all", attended)
         frees = (*names, attended.name)
         operations.append(
             ModelOperation(
@@ -284,11 +294,11 @@ def _core(
 
 
 def _exchanged(name: str, width: int, axis: str | None = HEADS) -> Tensor:
-    """All rows of a place for this rank's share of the heads; without an axis: of what all heads have."""
-    return Tensor(f"{name}.exchanged", width, PLACE_TOKENS, axis)
+    """The rows of all ranks that exchange heads, for this rank's heads; without an axis, a tensor that heads share."""
+    return Tensor(f"{name}.exchanged", width, EXCHANGED_TOKENS, axis)
 
 
-def _both_ways(kind: str, *wholes: Tensor) -> tuple[Collective, ...]:
+def _both_directions(kind: str, *wholes: Tensor) -> tuple[Collective, ...]:
     axis = CONTEXT_HEADS if kind == "all_to_all" else CONTEXT
     return tuple(Collective(kind, axis, whole, is_backward) for is_backward in (False, True) for whole in wholes)
 
@@ -302,7 +312,7 @@ def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[Model
     output = _heads(f"{x.name}.normed", x.width)
     if config.model.qk_norm_over == "head":
         return [norm(config, name, x.name, output, head)]
-    together = _heads(f"{x.name}.flat", x.width)  # the heads lie apart, between those of the others
+    together = _heads(f"{x.name}.flat", x.width)  # the heads are not adjacent: those of other tensors are between them
     return [
         ModelOperation("reshape", name, (x.name,), (together,)),
         norm(
@@ -318,5 +328,5 @@ def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[Model
 
 
 def _rotated(x: Tensor, channels: int) -> ModelOperation:
-    output = Tensor(f"{x.name}.rotated", x.width, x.rows, x.axis)
+    output = Tensor(f"{x.name}.rotated", x.width, x.row_kind, x.axis)
     return ModelOperation("rotary", f"{MODULE}.rotary", (x.name,), (output,), channels=channels)

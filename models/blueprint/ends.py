@@ -1,4 +1,4 @@
-"""What stands before the layers and after them: the embedding, and the head with the loss."""
+"""The ends of the model: the embedding before the layers, and the head with the loss after them."""
 
 from __future__ import annotations
 
@@ -20,24 +20,31 @@ from models.blueprint.operation import (
     Split,
     Tensor,
     Weight,
+    changed_copy,
+    dropout,
+    hidden,
+    norm,
+    scatter,
+    transformer_name,
 )
-from models.blueprint.pieces import copy, dropout, hidden, norm, scatter, transformer_name
 
 VOCAB_MULTIPLE = 128  # rows per tensor rank: matrix kernels like sizes that are multiples of 128
 NUM_TOKEN_TYPES = 2  # of BERT: first and second sentence
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Rows that the embedding stores over all tensor ranks."""
+    """Return the number of rows that the embedding stores over all tensor ranks."""
     multiple = VOCAB_MULTIPLE * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
 
 def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOperation]:
-    """Words, positions and token types; `is_last`: the same rank has the head."""
+    """The operations that embed words, positions and token types; `is_last`: the same rank has the head."""
     model, size = config.model, config.model.hidden_size
     bert, sequence = model.family == "bert", config.parallel.sequence
-    adds = bert or model.position_embedding == "learned"  # rows of all tokens, so each rank needs them summed
+    adds = (
+        bert or model.position_embedding == "learned"
+    )  # to the embeddings of all tokens, so each rank needs their sum
     state = Tensor("words", size)
     summed = (Collective("all_reduce", TENSOR, state),) if adds or not sequence else ()
     weight = (_vocabulary(config, "embedding.word_embeddings", vocab_size, is_first=True, is_last=is_last),)
@@ -47,10 +54,10 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
         )
     ]
 
-    def add(module: str, rows: int) -> None:
+    def add(module: str, num_rows: int) -> None:
         nonlocal state
         other, both = Tensor(module, size), Tensor(f"{state.name}+{module}", size)
-        table = (Weight(f"embedding.{module}.weight", (rows, size), "matrix"),)
+        table = (Weight(f"embedding.{module}.weight", (num_rows, size), "matrix"),)
         operations.append(ModelOperation("embedding", f"embedding.{module}", outputs=(other,), weights=table))
         operations.append(
             ModelOperation(
@@ -64,11 +71,11 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
     if model.position_embedding == "learned":
         add("position_embeddings", model.sequence_length)
     if config.training.micro_batch_size > 1 and config.parallel.context == 1:  # [b, s, h] -> [s, b, h]
-        operations.append(copy("embedding", state.name, Tensor("transposed", size), frees=(state.name,)))
+        operations.append(changed_copy("embedding", state.name, Tensor("transposed", size), frees=(state.name,)))
         state = operations[-1].output
     if sequence:
         cut = scatter("embedding", state, hidden(config, "own"), frees=(state.name,))
-        # what is added to is summed already
+        # the other embeddings were added to a sum over the ranks
         operations.append(replace(cut, collectives=cut.collectives[1:]) if adds else cut)
         state = cut.output
     if bert:
@@ -80,7 +87,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
 
 
 def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation]:
-    """The final norm, and the output layer with the loss; `is_first`: the same rank has the embedding."""
+    """The operations of the final norm, the output layer and the loss; `is_first`: the same rank has the embedding."""
     model, size = config.model, config.model.hidden_size
     bert, sentences = model.family == "bert", model.family == "bert" and model.sentence_head != "none"
     operations, last, done = list[ModelOperation](), INPUT, [INPUT]
@@ -95,13 +102,12 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
         operations += _language_model_head(config, last)
         last = "transformed"
         done.append(last)
-    rows = padded_vocab_size(vocab_size, config.parallel.tensor)
     weights = [_vocabulary(config, "output_layer", vocab_size, is_first=is_first, is_last=True)]
-    weights += (
-        [Weight("output_layer.bias", (vocab_size,), "bias", (Split(0, TENSOR),), stored_rows=rows)] if bert else []
-    )
+    if bert:
+        padded = padded_vocab_size(vocab_size, config.parallel.tensor)
+        weights.append(Weight("output_layer.bias", (vocab_size,), "bias", (Split(0, TENSOR),), stored_rows=padded))
     whole = Tensor(last, size, PREDICTED if bert else TOKENS)
-    sums = Tensor("softmax", 3, whole.rows, dtype=FLOAT32)  # of a token: the largest logit, the sum, the label's logit
+    sums = Tensor("softmax", 3, whole.row_kind, dtype=FLOAT32)  # per token: largest logit, sum, label's logit
     gathered = [Collective("all_gather", TENSOR, whole), Collective("reduce_scatter", TENSOR, whole)]
     exchanged = gathered if config.parallel.sequence else [Collective("all_reduce", TENSOR, whole)]
     operations.append(
@@ -110,7 +116,7 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
             "output_layer",
             (last,),
             (Tensor("loss", 1, dtype=FLOAT32),),
-            frees=tuple(done),  # until the loss is there, the hidden states are held
+            frees=tuple(done),  # the hidden states are held until the loss is computed
             weights=tuple(weights),
             flops=2.0 * size * vocab_size * derived.predicted_share(config),
             collectives=(*exchanged, Collective("all_reduce", TENSOR, sums)),
@@ -123,7 +129,7 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
 
 
 def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool, is_last: bool) -> Weight:
-    """The matrix with a row for each token. Tied, it is one weight: the last of several stages has a copy of it."""
+    """The matrix with a row for each token. Tied, it is one weight, which the last of several stages holds too."""
     tied = config.model.tie_embeddings
     return Weight(
         "embedding.word_embeddings.weight" if tied else f"{module}.weight",
@@ -138,11 +144,11 @@ def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool,
 
 
 def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
-    """BERT's choice of the tokens that are predicted, and their transformation before the logits."""
-    size, rows = config.model.hidden_size, OWN_PREDICTED
+    """The selection of the tokens that BERT predicts, and their transformation before the logits."""
+    size = config.model.hidden_size
     weights = Weight("lm_head.dense.weight", (size, size), "matrix"), Weight("lm_head.dense.bias", (size,), "bias")
     selected, dense, active, transformed = (
-        Tensor(name, size, rows) for name in ("selected", "dense", "active", "transformed")
+        Tensor(name, size, OWN_PREDICTED) for name in ("selected", "dense", "active", "transformed")
     )
     flops = 2.0 * size * size * derived.predicted_share(config)
     frees = ("selected", "dense", "active")
@@ -157,7 +163,7 @@ def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
 
 
 def _pooler(config: Config, x: str) -> list[ModelOperation]:
-    """The head on pairs of sentences, which reads the first token of each sample."""
+    """The head for pairs of sentences, which reads the first token of each sample."""
     size = config.model.hidden_size
     weights = [
         Weight("pooler.dense.weight", (size, size), "matrix"),

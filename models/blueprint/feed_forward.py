@@ -18,12 +18,19 @@ from models.blueprint.operation import (
     Split,
     Tensor,
     Weight,
+    changed_copy,
+    column_linear,
+    hidden,
+    own_row_kind,
+    recomputed,
+    row_linear,
+    scatter,
+    tiled,
 )
-from models.blueprint.pieces import column_linear, copy, hidden, own_rows, recomputed, row_linear, scatter, tiled
 
 
 def feed_forward(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """A dense layer from the normed state `x`; its `output` still lacks its bias."""
+    """The operations of a dense layer, from the normed state `x` to `output`, to which its bias is not yet added."""
     layers = _linears(config, "mlp", x, output, derived.ffn_hidden_size(config), config.model.linear_bias)
     if derived.feed_forward_tile(config) is not None:
         return [tiled("mlp", x, layers)]
@@ -41,16 +48,16 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
     if bias:
         last = f"{last}.biased"
         operations.append(
-            copy(module, preactivation.name, Tensor(last, columns, TOKENS, TENSOR), frees=(preactivation.name,))
+            changed_copy(module, preactivation.name, Tensor(last, columns, TOKENS, TENSOR), frees=(preactivation.name,))
         )
-    if gated and module != "mlp":  # a shared expert's, in Megatron-core's pieces
+    if gated and module != "mlp":  # a shared expert, whose activation Megatron-core computes in separate operations
         gate, up, factor, copied = (
             Tensor(f"{module}.{name}", width, TOKENS, TENSOR) for name in ("gate", "up", "silu", "up.copied")
         )
         operations += [
             ModelOperation("split", module, (last,), (gate, up)),
             ModelOperation("activation", module, (gate.name,), (factor,), saved=(gate.name,)),
-            copy(module, up.name, copied),
+            changed_copy(module, up.name, copied),
             ModelOperation(
                 "multiply",
                 module,
@@ -68,13 +75,13 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
 
 
 def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """A mixture of experts: every token's `top_k` routed experts, and the shared expert if there is one."""
+    """The operations of a mixture of experts: `top_k` routed experts per token, and a shared expert if it has one."""
     moe, size, split = config.moe, config.model.hidden_size, derived.expert_tensor_size(config)
     assert moe.num_experts is not None, "a dense model has no experts"
     router = [Weight("mlp.router.weight", (moe.num_experts, size), "matrix")]
     router += [Weight("mlp.router.bias", (moe.num_experts,), "bias")] if config.model.linear_bias else []
     router += [Weight("mlp.router.expert_bias", (moe.num_experts,), "router_bias")] if moe.expert_bias else []
-    probs = Tensor("probs", moe.num_experts, own_rows(config), dtype=FLOAT32)
+    probs = Tensor("probs", moe.num_experts, own_row_kind(config), dtype=FLOAT32)
     operations = [
         ModelOperation(
             "router",
@@ -85,17 +92,15 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
             weights=tuple(router),
             flops=2.0 * moe.num_experts * size,
             collectives=_capacity_exchange(config),
-        ),
+        )
     ]
     source, name = x, output if moe.shared_expert_ffn_hidden_size is None else f"{output}.routed"
     if split > 1:
         peers = Tensor("peer_tokens", size, PEER_TOKENS)
         peer_probs = Tensor("peer_probs", moe.num_experts, PEER_TOKENS, dtype=FLOAT32)
+        peer_choices = Tensor("peer_choices", moe.num_experts, PEER_TOKENS, dtype=BOOLEAN)
         gathering = (
-            *(Collective("all_gather", EXPERT_TENSOR, each) for each in (peers, peer_probs)),
-            Collective(
-                "all_gather", EXPERT_TENSOR, Tensor("peer_choices", moe.num_experts, PEER_TOKENS, dtype=BOOLEAN)
-            ),
+            *(Collective("all_gather", EXPERT_TENSOR, each) for each in (peers, peer_probs, peer_choices)),
             *(Collective("reduce_scatter", EXPERT_TENSOR, each, is_backward=True) for each in (peers, peer_probs)),
         )
         operations.append(ModelOperation("gather", "mlp.experts", (x,), (peers,), collectives=gathering))
@@ -103,9 +108,8 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
         source = peers.name
     else:
         routed = hidden(config, name)
-    width = derived.expert_ffn_hidden_size(config)
-    weights = _expert_weights(config)
-    kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
+    kept = moe.top_k * derived.kept_share(config)  # assignments per token
+    matrices = 3 if config.model.activation == "swiglu" else 2
     operations.append(
         ModelOperation(
             "experts",
@@ -114,8 +118,8 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
             (routed,),
             saved=(source,),
             frees=("probs",),
-            weights=weights,
-            flops=2.0 * (3 if config.model.activation == "swiglu" else 2) * size * width * kept,
+            weights=_expert_weights(config),
+            flops=2.0 * matrices * size * derived.expert_ffn_hidden_size(config) * kept,
             collectives=(Collective("all_to_all", EXPERT, routed),),
         )
     )
@@ -132,7 +136,7 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
 
 
 def _capacity_exchange(config: Config) -> tuple[Collective, ...]:
-    """What tensor ranks tell each other so that an expert's capacity is that of all their tokens: moe/capacity.py."""
+    """The exchange of tensor ranks that applies an expert's capacity to all their tokens together: moe/capacity.py."""
     moe, tensor = config.moe, config.parallel.tensor
     if moe.capacity_factor is None or not config.parallel.sequence:
         return ()
@@ -150,10 +154,12 @@ def _expert_weights(config: Config) -> tuple[Weight, ...]:
     count, size, width = config.moe.num_experts or 0, config.model.hidden_size, derived.expert_ffn_hidden_size(config)
     gated = config.model.activation == "swiglu"
     columns = width * (2 if gated else 1)
-    of_rank, rows, inputs = Split(0, EXPERT), Split(1, EXPERT_TENSOR), Split(2, EXPERT_TENSOR)
+    of_rank, outputs, inputs = Split(0, EXPERT), Split(1, EXPERT_TENSOR), Split(2, EXPERT_TENSOR)
     bias = config.model.linear_bias
-    weights = [Weight("mlp.experts.linear_fc1.weight", (count, columns, size), "matrix", (of_rank, rows), gated)]
-    weights += [Weight("mlp.experts.linear_fc1.bias", (count, columns), "bias", (of_rank, rows), gated)] if bias else []
+    weights = [Weight("mlp.experts.linear_fc1.weight", (count, columns, size), "matrix", (of_rank, outputs), gated)]
+    weights += (
+        [Weight("mlp.experts.linear_fc1.bias", (count, columns), "bias", (of_rank, outputs), gated)] if bias else []
+    )
     weights += [Weight("mlp.experts.linear_fc2.weight", (count, size, width), "output_matrix", (of_rank, inputs))]
     weights += [Weight("mlp.experts.linear_fc2.bias", (count, size), "bias", (of_rank,))] if bias else []
     return tuple(weights)

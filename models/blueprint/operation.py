@@ -1,13 +1,14 @@
-"""What a blueprint is made of: weights, tensors, collectives, operations, and the blocks that they stand in.
+"""The elements of a blueprint: weights, tensors, collectives, operations and the blocks that they form; and operations
+that several sections of the model share: linear layers, norms, residual sums.
 
-Sizes are logical, of the whole model; a `Split` says over which ranks a dimension is spread. Names of weights are those
-of models/weights.py. A fold goes through the operations and fails by name on what it does not know.
+Sizes are logical, of the whole model; a `Split` names the ranks over which a dimension is split. Names of weights are
+those of models/weights.py. A fold walks the operations and raises an error that names whatever it does not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from configs import derived
@@ -15,22 +16,22 @@ from configs.derived import context_heads
 from configs.schema import Config
 
 TENSOR, EXPERT, EXPERT_TENSOR = "tensor", "expert", "expert_tensor"  # axes of ranks
-# Ranks that share sequences: all of them, those of one place, which exchange heads for rows, and these with the tensor
-# ranks, over all of which the heads lie.
+# Axes of context parallelism: all context ranks; those that exchange heads for sequence rows; and the latter times the
+# tensor ranks, over which the heads are split.
 CONTEXT, CONTEXT_HEADS, HEADS = "context", "context_heads", "heads"
-# Rows of a tensor: the tokens of a micro-batch (of context ranks, this one's share), this rank's own of them, those of
-# all its expert tensor peers, those of all context ranks of its place, samples, one; the tokens that predict something,
-# this rank's own of them.
+# Kinds of a tensor's rows: the tokens of a micro-batch (this context rank's share), this tensor rank's own of them
+# under sequence parallelism, those of all its expert tensor peers, samples, a single row; the tokens that predict
+# something, this rank's own of them; the tokens of all context ranks that exchange heads with this one.
 TOKENS, OWN_TOKENS, PEER_TOKENS, SAMPLES, SCALAR = "tokens", "own_tokens", "peer_tokens", "samples", "scalar"
 PREDICTED, OWN_PREDICTED = "predicted", "own_predicted"
-PLACE_TOKENS = "place_tokens"
-# Kinds of numbers: `training.precision`, always fp32, or a byte for true and false.
+EXCHANGED_TOKENS = "exchanged_tokens"
+# Types of numbers: `training.precision`, always fp32, or one byte for true and false.
 MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 
 
 @dataclass(frozen=True)
 class Split:
-    """A dimension that is spread over the ranks of an axis."""
+    """A dimension that is split over the ranks of an axis."""
 
     dim: int
     axis: str
@@ -41,8 +42,8 @@ class Weight:
     """A named tensor of the model that is saved with it.
 
     `kind`: matrix; output_matrix, which writes into the residual stream; norm; bias; router_bias, which is not trained
-    by gradients. Of routed experts `shape` begins with their number, and the name stands for all of them: each has a
-    name of its own.
+    by gradients. Routed experts are one weight here, whose `shape` begins with their number; in models/weights.py each
+    expert has a name of its own.
     """
 
     name: str  # within its block: "self_attention.linear_qkv.weight"
@@ -51,42 +52,33 @@ class Weight:
     splits: tuple[Split, ...] = ()
     gated: bool = False  # rows are [gate | up], each half split by itself
     stored_rows: int | None = None  # with the vocabulary's padding, over all ranks
-    uses: int = 1  # operations of one rank that use it: 2 where a tied embedding is the output layer too
+    uses: int = 1  # operations of one rank that use it: 2 if a tied embedding is the output layer too
     is_shared: bool = False  # two pipeline stages hold it
-    is_copy: bool = False  # the last stage's of the two
+    is_copy: bool = False  # the one of the last stage
 
     @property
     def is_expert(self) -> bool:
         """Whether it is a stack of routed experts' tensors."""
         return any(split.axis == EXPERT for split in self.splits)
 
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """With padding, over all ranks."""
-        return self.shape if self.stored_rows is None else (self.stored_rows, *self.shape[1:])
-
 
 @dataclass(frozen=True)
 class Tensor:
-    """Activations: `width` numbers for each row, spread over the ranks of `axis`.
-
-    Rows are the tokens of a micro-batch, this rank's own of them (fewer under sequence parallelism), its samples, or
-    one.
-    """
+    """Activations: `width` numbers for each row, split over the ranks of `axis`; `row_kind`: TOKENS or a kind above."""
 
     name: str
     width: int
-    rows: str = TOKENS
+    row_kind: str = TOKENS
     axis: str | None = None
     dtype: str = MODEL
 
 
 @dataclass(frozen=True)
 class Collective:
-    """What an operation has to exchange: `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or rounds.
+    """An exchange that an operation needs: `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or rounds.
 
-    `whole` is what is reduced, what has been gathered, or what is scattered; of an all_to_all, what each rank has of
-    it; of rounds, one of the rows that are sent.
+    `whole` is the tensor that is reduced, the result of a gather, or the input of a scatter; for an all_to_all, each
+    rank's share; for rounds, a single row of those that are sent.
     """
 
     kind: str
@@ -97,11 +89,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class ModelOperation:
-    """One step of the forward pass and what follows from it for the backward pass. `inputs`, `passes`, `saved` and
+    """One step of the forward pass, with its consequences for the backward pass. `inputs`, `passes`, `saved` and
     `frees` name tensors.
 
-    Kinds `recomputed` and `tiled` stand around a `body`, whose forward pass runs again in the backward pass: of all
-    rows, or of so many of a rank's after the others.
+    Kinds `recomputed` and `tiled` enclose a `body`, whose forward pass runs again in the backward pass: for all rows at
+    once, or tile by tile.
     """
 
     kind: str
@@ -110,24 +102,24 @@ class ModelOperation:
     outputs: tuple[Tensor, ...] = ()
     passes: tuple[str, ...] = ()  # inputs whose gradient is that of the output
     saved: tuple[str, ...] = ()  # kept for the backward pass
-    frees: tuple[str, ...] = ()  # nobody needs them any more, but for what is saved
+    frees: tuple[str, ...] = ()  # freed after this operation, unless saved
     weights: tuple[Weight, ...] = ()
-    flops: float = 0.0  # of the forward pass per token: a multiply-add is 2, and all tensor ranks together do it once
-    channels: int = 0  # numbers that are normalized, or rotated, together
+    flops: float = 0.0  # of the forward pass per token, over all tensor ranks; a multiply-add is 2
+    channels: int = 0  # numbers that are normalized or rotated together
     collectives: tuple[Collective, ...] = ()
     body: tuple[ModelOperation, ...] = ()
 
     @property
     def output(self) -> Tensor:
-        """The only one."""
+        """The only output."""
         (tensor,) = self.outputs
         return tensor
 
 
 @dataclass(frozen=True)
 class Block:
-    """The embedding, a layer or the head: takes `INPUT`, gives the last operation's output. `prefix` begins its
-    weights' names."""
+    """The embedding, a layer or the head: its operations turn `INPUT` into the last operation's output. `prefix` begins
+    the names of its weights."""
 
     prefix: str
     operations: tuple[ModelOperation, ...]
@@ -135,11 +127,11 @@ class Block:
     slides: bool = False  # a layer whose attention has the sliding window
 
 
-INPUT = "state"  # the tensor that a block starts from
+INPUT = "state"  # the input tensor of a block
 
 
 def axis_sizes(config: Config) -> dict[str, int]:
-    """Ranks of each axis that weights and tensors are spread over."""
+    """Return the number of ranks of each axis that weights and tensors are split over."""
     return {
         TENSOR: config.parallel.tensor,
         EXPERT: config.parallel.expert,
@@ -151,9 +143,11 @@ def axis_sizes(config: Config) -> dict[str, int]:
 
 
 def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """What one rank holds of a weight, padding included; `sizes` are the numbers of ranks by axis. Raises ValueError
-    for another axis."""
-    shape = list(weight.stored_shape)
+    """Return the shape of one rank's slice of a weight, padding included; `sizes` has the number of ranks per axis.
+    Raises ValueError for an unknown axis."""
+    shape = list(weight.shape)
+    if weight.stored_rows is not None:
+        shape[0] = weight.stored_rows
     for split in weight.splits:
         if split.axis not in sizes:
             unknown("local_shape", f"axis of {weight.name}", split.axis)
@@ -162,8 +156,9 @@ def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int, int, int]]:
-    """(first index here, first index of the whole, length) of each run of indices that a rank holds of a dimension of
-    `total`, of which every rank stores `local`. Indices here that no run covers pad the vocabulary."""
+    """Return the runs of indices that a rank holds of a dimension of length `total`, of which every rank stores
+    `local`: (first index here, first index of the whole, length). Indices here that no run covers pad the
+    vocabulary."""
     if gated:
         half = local // 2
         return [(0, rank * half, half), (half, total // 2 + rank * half, half)]
@@ -172,8 +167,8 @@ def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int
 
 
 def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tuple[ModelOperation, int]]:
-    """Every operation with how many times its forward pass runs in a step; `recomputed` and `tiled` ones give way
-    to what they contain."""
+    """Yield every operation with the number of its forward passes in a step; `recomputed` and `tiled` operations are
+    replaced by their bodies."""
     for operation in operations:
         if operation.kind in ("recomputed", "tiled"):
             yield from walk(operation.body, forwards + 1)
@@ -182,9 +177,9 @@ def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tu
 
 
 def block(prefix: str, operations: Sequence[ModelOperation], module_order: Sequence[str]) -> Block:
-    """A block with its weights sorted by the modules that they begin with."""
+    """Build a block, with its weights in the order of the modules that their names begin with."""
 
-    def place(weight: Weight) -> int:
+    def module_index(weight: Weight) -> int:
         for number, module in enumerate(module_order):
             if weight.name.startswith(f"{module}."):
                 return number
@@ -196,9 +191,144 @@ def block(prefix: str, operations: Sequence[ModelOperation], module_order: Seque
         for weight in operation.weights
         if not (weight.is_copy and weight.uses > 1)
     ]
-    return Block(prefix, tuple(operations), tuple(sorted(weights, key=place)))
+    return Block(prefix, tuple(operations), tuple(sorted(weights, key=module_index)))
 
 
 def unknown(who: str, what: str, name: str) -> NoReturn:
-    """What every fold says of something that it does not know."""
+    """Raise the error of a fold that meets an unknown name."""
     raise ValueError(f"{who} does not know the {what} {name!r}")
+
+
+def transformer_name(config: Config) -> str:
+    """Megatron-core's name for all layers together."""
+    return "encoder" if config.model.family == "bert" else "decoder"
+
+
+def own_row_kind(config: Config) -> str:
+    """The kind of rows of tensors between linear layers: with sequence parallelism each tensor rank has its share."""
+    return OWN_TOKENS if config.parallel.sequence else TOKENS
+
+
+def hidden(config: Config, name: str) -> Tensor:
+    """A hidden state of the model, called `name`."""
+    return Tensor(name, config.model.hidden_size, own_row_kind(config))
+
+
+def column_linear(
+    config: Config,
+    name: str,
+    x: str,
+    output: str,
+    sizes: tuple[int, int],
+    *,
+    bias: bool = False,
+    gated: bool = False,
+    weights: tuple[Weight, ...] | None = None,
+    frees: tuple[str, ...] = (),
+) -> ModelOperation:
+    """A linear layer of `sizes` (inputs, outputs), whose outputs are split over the tensor ranks; with sequence
+    parallelism it gathers its input first."""
+    width, features = sizes
+    whole = Tensor(x, width)
+    collectives: tuple[Collective, ...] = (Collective("all_reduce", TENSOR, whole, is_backward=True),)
+    if config.parallel.sequence:
+        collectives = (
+            Collective("all_gather", TENSOR, whole),
+            Collective("all_gather", TENSOR, whole, is_backward=True),  # the input again, for the weights' gradients
+            Collective("reduce_scatter", TENSOR, whole, is_backward=True),
+        )
+    splits = (Split(0, TENSOR),)
+    own = [Weight(f"{name}.weight", (features, width), "matrix", splits, gated)]
+    own += [Weight(f"{name}.bias", (features,), "bias", splits, gated)] if bias else []
+    return ModelOperation(
+        "column_linear",
+        name,
+        (x,),
+        (Tensor(output, features, TOKENS, TENSOR),),
+        saved=(x,),
+        frees=frees,
+        weights=tuple(own) if weights is None else weights,
+        flops=2.0 * width * features,
+        collectives=collectives,
+    )
+
+
+def row_linear(
+    config: Config, name: str, x: str, output: str, width: int, *, bias: bool = False, frees: Sequence[str] = ()
+) -> list[ModelOperation]:
+    """A linear layer back to the hidden size, whose `width` inputs are split: the ranks' products are summed."""
+    size = config.model.hidden_size
+    weights = [Weight(f"{name}.weight", (size, width), "output_matrix", (Split(1, TENSOR),))]
+    weights += [Weight(f"{name}.bias", (size,), "bias")] if bias else []  # a residual sum adds it, or a copy
+    whole = Tensor(output, size)
+    linear = ModelOperation(
+        "row_linear", name, (x,), (whole,), saved=(x,), weights=tuple(weights), flops=2.0 * width * size
+    )
+    if not config.parallel.sequence:
+        return [replace(linear, frees=tuple(frees), collectives=(Collective("all_reduce", TENSOR, whole),))]
+    partial = Tensor(f"{output}.whole", size)
+    return [replace(linear, outputs=(partial,)), scatter(name, partial, hidden(config, output), (partial.name, *frees))]
+
+
+def scatter(name: str, whole: Tensor, own: Tensor, frees: tuple[str, ...] = (), axis: str = TENSOR) -> ModelOperation:
+    """A sum of `whole` over the ranks of an axis, of which each rank keeps its own tokens."""
+    collectives = (Collective("reduce_scatter", axis, whole), Collective("all_gather", axis, whole, is_backward=True))
+    return ModelOperation("scatter", name, (whole.name,), (own,), frees=frees, collectives=collectives)
+
+
+def norm(
+    config: Config,
+    name: str,
+    x: str,
+    output: Tensor,
+    width: int,
+    *,
+    channels: int | None = None,
+    frees: tuple[str, ...] = (),
+) -> ModelOperation:
+    """The model's norm with `width` weights, over rows of `channels` numbers (None: `width`)."""
+    weights = [Weight(f"{name}.weight", (width,), "norm")]
+    weights += [Weight(f"{name}.bias", (width,), "bias")] if config.model.normalization == "layernorm" else []
+    return ModelOperation(
+        "norm", name, (x,), (output,), saved=(x,), frees=frees, weights=tuple(weights), channels=channels or width
+    )
+
+
+def dropout(config: Config, x: str, output: Tensor, frees: tuple[str, ...]) -> list[ModelOperation]:
+    """Dropout from `x` to `output`; no operation if the model has no dropout."""
+    if config.model.hidden_dropout == 0:
+        return []
+    return [ModelOperation("dropout", "dropout", (x,), (output,), frees=frees)]
+
+
+def residual_sum(
+    config: Config, x: str, residual: str, output: str, *, biased: bool, frees: tuple[str, ...] = ()
+) -> list[ModelOperation]:
+    """The bias of `x` if it is `biased`, dropout, and the sum with `residual`."""
+    operations, last = list[ModelOperation](), x
+    if config.model.linear_bias and biased:
+        operations.append(changed_copy("bias_add", x, hidden(config, f"{x}.biased")))
+        last = f"{x}.biased"
+    dropped = dropout(config, last, hidden(config, f"{x}.dropped"), frees=(last,) if last != x else ())
+    if dropped:
+        operations, last = operations + dropped, f"{x}.dropped"
+    own = (last,) if last != x else ()
+    return [
+        *operations,
+        ModelOperation("add", output, outputs=(hidden(config, output),), passes=(last, residual), frees=(*own, *frees)),
+    ]
+
+
+def changed_copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> ModelOperation:
+    """A copy of `x` in another layout or with something added; its gradient is the output's."""
+    return ModelOperation("copy", name, outputs=(output,), passes=(x,), frees=frees)
+
+
+def recomputed(name: str, inputs: tuple[str, ...], body: Sequence[ModelOperation]) -> ModelOperation:
+    """A body under activation checkpointing."""
+    return ModelOperation("recomputed", name, inputs, body[-1].outputs, saved=inputs, body=tuple(body))
+
+
+def tiled(name: str, x: str, body: Sequence[ModelOperation]) -> ModelOperation:
+    """A body that is computed in tiles of a rank's tokens, and once more in the backward pass."""
+    return ModelOperation("tiled", name, (x,), body[-1].outputs, saved=(x,), body=tuple(body))

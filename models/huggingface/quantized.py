@@ -1,7 +1,7 @@
-"""Weights in fp8 with scales, as DeepSeek-V3 (arXiv:2412.19437, section 3.3) publishes them, read as plain ones.
+"""Weights in fp8 with scales, as DeepSeek-V3 (arXiv:2412.19437, section 3.3) publishes them, read as dequantised ones.
 
-X.weight in F8_E4M3 comes with X.weight_scale_inv: a number for each block of `weight_block_size`, of which the last in
-a row or column may be partial, or one for the whole tensor. The product is taken in fp32 and rounded once, as
+X.weight in F8_E4M3 has its scales in X.weight_scale_inv: one for each block of `weight_block_size`, of which the last
+in a row or column may be partial, or one for the whole tensor. The product is computed in fp32 and rounded once, as
 transformers does with dequantize=True, a band of rows at a time.
 """
 
@@ -31,8 +31,7 @@ from models.huggingface.families.keys import (
     read_keys,
     show,
 )
-from models.weight_files.pieces import fill, whole
-from models.weight_files.stored import BlockScale, StoredMatrix, as_matrix
+from models.weight_files.stored_tensors import BlockScale, StoredMatrix
 
 WEIGHT_TYPE = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
@@ -42,7 +41,7 @@ BLOCK = Kind(
     lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(COUNT.fits, value))),
 )
 SECTION = "quantization_config"
-# transformers dequantises whatever has a scale: which modules were left out, their tensors say.
+# transformers dequantises every tensor with a scale, so the lists of excluded modules are not needed.
 KEYS: Keys = {
     f"{SECTION}.{key}": row
     for key, row in {
@@ -62,19 +61,19 @@ KEYS: Keys = {
 
 @dataclass(frozen=True)
 class Fp8:
-    """How weights were quantised: rows and columns of a block; None where a tensor has one scale."""
+    """The format of quantised weights."""
 
-    block: tuple[int, int] | None
+    block: tuple[int, int] | None  # rows and columns; None: one scale per tensor
 
 
 def read_quantization(hf: HfConfig) -> Fp8 | None:
-    """What a config.json says of quantised weights; None where they are plain. Raises ConfigError for what cannot be
-    read."""
+    """Return the format of quantised weights in a config.json; None if they are not quantised. Raises ConfigError for a
+    format that cannot be read."""
     section = hf.get(SECTION)
     if section is None:
         return None
     if not OBJECT.fits(section):
-        raise ConfigError(f"config.json {SECTION} ({show_json(section)}) must be {OBJECT.says}, or null.")
+        raise ConfigError(f"config.json {SECTION} ({show_json(section)}) must be {OBJECT.rule}, or null.")
     method = section.get("quant_method")
     if method != "fp8":
         named = "bitsandbytes" if section.get("load_in_4bit") or section.get("load_in_8bit") else method
@@ -96,8 +95,8 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
 def open_weights(
     path: Path, quantization: Fp8 | None, dtype: str | None, bounce: BounceBuffers | None = None
 ) -> Reader:
-    """A reader of a Hugging Face folder's plain weights. `dtype` (float32, ...) is what quantised ones become; None:
-    the type of the others. `bounce`: read past the kernel's cache, through these. Raises ConfigError."""
+    """Return a reader of a Hugging Face folder's weights, which dequantises quantised ones to `dtype` (float32, ...;
+    None: the type of the others). `bounce`: buffers to read through, past the kernel's cache. Raises ConfigError."""
     if quantization is not None:
         return _Fp8Reader(path, quantization, dtype, bounce)
     reader = Reader(path, pickled=True, bounce=bounce)
@@ -111,7 +110,7 @@ def open_weights(
 
 
 class _Fp8Reader(Reader):
-    """Reads quantised weights as plain ones, and hides their scales."""
+    """Reads quantised weights as dequantised ones, and hides their scales."""
 
     def __init__(self, path: Path, quantization: Fp8, dtype: str | None, bounce: BounceBuffers | None) -> None:
         super().__init__(path, pickled=True, bounce=bounce)
@@ -128,7 +127,9 @@ class _Fp8Reader(Reader):
         for name in sorted(self._quantized):
             self._check(name)
         for name in sorted(self._hidden):
-            weight = _weight_of(name)
+            weight = name.removesuffix(SCALE)
+            if weight == name:
+                weight = f"{name.removesuffix(ACTIVATION_SCALE)}.weight"
             if weight not in self._quantized:
                 has = "is not there" if weight not in names else f"has type {super().dtype(weight)}"
                 raise ConfigError(
@@ -165,35 +166,16 @@ class _Fp8Reader(Reader):
             )
 
     def names(self) -> set[str]:
-        """Names of all weights."""
+        """The names of all weights, without scales."""
         return super().names() - self._hidden
 
     def dtype(self, name: str) -> str:
-        """The type that a weight is read with."""
+        """The type that a weight is read as."""
         return self._dtype_name if name in self._quantized else super().dtype(name)
 
     def stored(self, name: str) -> StoredMatrix:
-        """Where the weight called `name` lies, with its scales where it is quantised. Raises ConfigError."""
+        """Return a weight as it is stored, with its scales if it is quantised. Raises ConfigError."""
         stored = super().stored(name)
         if name not in self._quantized:
             return stored
         return replace(stored, scale=BlockScale(super().stored(f"{name}{SCALE}"), self._block, self._dtype))
-
-
-def _weight_of(scale: str) -> str:
-    return scale.removesuffix(SCALE) if scale.endswith(SCALE) else f"{scale.removesuffix(ACTIVATION_SCALE)}.weight"
-
-
-def dequantize(
-    weight_NK: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
-) -> torch.Tensor:
-    """weight [N, K] in fp8 times the scale of each number's block, as `dtype`. Beside the result it needs the memory of
-    a band of rows in fp32."""
-
-    def stored(name: str, tensor: torch.Tensor) -> StoredMatrix:
-        return StoredMatrix(name, lambda: tensor, 0, tensor.dtype, *as_matrix(tensor.shape))
-
-    result = torch.empty(weight_NK.shape, dtype=dtype)
-    scales = BlockScale(stored("scale", scale), block, dtype)
-    fill(result, [whole(replace(stored("weight", weight_NK), scale=scales))])
-    return result

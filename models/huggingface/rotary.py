@@ -1,15 +1,14 @@
 """Rotary positions of a config.json: `rope_theta` and `rope_scaling` of transformers 4, `rope_parameters` of 5.
 
-A family that descends from Llama gets all of it from `read_common` and `write_common` (families/llama.py). It passes on
-only where it has a convention of its own:
+A family that descends from Llama gets them from `read_common` and `write_common` (families/llama.py):
 
-* Its table of keys has `rope_theta`, `rope_scaling`, `rope_parameters` and `original_max_position_embeddings`, as
-  COMMON_KEYS has them, and `read_common` is given their values, with `head_dim` the channels of a head that may turn.
-* DeepSeek-V2 and V3 scale the scores by `mscale_all_dim`: nothing to pass, `model.attention=latent` means that.
-* A family that lets a part of each head turn (Phi-3, Phi-4) has `partial_rotary_factor` in its table, and its `_read`
-  sets `model.rotary_fraction` to `rotary_fraction(keys)`; its `_write` writes the key. Without that entry, a part is
-  refused.
-* A family that calls longrope otherwise (Phi-3: `su`, and `yarn` too) renames it first:
+* Its table of keys has `rope_theta`, `rope_scaling`, `rope_parameters` and `original_max_position_embeddings`, as in
+  COMMON_KEYS. It passes their values to `read_common`; `head_dim` is the number of channels of a head that may rotate.
+* DeepSeek-V2 and V3 scale the scores by `mscale_all_dim`, which `model.attention=latent` implies.
+* A family that rotates only some channels of each head (Phi-3, Phi-4) has `partial_rotary_factor` in its table; its
+  `_read` sets `model.rotary_fraction` to `rotary_fraction(keys)`, and its `_write` writes the key. In other families
+  that key must be 1.
+* A family with another name for longrope (Phi-3: `su`, and `yarn` too) replaces the name first:
   `read_common({**keys, **renamed(keys, {"su": "longrope", "yarn": "longrope"})})`.
 """
 
@@ -21,18 +20,21 @@ from configs.rotary import KINDS, LENGTH, REQUIRED, faults, kind_of, normalised
 from configs.schema import Config, ConfigError
 from models.huggingface.families.keys import POSITIVE, HfConfig, must, show
 
-PLACES = ("rope_parameters", "rope_scaling")
+SECTIONS = ("rope_parameters", "rope_scaling")
 TYPES = ("rope_type", "type")
-# What no code of transformers reads: where a model came from, and the length that linear does not ask for.
+# Keys that transformers never reads: the origin of a model, and a length in linear scaling, which has no use for it.
 UNREAD = {kind: ("finetuned", *((LENGTH,) if kind == "linear" else ())) for kind in KINDS}
 
 
 def rotary_base(keys: HfConfig, default: float) -> float:
-    """The base of rotary positions; `default` is the family's. Raises ConfigError where two places disagree, or for
-    positions that are not supported."""
+    """Return the base of rotary positions; `default` is the family's. Raises ConfigError if two sections disagree, or
+    for positions that are not supported."""
     rotary_scaling(keys)
     outside = keys["rope_theta"]
-    bases = {name: _theta(name, keys[name]) for name in PLACES if keys[name]}
+    bases = {name: keys[name].get("rope_theta") for name in SECTIONS if keys[name]}
+    for name, base in bases.items():
+        if "rope_theta" in keys[name]:
+            must(POSITIVE.fits(base), f"{name}.rope_theta", base, f"be {POSITIVE.rule}")
     for name, base in bases.items():
         if None not in (base, outside) and base != outside:
             raise ConfigError(
@@ -47,38 +49,39 @@ def rotary_base(keys: HfConfig, default: float) -> float:
 
 
 def rotary_scaling(keys: HfConfig) -> dict[str, Any] | None:
-    """`model.rotary_scaling`, normalised. Raises ConfigError as `rotary_base` does."""
-    found = [_scaling(name, keys) for name in PLACES if keys[name]]
+    """Return the normalised value of `model.rotary_scaling`. Raises ConfigError as `rotary_base` does."""
+    found = [_scaling(name, keys) for name in SECTIONS if keys[name]]
     if any(other != found[0] for other in found):
         raise _disagree(keys)
     return found[0] if found else None
 
 
 def rotary_fraction(keys: HfConfig) -> float:
-    """The share of each head's channels that turns, of a family whose table has `partial_rotary_factor`. Raises
-    ConfigError where two places disagree."""
+    """Return the fraction of each head's channels that rotates, for a family whose table has `partial_rotary_factor`.
+    Raises ConfigError if two sections disagree."""
     name, share = "partial_rotary_factor", keys["partial_rotary_factor"]
-    for place in PLACES:
-        stated = (keys[place] or {}).get(name)
+    for section in SECTIONS:
+        stated = (keys[section] or {}).get(name)
         if stated is not None and share is not None and stated != share:
             raise ConfigError(
-                f"config.json {place}.{name} ({show(stated)}) and {name} ({show(share)}) mean the same and must agree."
+                f"config.json {section}.{name} ({show(stated)}) and {name} ({show(share)}) mean the same and must "
+                "agree."
             )
         share = share if stated is None else stated
     return 1.0 if share is None else float(share)
 
 
 def renamed(keys: HfConfig, names: dict[str, str]) -> HfConfig:
-    """The places of rotary positions with a family's own names of kinds replaced."""
+    """Return the sections of rotary positions, with a family's own names of kinds replaced."""
     return {
-        place: {key: names.get(str(value), value) if key in TYPES else value for key, value in keys[place].items()}
-        for place in PLACES
-        if keys[place]
+        section: {key: names.get(str(value), value) if key in TYPES else value for key, value in keys[section].items()}
+        for section in SECTIONS
+        if keys[section]
     }
 
 
 def write_rotary(config: Config) -> HfConfig:
-    """The keys of both versions of transformers, and what a scaling leaves at its default left out."""
+    """Return the keys of both versions of transformers, without those of a scaling that have their default."""
     base, scaling = config.model.rotary_base, normalised(config.model.rotary_scaling)
     if scaling is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
@@ -92,62 +95,51 @@ def write_rotary(config: Config) -> HfConfig:
 
 
 def _disagree(keys: HfConfig) -> ConfigError:
-    both = " and ".join(f"{name} ({show(keys[name])})" for name in PLACES if keys[name])
+    both = " and ".join(f"{name} ({show(keys[name])})" for name in SECTIONS if keys[name])
     return ConfigError(f"config.json {both} mean the same and must agree: leave one of them out.")
 
 
-def _theta(name: str, parameters: dict[str, Any]) -> float | None:
-    if "rope_theta" in parameters:
-        value = parameters["rope_theta"]
-        must(POSITIVE.fits(value), f"{name}.rope_theta", value, f"be {POSITIVE.says}")
-    return parameters.get("rope_theta")
-
-
-def _scaling(place: str, keys: HfConfig) -> dict[str, Any] | None:
-    parameters = keys[place]
+def _scaling(section: str, keys: HfConfig) -> dict[str, Any] | None:
+    parameters = keys[section]
     kind = kind_of(parameters) if any(name in parameters for name in TYPES) else "default"
     for name in TYPES:
         if name in parameters:
             value, supported = parameters[name], ("default", *KINDS)
             fits = isinstance(value, str) and value in supported
-            must(fits, f"{place}.{name}", value, f"be one of {', '.join(supported)}: others are not supported")
-            must(value == kind, f"{place}.type", value, f"be {place}.rope_type ({kind}), whose older name it is")
+            must(fits, f"{section}.{name}", value, f"be one of {', '.join(supported)}: others are not supported")
+            must(value == kind, f"{section}.type", value, f"be {section}.rope_type ({kind}), whose older name it is")
     rest = {key: value for key, value in parameters.items() if key not in (*TYPES, "rope_theta")}
     share = rest.pop("partial_rotary_factor", None)
     if share is not None and "partial_rotary_factor" not in keys:
-        must(share == 1, f"{place}.partial_rotary_factor", share, "be 1: all channels of a head turn")
+        must(share == 1, f"{section}.partial_rotary_factor", share, "be 1: all channels of a head turn")
     items = KINDS.get(kind, {})
     unknown = [key for key in rest if key not in items and key not in UNREAD.get(kind, ())]
     if unknown:
-        named = " and ".join(f"{place}.{key} ({show(rest[key])})" for key in unknown)
+        named = " and ".join(f"{section}.{key} ({show(rest[key])})" for key in unknown)
         has = f"{kind} positions have {', '.join(items)}" if items else "plain rotary positions have rope_theta alone"
         raise ConfigError(f"config.json {named} {'is' if len(unknown) == 1 else 'are'} not supported: {has}.")
     if not items:
         return None
     scaling = {"rope_type": kind, **{key: value for key, value in rest.items() if key in items}}
     if LENGTH in items:
-        _fill_length(place, scaling, keys)
+        # The length of the first training may be a key beside the section; without it transformers takes the model's.
+        outside = keys.get(LENGTH)
+        if outside is not None and scaling.get(LENGTH, outside) != outside:
+            raise ConfigError(
+                f"config.json {section}.{LENGTH} ({show(scaling[LENGTH])}) and {LENGTH} ({show(outside)}) mean the "
+                "same and must agree."
+            )
+        scaling.setdefault(LENGTH, keys["max_position_embeddings"] if outside is None else outside)
     if kind == "longrope" and scaling.get("factor") is None and type(scaling[LENGTH]) is int:
         scaling["factor"] = max(1.0, keys["max_position_embeddings"] / max(1, scaling[LENGTH]))
     missing = [key for key, item in items.items() if item.default is REQUIRED and key not in scaling]
-    must(not missing, place, parameters, f"have {', '.join(missing)} for rope_type {kind}")
+    must(not missing, section, parameters, f"have {', '.join(missing)} for rope_type {kind}")
     for fault in faults(scaling):
-        name = f"{place}.{fault.key}" if fault.key else place
+        name = f"{section}.{fault.key}" if fault.key else section
         raise ConfigError(f"config.json {name} ({show(scaling.get(fault.key, parameters))}) {fault.rule}.")
     if kind == "longrope":
         channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
         pairs = int(channels * (rotary_fraction(keys) if "partial_rotary_factor" in keys else 1.0)) // 2
         for key in ("short_factor", "long_factor"):
-            must(len(scaling[key]) == pairs, f"{place}.{key}", scaling[key], f"have {pairs} numbers")
+            must(len(scaling[key]) == pairs, f"{section}.{key}", scaling[key], f"have {pairs} numbers")
     return normalised(scaling)
-
-
-def _fill_length(place: str, scaling: dict[str, Any], keys: HfConfig) -> None:
-    """The first training's length, which may stand beside the scaling; without it transformers takes the model's."""
-    outside = keys.get(LENGTH)
-    if outside is not None and scaling.get(LENGTH, outside) != outside:
-        raise ConfigError(
-            f"config.json {place}.{LENGTH} ({show(scaling[LENGTH])}) and {LENGTH} ({show(outside)}) mean the same and "
-            "must agree."
-        )
-    scaling.setdefault(LENGTH, keys["max_position_embeddings"] if outside is None else outside)

@@ -1,5 +1,4 @@
-"""Which tokens begin, end and fill up a text: what a Hugging Face folder says of it, and what a folder of logical
-weights keeps."""
+"""The tokens that begin, end and pad a text, in Hugging Face folders and in folders of logical weights."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from models.folder import read_json, read_token_ids, show_json
 SpecialTokens = dict[str, int | list[int] | None]
 BOS, EOS, PAD = KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GENERATION_CONFIG = "generation_config.json"
-# What config.json means where it does not name them: the values of transformers' config classes.
+# Defaults for a config.json without these keys: those of transformers' config classes.
 DEFAULTS: dict[str, SpecialTokens] = {
     "gpt2": {BOS: 50256, EOS: 50256},
     "llama": {BOS: 1, EOS: 2},
@@ -29,7 +28,7 @@ DEFAULTS: dict[str, SpecialTokens] = {
     "deepseek_v2": {BOS: 1, EOS: 2},
     "bert": {PAD: 0},
 }
-# Keys of generation_config.json that change what greedy decoding writes, and the values that do not.
+# Keys of generation_config.json that change the text of greedy decoding, with the values that do not.
 CHANGES_TEXT: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "no_repeat_ngram_size": (0,),
@@ -50,14 +49,13 @@ CHANGES_TEXT: dict[str, tuple[Any, ...]] = {
 
 
 def of_config(hf: dict[str, Any], vocab_size: int) -> SpecialTokens:
-    """What a config.json says, with its family's defaults. An id outside the vocabulary is no token and is left out.
-    Raises ConfigError for what is no id."""
+    """Return the special tokens of a config.json, with its family's defaults; ids outside the vocabulary are left out.
+    Raises ConfigError for values that are not ids."""
     return _checked({**DEFAULTS.get(hf["model_type"], {}), **hf}, vocab_size, "config.json")
 
 
 def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
-    """What the config.yaml of a folder of logical weights says; None where it is silent. Raises
-    ConfigError."""
+    """Return the special tokens in the config.yaml of a folder of logical weights, or None. Raises ConfigError."""
     section = read_yaml(folder / "config.yaml").get("special_tokens")
     if section is not None and not isinstance(section, dict):
         raise ConfigError(f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must say {', '.join(KEYS)}.")
@@ -65,8 +63,8 @@ def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
 
 
 def end_tokens(folder: Path, special: SpecialTokens | None) -> set[int] | None:
-    """The tokens that end a text, as transformers takes them: those of generation_config.json where there is one, else
-    those of config.json (`special`). None where nothing is known. Raises ConfigError."""
+    """Return the tokens that end a text, as transformers chooses them: those of generation_config.json if it exists,
+    otherwise those of config.json (`special`). None if neither is known. Raises ConfigError."""
     if (folder / GENERATION_CONFIG).exists():
         return read_token_ids(folder / GENERATION_CONFIG, EOS)
     if special is None:
@@ -76,13 +74,12 @@ def end_tokens(folder: Path, special: SpecialTokens | None) -> set[int] | None:
 
 
 def generation_config(special: SpecialTokens) -> dict[str, Any]:
-    """The content of a generation_config.json."""
+    """Return the content of a generation_config.json with these special tokens."""
     return {key: value for key, value in special.items() if value is not None}
 
 
 def changes_of_text(folder: Path) -> dict[str, Any]:
-    """What a folder's generation_config.json asks for that changes which text greedy decoding writes, by key. Raises
-    ConfigError."""
+    """Return the settings of generation_config.json that change the text of greedy decoding. Raises ConfigError."""
     path = folder / GENERATION_CONFIG
     settings = read_json(path) if path.exists() else {}
     return {

@@ -1,9 +1,15 @@
-"""The tensors of a Hugging Face folder <-> our logical weights: which of them make each weight, by the rules of its
-family."""
+"""The tensors of a Hugging Face folder <-> our logical weights, by the rules of the model's family.
+
+transformers 5 keeps the experts of a layer in one tensor, and writes it so with
+save_pretrained(save_original_format=False): X.experts.gate_up_proj [E, 2F, H] has each expert's gate above its up
+projection, X.experts.down_proj [E, H, F] its down projection (E experts, F their width, H hidden size).
+"""
 
 from __future__ import annotations
 
+import copy
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,53 +23,74 @@ from configs.schema import Config, ConfigError
 from configs.show import show
 from configs.weights import config_from
 from memory.read_only_file import BounceBuffers
+from models.blueprint import Weight, weights, whole_model
 from models.folder import WEIGHT_DTYPES, Reader, read_json
 from models.huggingface import translate
 from models.huggingface.families.keys import HfConfig
 from models.huggingface.families.keys import show as show_key
 from models.huggingface.families.rules import Family, Heads, Layout, Rule, Run, sizes
-from models.huggingface.fused_experts import split_fused_experts
-from models.huggingface.identity import OTHER_HEADS, identify
-from models.huggingface.new_head import NewHead, is_of_head, new_head
 from models.huggingface.quantized import open_weights, read_quantization
 from models.weight_files.expected import logical_shapes
 from models.weight_files.logical import LogicalWeight
-from models.weight_files.pieces import RowBlock, fill
-from models.weight_files.stored import StoredMatrix, as_matrix
+from models.weight_files.stored_tensors import RowBlock, StoredMatrix, as_matrix, fill
 
+FUSED = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.\w+\.experts\.(?P<projection>gate_up_proj|down_proj)")
+HEAD = ("lm_head.", "output_layer.")  # prefixes of the logical names of the weights after the last layer
 FillBox = Callable[[str, torch.Tensor, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True)
+class NewHead:
+    """Draws an output layer for a model without one, such as an encoder or a classifier, as a fresh run draws it."""
+
+    config: Config
+    weights: dict[str, Weight]
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return the initial values of a logical weight."""
+        from models.initial_weights import initial_weight  # imports Megatron-core, which takes seconds
+
+        return initial_weight(name, self.weights[name], self.config).to(dtype)
+
+
+def new_head(config: Config, seed: int) -> NewHead:
+    """Return the output layer with which a run of this `training.seed` would start."""
+    config = copy.deepcopy(config)
+    config.training.seed = seed
+    assert config.model.vocab_size is not None
+    return NewHead(config, dict(weights(config, config.model.vocab_size, whole_model(config))))
+
+
+@dataclass(frozen=True)
 class HfFolder:
-    """An open Hugging Face folder, in which every key and every tensor has been checked."""
+    """An open Hugging Face folder, whose keys and tensors have all been checked."""
 
     family: Family
     stated: HfConfig  # config.json, with its model_type
     config: Config
     dtype: torch.dtype  # of most weights
-    notes: tuple[str, ...]  # what the user should know of it
-    reader: Reader  # of the tensors as they are
+    notes: tuple[str, ...]  # for the user
+    reader: Reader  # of the folder's tensors
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
     _shapes: dict[str, tuple[int, ...]]  # of the logical weights
-    _new_head: NewHead | None  # draws weights of the head, for which there are no names
+    _new_head: NewHead | None  # draws the weights that have no tensors in the folder
 
     def names(self) -> Iterator[str]:
         """The logical names of all weights."""
         return iter(self._sources)
 
     def weight(self, name: str) -> LogicalWeight:
-        """Where a logical weight lies; nowhere, where it is one of a new output layer. Its type is the widest of those
-        that make it."""
+        """Return a logical weight as it is stored, with no blocks if it belongs to a new output layer. Its type is the
+        widest of its tensors' types."""
         rule, found = self._sources[name]
         if not found:
             return LogicalWeight(self._shapes[name], self.dtype, ())
         kinds = [WEIGHT_DTYPES[self.reader.dtype(theirs)] for theirs in found]
-        blocks = placed(rule.layout, [self.reader.stored(theirs) for theirs in found], _heads(self.config))
+        blocks = logical_blocks(rule.layout, [self.reader.stored(theirs) for theirs in found], _heads(self.config))
         return LogicalWeight(self._shapes[name], functools.reduce(torch.promote_types, kinds), tuple(blocks))
 
     def get(self, name: str) -> torch.Tensor:
-        """The logical weight called `name`, on the host."""
+        """Read a logical weight to the host, or draw it if it belongs to a new output layer."""
         weight = self.weight(name)
         if self._new_head is not None and not weight.blocks:
             return self._new_head.get(name, self.dtype)
@@ -72,24 +99,24 @@ class HfFolder:
         return result
 
 
-def placed(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:
-    """Where the rows of Hugging Face's tensors go in the logical one that they make."""
+def logical_blocks(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:
+    """Return the blocks of rows by which Hugging Face's tensors form one logical tensor."""
     if layout.transposed:
         return [
-            RowBlock(each, 0, each.rows, 0, tuple(runs), transposed=True)
-            for each, runs in zip(stored, layout.runs([each.columns for each in stored], heads), strict=True)
+            RowBlock(each, 0, each.num_rows, 0, tuple(runs), transposed=True)
+            for each, runs in zip(stored, layout.runs([each.num_columns for each in stored], heads), strict=True)
         ]
     return [
-        RowBlock(each, there, length, ours, ((0, 0, each.columns),))
-        for each, runs in zip(stored, layout.runs([each.rows for each in stored], heads), strict=True)
+        RowBlock(each, there, length, ours, ((0, 0, each.num_columns),))
+        for each, runs in zip(stored, layout.runs([each.num_rows for each in stored], heads), strict=True)
         for there, ours, length in runs
     ]
 
 
 def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers | None = None) -> HfFolder:
-    """Check a Hugging Face folder and open it; only tied weights that stand there twice are read for that. With a
-    `head_seed` a folder without an output layer gets a new one. `bounce`: read past the kernel's cache, through these.
-    Raises ConfigError."""
+    """Check a Hugging Face folder and open it; only tied weights that it stores twice are read for the check. With a
+    `head_seed`, a folder without an output layer gets a new one. `bounce`: buffers to read through, past the kernel's
+    cache. Raises ConfigError."""
     if not (path / "config.json").exists():
         old = path / "bert_config.json"
         rename = f" {old.name} is read under that name: rename it." if old.is_file() else ""
@@ -97,11 +124,11 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
             f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.{rename}"
         )
     stated = read_json(path / "config.json")
-    hf, notes = identify(stated, lambda: Reader(path, pickled=True).names(), translate.FAMILIES)
-    family, keys, overrides = translate.read_all(hf)
+    hf, notes = translate.identify(stated, lambda: Reader(path, pickled=True).names())
+    family, keys, overrides = translate.read_config(hf)
     quantization = read_quantization(hf)
     config = config_from(overrides)
-    config.data.tokenizer = "given"  # what the rules say of one trained here is not asked
+    config.data.tokenizer = "given"  # no rule about a tokenizer trained here applies
     problem = first_problem(config, world_size=1)
     if problem is not None:
         value = show(get(config, problem.key))
@@ -111,7 +138,9 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
     reader = open_weights(path, quantization, keys["dtype"], bounce)
     split_fused_experts(reader, family, config)
     sources, found, left_out = _match(family, config, keys, reader)
-    head = [name for rule, there in sources.values() if is_of_head(rule.ours) and not there for name in rule.theirs]
+    head = [
+        name for rule, there in sources.values() if rule.ours.startswith(HEAD) and not there for name in rule.theirs
+    ]
     if head and head_seed is None:
         tied = "if it is the embedding, set tie_word_embeddings to true; " if len(head) == 1 else ""
         raise ConfigError(
@@ -145,8 +174,36 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
     )
 
 
+def split_fused_experts(reader: Reader, family: Family, config: Config) -> None:
+    """Split tensors that hold all experts of a layer into tensors of single experts, with the names of the family's
+    rules. Raises ConfigError for a tensor of another shape than this model's."""
+    rules: dict[str, Rule] = {
+        "gate_up_proj" if len(rule.theirs) == 2 else "down_proj": rule for rule in family.rules if "{e}" in rule.ours
+    }
+    lengths = sizes(config)
+    for name in sorted(reader.names()):
+        match = FUSED.fullmatch(name)
+        if match is None or match["projection"] not in rules:
+            continue
+        rule = rules[match["projection"]]
+        shapes = rule.shapes(lengths)
+        (columns,) = {shape[1] for shape in shapes}
+        expected = (lengths["experts"], sum(shape[0] for shape in shapes), columns)
+        if reader.shape(name) != expected:
+            raise ConfigError(
+                f"{reader.folder}: tensor {name} has shape {list(reader.shape(name))}, but config.json calls for "
+                f"{list(expected)}."
+            )
+        named_shapes = [
+            (theirs.format(l=match["layer"], e=expert), shape)
+            for expert in range(lengths["experts"])
+            for theirs, shape in zip(rule.theirs, shapes, strict=True)
+        ]
+        reader.split_rows(name, named_shapes)
+
+
 def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
-    """The family's rules with every layer and expert of this model filled in."""
+    """Yield the family's rules for every layer and expert of this model."""
     pattern = derived.moe_layer_pattern(config)
     for rule in family.rules:
         if not rule.when(config):
@@ -156,19 +213,19 @@ def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
             if rule.only != "all" and (rule.only == "moe") != bool(pattern[layer]):
                 continue
             for expert in range(config.moe.num_experts or 0) if "{e}" in rule.ours else [0]:
-                fill = {"l": layer, "e": expert}
-                theirs = tuple(name.format(**fill) for name in rule.theirs)
-                yield replace(rule, ours=rule.ours.format(**fill), theirs=theirs)
+                numbers = {"l": layer, "e": expert}
+                theirs = tuple(name.format(**numbers) for name in rule.theirs)
+                yield replace(rule, ours=rule.ours.format(**numbers), theirs=theirs)
 
 
 def _match(
     family: Family, config: Config, keys: HfConfig, reader: Reader
 ) -> tuple[dict[str, tuple[Rule, list[str]]], set[str], list[str]]:
-    """Which of a folder's tensors make each logical weight, all that do, and which are of other tasks' heads. A weight
-    of an output layer that is not there at all has none.
+    """Match a folder's tensors to logical weights: return the tensors of each weight, the set of all matched tensors,
+    and the tensors of other tasks' heads. Weights of a missing output layer have no tensors.
 
-    Raises ConfigError, by the tensor's name, for one that is missing, twice, left over, or of a shape that config.json
-    does not call for.
+    Raises ConfigError, with the tensor's name, for a tensor that is missing, there twice, left over, or of another
+    shape than config.json calls for.
     """
     names, lengths = reader.names(), sizes(config)
     sources: dict[str, tuple[Rule, list[str]]] = {}
@@ -184,9 +241,9 @@ def _match(
                 missing.append((rule, name))
         if not rule.unread:
             sources[rule.ours] = (rule, [name for name in found if name is not None])
-    has_head = any(found for ours, (_, found) in sources.items() if is_of_head(ours))
+    has_head = any(found for ours, (_, found) in sources.items() if ours.startswith(HEAD))
     for rule, name in missing:
-        if has_head or not is_of_head(rule.ours):
+        if has_head or not rule.ours.startswith(HEAD):
             raise ConfigError(f"{reader.folder} has no tensor {name}, which config.json calls for.")
     for twin, original in family.tied if config.model.tie_embeddings else ():
         one, other = _find(family, twin, names), _find(family, original, names)
@@ -194,7 +251,7 @@ def _match(
             shapes[one] = shapes[other]
             twins.append((one, other))
     left = sorted(name for name in names - shapes.keys() if not family.carries_nothing(name, config, keys))
-    of_others = [name for name in left if OTHER_HEADS.fullmatch(name)]
+    of_others = [name for name in left if translate.OTHER_HEADS.fullmatch(name)]
     left = [name for name in left if name not in of_others]
     if left:
         raise ConfigError(
@@ -217,7 +274,7 @@ def _match(
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of a Hugging Face folder that is made of rows of a logical weight."""
+    """A tensor of a Hugging Face folder that consists of rows of a logical weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -226,22 +283,22 @@ class ExportedTensor:
     runs: list[Run]
 
     def make(self, fill_box: FillBox, dtype: torch.dtype) -> torch.Tensor:
-        """The tensor, as `dtype`, from `fill_box(logical name, target, where the target's first number lies)`."""
+        """Assemble the tensor, as `dtype`, by calls of `fill_box(logical name, target, index of its first number)`."""
         result = torch.empty(self.shape, dtype=dtype)
-        rows = result.t() if self.layout.transposed else result
+        matrix_rows = result.t() if self.layout.transposed else result
         for there, ours, length in self.runs:
-            fill_box(self.ours, rows[there : there + length], (ours, *(0 for _ in self.shape[1:])))
+            fill_box(self.ours, matrix_rows[there : there + length], (ours, *(0 for _ in self.shape[1:])))
         return result
 
 
 def export_plan(family: Family, config: Config) -> Iterator[ExportedTensor]:
-    """Every tensor of the Hugging Face folder of a model of a family, in the order of the family's rules."""
+    """Yield every tensor of a model's Hugging Face folder, in the order of the family's rules."""
     heads, lengths = _heads(config), sizes(config)
     for rule in expand_rules(family, config):
         shapes = rule.shapes(lengths)
         runs = rule.layout.runs([shape[-1 if rule.layout.transposed else 0] for shape in shapes], heads)
-        for name, shape, of_it in zip(rule.theirs, shapes, runs, strict=True):
-            yield ExportedTensor(name, shape, rule.ours, rule.layout, of_it)
+        for name, shape, own_runs in zip(rule.theirs, shapes, runs, strict=True):
+            yield ExportedTensor(name, shape, rule.ours, rule.layout, own_runs)
 
 
 def _heads(config: Config) -> Heads:
@@ -249,7 +306,7 @@ def _heads(config: Config) -> Heads:
 
 
 def _find(family: Family, name: str, names: set[str]) -> str | None:
-    """What a tensor is called in this folder, if it is there. Raises ConfigError where it is there under two names."""
+    """Return the name that a tensor has in this folder; None if it is missing. Raises ConfigError if it has two."""
     candidates = [name] + [name.replace(now, before) for now, before in family.other_names if name.endswith(now)]
     candidates += [candidate.removeprefix(family.base_prefix) for candidate in candidates]
     found = [candidate for candidate in dict.fromkeys(candidates) if candidate in names]

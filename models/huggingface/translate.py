@@ -1,50 +1,92 @@
-"""The families of Hugging Face models: config.json <-> our config, and which family can hold a model. What a family is,
-its file in families/ says; its tensors are in tensors.py. Imports no torch, since the plan of a run asks for families.
+"""The families of Hugging Face models: config.json <-> our config, the family of a folder, and the families that can
+hold a model. Each family is described by its file in families/; tensors.py has the tensors. Imports no torch, because
+the plan of a run needs families.
+
+A config.json may lack its family, or the class whose heads its weights have. Both are then inferred, and every
+inference is checked: keys, names and shapes of all tensors must be those of the family.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 
 from configs.architecture import architecture
 from configs.schema import Config, ConfigError
 from configs.show import show_both
 from configs.weights import config_from
-from models.huggingface.families import (
-    bert,
-    deepseek_v2,
-    deepseek_v3,
-    gpt2,
-    llama,
-    mixtral,
-    olmoe,
-    phi3,
-    qwen,
-    qwen3_moe,
-)
-from models.huggingface.families.keys import HfConfig, read_keys
+from models.huggingface.families import bert, deepseek, gpt2, llama, mixtral, olmoe, phi3, qwen
+from models.huggingface.families.keys import HfConfig, read_keys, show
 from models.huggingface.families.rules import Family, Overrides
 from models.huggingface.unknown_keys import carried_keys, to_text
 
-# Where several can hold a model, an export takes the first.
+# An export takes the first family that can hold the model.
 FAMILIES = {
     family.model_type: family
     for family in (
         *(gpt2.FAMILY, llama.FAMILY, mixtral.MISTRAL, qwen.QWEN2, qwen.QWEN3, phi3.FAMILY),
-        *(mixtral.FAMILY, qwen3_moe.FAMILY, olmoe.FAMILY, deepseek_v3.FAMILY, deepseek_v3.KIMI, deepseek_v2.FAMILY),
+        *(mixtral.FAMILY, qwen.QWEN3_MOE, olmoe.FAMILY, deepseek.V3, deepseek.KIMI, deepseek.V2),
         bert.FAMILY,
     )
 }
 
+# Names of transformers' classes: the family's name, then a class of model.
+CLASS = re.compile(r"(\w+?)(Model|LMHeadModel|DoubleHeadsModel|For[A-Z]\w*)")
+# Heads of transformers' classes for other tasks than predicting tokens.
+OTHER_HEADS = re.compile(r"(classifier|score|qa_outputs|multiple_choice_head\.summary)\.(weight|bias)")
 
-def read_config(hf: HfConfig) -> tuple[Family, Overrides]:
-    """The family of a config.json and our overrides for it. Raises ConfigError for what is not supported."""
-    family, _, overrides = read_all(hf)
-    return family, overrides
+Names = Callable[[], set[str]]  # returns the names of the folder's tensors; called only if they are needed
 
 
-def read_all(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
-    """The same, with the value of every key of the family's table. Raises ConfigError."""
+def identify(hf: HfConfig, names: Names) -> tuple[HfConfig, list[str]]:
+    """Complete a config.json from the folder's tensors; return it with a note for the user on each inference. Raises
+    ConfigError if the family cannot be inferred."""
+    notes: list[str] = []
+    if hf.get("model_type") is None:
+        model_type, because = _model_type(hf, names)
+        hf = {**hf, "model_type": model_type}
+        notes.append(f"config.json has no model_type: the folder is read as {model_type}, because of {because}")
+    model_type = hf["model_type"]
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is not None and family.class_by_tensors is not None:
+        class_name = family.class_by_tensors(hf, names)
+        if class_name is not None:
+            stated = hf.get("architectures")
+            notes.append(
+                f"config.json has {'no architectures' if not stated else f'architectures ({show(stated[0])})'}: the "
+                f"folder is read as {class_name}, by its tensors"
+            )
+            hf = {**hf, "architectures": [class_name]}
+    return hf, notes
+
+
+def _model_type(hf: HfConfig, names: Names) -> tuple[str, str]:
+    known = {name.replace("_", ""): name for name in FAMILIES}
+    classes = hf.get("architectures")
+    if isinstance(classes, list) and classes and all(isinstance(name, str) for name in classes):
+        found = {match[1].lower() if (match := CLASS.fullmatch(name)) else name for name in classes}
+        if len(found) == 1 and found <= known.keys():
+            return known[found.pop()], f"architectures ({classes[0]})"
+    else:
+        there = sorted(names())
+        matches = [
+            (family.model_type, next(name for name in there if re.fullmatch(family.telling, name)))
+            for family in FAMILIES.values()
+            if family.telling is not None and any(re.fullmatch(family.telling, name) for name in there)
+        ]
+        if len(matches) == 1:
+            ((model_type, name),) = matches
+            return model_type, f"tensor {name}"
+    raise ConfigError(
+        f"config.json has no model_type, and neither architectures ({show(classes)}) nor the tensors' names say what "
+        f"the model is: add it. It must be one of {', '.join(FAMILIES)}."
+    )
+
+
+def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
+    """Return the family of a config.json, the value of every key of the family's table, and our overrides. Raises
+    ConfigError for what is not supported."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
@@ -54,7 +96,7 @@ def read_all(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
     if hf.get("quantization_config") is not None:
         from models.huggingface.quantized import read_quantization
 
-        read_quantization(hf)  # what cannot be read is said before single keys
+        read_quantization(hf)  # its error is more useful than one about a single key
     keys = read_keys(hf, model_type, family.keys)
     overrides = family.read(keys)
     others = carried_keys(hf, family, architecture(config_from(overrides), keys["vocab_size"]))
@@ -73,13 +115,13 @@ def read_all(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
 
 
 def write_config(config: Config) -> tuple[Family, HfConfig]:
-    """The family that can hold this model, and its config.json. Raises ConfigError if none can, with what differs from
-    the nearest."""
+    """Return the family that can hold this model, and its config.json. Raises ConfigError if there is none, with the
+    differences from the nearest family."""
     vocab_size = config.model.vocab_size
     if vocab_size is None:
         raise ConfigError("model.vocab_size (null) must be set to export a model.")
     ours = architecture(config, vocab_size)
-    # no weight depends on a length; what the model could take before it still can
+    # No weight depends on the length, so the model can still take the longest sequence that it could when imported.
     if config.model.position_embedding == "rope":
         config = copy.deepcopy(config)
         config.model.sequence_length = max(config.model.sequence_length, config.model.max_positions or 0)
@@ -95,8 +137,8 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
             continue
         hf = family.write(config)
         try:
-            theirs = architecture(config_from(read_all(hf)[2]), vocab_size)
-        except ConfigError as error:  # what the family calls so would be another model
+            theirs = architecture(config_from(read_config(hf)[2]), vocab_size)
+        except ConfigError as error:  # the family's config.json would mean another model
             refused.append(str(error).removesuffix("."))
             continue
         between = f"; {family.model_type} has "
@@ -119,7 +161,7 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
 
 
 def unexportable(config: Config, vocab_size: int) -> str | None:
-    """Why no Hugging Face family can hold the model of a run with this vocabulary; None where one can."""
+    """Return why no Hugging Face family can hold the model of a run with this vocabulary; None if one can."""
     config = copy.deepcopy(config)
     config.model.vocab_size = config.model.vocab_size or vocab_size
     try:

@@ -1,9 +1,10 @@
-"""Keys of a config.json that no table of a family has. What transformers' code for the family never reads is carried:
-named in one warning, kept, and written to config.json again at export. The others are refused, all in one line.
+"""Keys of a config.json that are not in the family's table. Those that transformers' code for the family never reads
+are carried: named in one warning, kept, and written to config.json again by an export. The others are refused, all in
+one line.
 
-transformers_reads.yaml says what is read; benchmarks/kit/transformers_reads.py makes it from transformers' code. Beside
-it stands one table of switches: names that models with code of their own use for what changes numbers. A key that is
-read, or that is such a switch, is refused unless its value leaves the model what it is.
+transformers_reads.yaml lists the keys that are read; benchmarks/kit/transformers_reads.py makes it from transformers'
+code. SWITCHES lists names by which models with code of their own change numbers. A key that is read, or that is such a
+switch, is refused unless its value does not change the model.
 """
 
 from __future__ import annotations
@@ -24,11 +25,7 @@ from models.huggingface.families.keys import HfConfig, show
 from models.huggingface.families.rules import Family, Overrides
 
 TABLE = Path(__file__).with_name("transformers_reads.yaml")
-Harmless = Callable[[Any, Overrides], bool]  # of a value, in a model with these overrides
-
-
-def _null(value: Any, ours: Overrides) -> bool:
-    return value is None
+Harmless = Callable[[Any, Overrides], bool]  # whether a value does not change a model with these overrides
 
 
 def _anything(value: Any, ours: Overrides) -> bool:
@@ -48,7 +45,7 @@ def _off_or_one(value: Any, ours: Overrides) -> bool:
 
 
 def _is(of: Callable[[dict[str, Any], dict[str, Any]], Any], *more: Any) -> Harmless:
-    """Null, what our sections `model` and `moe` say, or one of a few more values. True is not 1."""
+    """Allow null, the value `of` our sections `model` and `moe`, or one of a few more values. True is not 1."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         same = (of(ours["model"], ours["moe"]), *more)
@@ -64,7 +61,7 @@ def _bias(value: Any, ours: Overrides) -> bool:
 
 
 def _words(of: Callable[[dict[str, Any], dict[str, Any]], Any], words: dict[Any, str]) -> Harmless:
-    """Null, or one of the words that mean what our sections say."""
+    """Allow null, or one of the words that mean the value `of` our sections."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         means = words[of(ours["model"], ours["moe"])].split()
@@ -73,10 +70,7 @@ def _words(of: Callable[[dict[str, Any], dict[str, Any]], Any], words: dict[Any,
     return harmless
 
 
-def _all_full(value: Any, ours: Overrides) -> bool:
-    return value is None or value == ["full_attention"] * ours["model"]["num_layers"]
-
-
+_null = _is(lambda model, moe: None)
 _activation = _words(
     lambda model, moe: model["activation"] == "swiglu",
     {True: "silu swish swiglu gated glu", False: "gelu gelu_new gelu_fast gelu_pytorch_tanh"},
@@ -99,28 +93,28 @@ _score = _of_experts(
     _words(lambda model, moe: moe["router_score"], {"softmax": "softmax greedy", "sigmoid": "sigmoid noaux_tc"})
 )
 
-# Keys that transformers' code reads and a family's table may lack, and which values leave the model as it is.
+# Keys that transformers' code reads and a family's table may lack, with their harmless values.
 READ: dict[str, Harmless] = {
     **dict.fromkeys(
         ("attention_chunk_size", "per_layer_config", "text_config", "vision_config", "transformers_weights"), _null
     ),
-    "layer_types": _all_full,
-    # transformers computes the same with both; others need a library
+    "layer_types": _is(lambda model, moe: ["full_attention"] * model["num_layers"]),
+    # transformers computes the same with both; other values need a library
     **dict.fromkeys(("attn_implementation", "_attn_implementation"), _is(lambda model, moe: None, "eager", "sdpa")),
     "experts_implementation": _null,
-    # of weights that are made anew, and of heads for classes
+    # for the initialization of weights, and for heads of classifiers
     **dict.fromkeys(("initializer_factor", "init_std", "hidden_dropout", "classifier_dropout"), _anything),
     "mask_token_id": _anything,
     "num_mtp_layers": _off,
 }
-# Keys that transformers does not read and other code may: the first expression that the whole key fits, and what
-# leaves the model as it is.
+# Keys that other code than transformers may read: regular expressions, of which the first that matches the whole key
+# applies, with its harmless values.
 SWITCHES: tuple[tuple[str, Harmless], ...] = (
-    # of training alone, or of heads for classes
+    # for training only, or for heads of classifiers
     (r".*loss.*|.*jitter.*|.*load_balanc.*|.*aux_coef.*|.*grad.*|(pooler|summary|classifier)_.*", _anything),
     (r".*in_fp32|fp32_.*", _anything),  # the same sums, rounded less
-    (r"_pre_quantization_dtype", _anything),  # of weights that were quantised and are not any more
-    (r"max_window_layers", _anything),  # of a window, which has a key of its own
+    (r"_pre_quantization_dtype", _anything),  # for weights that are no longer quantised
+    (r"max_window_layers", _anything),  # for a sliding window, which has a key of its own
     # norms
     (
         r"(use_)?(qk|q_k)_?(layer_?)?norms?|(use_)?(q|k|query_key)_(layer_?)?norm",
@@ -130,7 +124,7 @@ SWITCHES: tuple[tuple[str, Harmless], ...] = (
     (r"(use_)?rms_?norm", _is(lambda model, moe: model["normalization"] == "rmsnorm")),
     (r"(use_)?(deep|sandwich|pre|post|peri)_?(layer_?)?norm.*|.*post_(layer_?)?norm.*|normali[sz]e_embed.*", _off),
     (r".*norm_1p|.*zero_cent(er|re)ed.*|.*unit_offset", _off),
-    # biases: a tensor that must be there, or must not
+    # biases: tensors that must, or must not, be in the folder
     (r"no_bias", lambda value, ours: not isinstance(value, bool) or value or _bias(True, ours)),
     (r"(.*_)?bias(es)?(_.*)?", _bias),
     # factors
@@ -173,16 +167,16 @@ SWITCHES: tuple[tuple[str, Harmless], ...] = (
 
 @cache
 def reads(model_type: str) -> frozenset[str]:
-    """The keys that transformers' code for this family reads."""
+    """Return the keys that transformers' code for this family reads."""
     keys = yaml.safe_load(TABLE.read_text())
     return frozenset(f"{keys['every_family']} {keys[model_type]}".split())
 
 
 def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
-    """The keys that are not in the family's table and change nothing. Raises ConfigError, with all of them, for those
-    that may."""
+    """Return the keys that are not in the family's table and are harmless. Raises ConfigError, with all of them, for
+    keys that may change the model."""
     model_type, unknown = family.model_type, {key: hf[key] for key in sorted(hf.keys() - family.spellings)}
-    refused = {key: value for key, value in unknown.items() if not _changes_nothing(key, value, model_type, ours)}
+    refused = {key: value for key, value in unknown.items() if not _is_harmless(key, value, model_type, ours)}
     if refused:
         keys = "a key" if len(refused) == 1 else f"{len(refused)} keys"
         those = "it if you know that it changes" if len(refused) == 1 else "those that you know to change"
@@ -193,7 +187,7 @@ def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
     return unknown
 
 
-def _changes_nothing(key: str, value: Any, model_type: str, ours: Overrides) -> bool:
+def _is_harmless(key: str, value: Any, model_type: str, ours: Overrides) -> bool:
     if key in READ:
         return READ[key](value, ours)
     if key in reads(model_type) or (key.startswith("__") and key.endswith("__")):
@@ -203,18 +197,18 @@ def _changes_nothing(key: str, value: Any, model_type: str, ours: Overrides) -> 
 
 
 def of_family(config: Config, family: Family) -> tuple[HfConfig, HfConfig]:
-    """The keys that the model came with, for a config.json of this family, and those that it would not let pass. Raises
-    ConfigError where the config holds no such keys."""
+    """Split the carried keys of a model into those that a config.json of this family may have, and those that it would
+    refuse. Raises ConfigError if `model.config_json` is not valid."""
     carried, left_out = HfConfig(), HfConfig()
     ours = architecture(config, config.model.vocab_size or 0)
     for key, value in _from_text(config.model.config_json).items():
-        fits = key not in family.spellings and _changes_nothing(key, value, family.model_type, ours)
+        fits = key not in family.spellings and _is_harmless(key, value, family.model_type, ours)
         (carried if fits else left_out)[key] = value
     return carried, left_out
 
 
 def warn(config: Config, model_type: str) -> None:
-    """Name what nothing reads of the keys that an opened model came with, in one line on stderr."""
+    """Print one line to stderr with the keys of an opened model that neither transformers nor Mixtrain reads."""
     keys = _from_text(config.model.config_json)
     never_read = {key: value for key, value in keys.items() if key not in reads(model_type)}
     if never_read:
@@ -227,12 +221,12 @@ def warn(config: Config, model_type: str) -> None:
 
 
 def listed(keys: HfConfig) -> str:
-    """Keys with their values, on one line."""
+    """Return keys with their values, on one line."""
     return ", ".join(f"{show(key)} ({show(value)})" for key, value in keys.items())
 
 
 def to_text(keys: HfConfig) -> str | None:
-    """What `model.config_json` keeps of them. No dollar stands in it: a config would take that for a reference."""
+    """Return `model.config_json` for these keys, without a dollar, which a config would treat as a reference."""
     return json.dumps(keys, sort_keys=True).replace("$", "\\u0024") if keys else None
 
 

@@ -1,29 +1,34 @@
-"""The output layer of GPT and BERT: logits, or the loss without them."""
+"""The output layer of GPT and BERT: logits, or the loss without them, of the rows that predict something.
+
+Rows are tokens in Megatron-core's order, `[s, b]` flattened. Those that predict are selected on the host, so that their
+number is known without waiting for the device.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-from models.loss.rows import select_rows
 from models.loss.tiles import token_tile
-from models.loss.token_loss import Targets, VocabularyPart, mask_padding, token_loss
+from models.loss.token_loss import Targets, VocabularyShard, mask_padding, token_loss
 
 LossOutput = tuple[torch.Tensor, torch.Tensor]  # the sum of the losses, and each token's
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron-core's layer, whose padding is masked, and which has a loss. Its hooks are called for either, so that
-    whoever changes its weight is waited for."""
+    """Megatron-core's layer with masked padding and a loss. Its hooks run in either case, so that the layer waits for
+    pending updates of its weight."""
 
-    vocabulary: VocabularyPart
+    vocabulary: VocabularyShard
     chosen_tile: int | None
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, targets: Targets | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `[s, b, v]` of hidden states `[s, b, h]`, and None. With targets, the sum of the losses `[]` and each
-        token's `[b, s]`, both fp32, of this rank's rows `[m, h]` that predict."""
+        """Return logits `[s, b, v]` of hidden states `[s, b, h]`, and None. With targets, the sum of the losses `[]`
+        and each token's `[b, s]`, both fp32, of this rank's rows `[m, h]` that predict."""
         if targets is None:
             logits, bias = super().forward(hidden, weight=weight)
             mask_padding(logits.detach(), self.vocabulary.num_real)  # autograd would copy the gradient of all logits
@@ -32,18 +37,58 @@ class OutputLayer(ColumnParallelLinear):
         tile = token_tile(targets.labels.numel(), self.chosen_tile)
         return token_loss(hidden, weight, self.bias, targets, self.vocabulary, tile)
 
-    def rows(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
-        """This rank's rows `[m, h]` of `[s, b, h]` that predict something."""
+    def select(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
+        """Return this rank's rows `[m, h]` of `[s, b, h]` that predict something."""
         rank = self.vocabulary.group.rank() if self.vocabulary.is_spread else 0
-        return select_rows(hidden, targets.rows, rank)
+        return select_rows(hidden, targets.loss_rows, rank)
 
 
 def become_output_layer(layer: torch.nn.Module, vocab_size: int, chosen_tile: int | None) -> None:
-    """Make Megatron-core's layer, which it builds itself, one of these. `vocab_size` is the logical one."""
+    """Turn Megatron-core's layer, which it builds itself, into an OutputLayer. `vocab_size` is the logical one."""
     assert type(layer) is ColumnParallelLinear, type(layer)
     layer.__class__ = OutputLayer
-    group, rows = layer.tp_group, layer.output_size_per_partition
-    first = group.rank() * rows
-    num_real = min(max(vocab_size - first, 0), rows)
-    layer.vocabulary = VocabularyPart(group, first, num_real, layer.sequence_parallel)
+    group, num_rows = layer.tp_group, layer.output_size_per_partition
+    first = group.rank() * num_rows
+    num_real = min(max(vocab_size - first, 0), num_rows)
+    layer.vocabulary = VocabularyShard(group, first, num_real, layer.sequence_parallel)
     layer.chosen_tile = chosen_tile
+
+
+def predicted_rows(loss_mask: torch.Tensor, ranks: int = 1) -> torch.Tensor | None:
+    """Return the rows where `loss_mask` (`[b, s]`, on the host) is not 0: int64 `[ranks, m]`; None if these are all.
+
+    Under sequence parallelism each of `ranks` tensor ranks holds a shard of the rows. All get the same number: a rank
+    with fewer predicting rows gets some that predict nothing.
+    """
+    predicts = (loss_mask.t().reshape(ranks, -1) != 0).to(torch.int8)
+    counts = predicts.sum(dim=1)
+    most = int(counts.max())
+    if int(counts.min()) == predicts.size(1):
+        return None
+    # For each rank first the rows that predict, each kind in order.
+    chosen = torch.argsort(predicts, dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
+    return chosen + torch.arange(ranks).unsqueeze(1) * predicts.size(1)
+
+
+def select_rows(hidden: torch.Tensor, loss_rows: torch.Tensor | None, rank: int) -> torch.Tensor:
+    """Return this rank's rows `[m, h]` of `[s, b, h]`: those of `loss_rows[rank]`, or all."""
+    flat = hidden.flatten(0, 1)
+    if loss_rows is None:
+        return flat
+    rank = rank if loss_rows.size(0) > 1 else 0
+    return _Select.apply(flat, loss_rows[rank] - rank * flat.size(0))  # type: ignore[no-any-return]
+
+
+class _Select(torch.autograd.Function):
+    """Selects distinct rows of a matrix. Torch's own function adds the gradients, row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.shape = whole.shape
+        ctx.save_for_backward(index)
+        return whole.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_copy_(0, index, grad), None

@@ -1,1 +1,1 @@
-"""Pointwise parts of a layer: each direction one function of its inputs, which a GPU runs as one kernel."""
+"""Pointwise operations of a layer: each direction is one function of its inputs, which a GPU runs as one kernel."""

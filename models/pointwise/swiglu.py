@@ -11,20 +11,19 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from models.pointwise.out import product_into
-from parallel.fused import fused
+from parallel.fused import fused, product_into
 
 
 @fused
 def swiglu_forward(preactivation: torch.Tensor) -> torch.Tensor:
-    """`[..., 2 f]`, gate and input, -> `[..., f]`."""
+    """Return `[..., f]` for `[..., 2 f]`: gate and input."""
     gate, up = preactivation.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 @fused
 def swiglu_backward(preactivation: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """The gradient of `preactivation` where that of swiglu_forward's result is `grad`."""
+    """Return the gradient of `preactivation` for the gradient `grad` of swiglu_forward's result."""
     gate, up = preactivation.chunk(2, dim=-1)
     result = torch.empty_like(preactivation)
     gate_grad, up_grad = result.chunk(2, dim=-1)
@@ -39,8 +38,8 @@ def swiglu_backward(preactivation: torch.Tensor, grad: torch.Tensor) -> torch.Te
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps what goes into the activation alone. Autograd would keep its parts and a copy of one beside it, and put the
-    gradients of the parts together afterwards."""
+    """Saves only the preactivation. Autograd would keep its two halves and a copy of one, and concatenate the gradients
+    of the halves afterwards."""
 
     @staticmethod
     def forward(ctx: Any, preactivation: torch.Tensor) -> torch.Tensor:
@@ -55,5 +54,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(preactivation: torch.Tensor) -> torch.Tensor:
-    """`[..., 2 f]`, gate and input, -> `[..., f]`."""
+    """Return `[..., f]` for `[..., 2 f]`: gate and input."""
     return _SwiGLU.apply(preactivation)

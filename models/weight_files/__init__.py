@@ -1,1 +1,1 @@
-"""Files that weights come in: which of a folder's are the model, and one reader for each format."""
+"""Weight files: the choice of a folder's files, a reader for each format, and a writer of safetensors."""

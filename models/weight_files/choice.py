@@ -1,4 +1,4 @@
-"""Which files of a folder are its model: those that transformers would read, by name and in its order."""
+"""The choice of a folder's weight files: those that transformers would read, by name and in its order."""
 
 from __future__ import annotations
 
@@ -23,26 +23,21 @@ VARIANT = re.compile(
 
 @dataclass(frozen=True)
 class WeightFileChoice:
-    """The single file or the index to read, and a line for the user where something else is passed over."""
+    """The single file or the index to read, and a note for the user if other files are ignored."""
 
     name: str
     note: str | None = None
 
     @property
-    def is_index(self) -> bool:
-        """Whether parts hold the tensors."""
-        return self.name.endswith(".json")
-
-    @property
     def suffix(self) -> str:
-        """How the files that hold tensors end."""
+        """The ending of the names of files that hold tensors."""
         return ".bin" if self.name in (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME) else ".safetensors"
 
 
 def choose(folder: Path, pickled: bool) -> WeightFileChoice:
-    """What to read of a folder; with `pickled` also torch.save's files, where there are no safetensors.
+    """Return the file or index of a folder to read; with `pickled` torch.save's files too, if there are no safetensors.
 
-    Raises ConfigError where there is nothing, or where two files of one format could be the model.
+    Raises ConfigError if there is none, or if two files of one format could be the model.
     """
     formats = [(SINGLE_NAME, INDEX_NAME), *([(PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME)] if pickled else [])]
     found = [[name for name in names if os.path.lexists(folder / name)] for names in formats]
@@ -52,7 +47,7 @@ def choose(folder: Path, pickled: bool) -> WeightFileChoice:
         raise ConfigError(f"folder {folder} must hold {', '.join(names)} or {last}{_instead(folder)}.")
     if len(there[0]) > 1:
         single, index = there[0]
-        raise ConfigError(f"folder {folder} holds {single} and {index}: which of them is the model? Move one away.")
+        raise ConfigError(f"folder {folder} holds {single} and {index}: keep only the one that belongs to the model.")
     name = there[0][0]
     others = [other for names in there[1:] for other in names]
     if others:
@@ -63,11 +58,11 @@ def choose(folder: Path, pickled: bool) -> WeightFileChoice:
 
 
 def _instead(folder: Path) -> str:
-    """What a folder without weights that can be read holds in their place, and what to do with it."""
+    """Return what a folder without readable weights holds instead, and the way out, as the end of a message."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     variants = [(name, match) for name in names if (match := VARIANT.fullmatch(name)) is not None]
     if variants:
-        # an index comes first: it names its parts, which keep their names
+        # An index is preferred: the files that it names keep their names.
         name, match = min(variants, key=lambda item: item[1]["index"] is None)
         plain = f"{match['index']}.json" if match["index"] else f"{match['stem']}.{match['suffix']}"
         variant = match["variant"] or match["of_index"]

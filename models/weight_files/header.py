@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read without torch: what each tensor is, and at which byte of the file it lies.
+"""The header of a safetensors file, read without torch: the type, the shape and the bytes of each tensor.
 
 8 bytes of length, a JSON object, then the tensors' bytes without gaps (https://huggingface.co/docs/safetensors). Old
-files pad the header to no multiple of 8: a tensor may lie at any byte.
+files do not pad the header to a multiple of 8: a tensor may start at any byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor: its type in safetensors' words, its shape, and its bytes in the file."""
+    """The type of a tensor as safetensors names it, its shape, and its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a file says of itself."""
+    """The metadata and the tensors of a file."""
 
     metadata: dict[str, str]
     tensors: dict[str, TensorSpan]
@@ -43,7 +43,7 @@ class SafetensorsHeader:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """The header of a file. Raises ValueError, in words, where the file is not what its header says, or OSError."""
+    """Return the header of a file. Raises ValueError, with the reason, if the file does not match it; or OSError."""
     with open(path, "rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)

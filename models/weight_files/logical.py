@@ -1,4 +1,4 @@
-"""Logical tensors where they lie: the model's weights under layout-free names, any box of each, without a model."""
+"""A model's logical weights in files: any box of each is read by its layout-free name, without building the model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import torch
 
 from configs.schema import ConfigError
 from memory.read_only_file import ReadOnlyFile
-from models.weight_files.cover import wrong_cover
-from models.weight_files.expected import FP32_NAMES
-from models.weight_files.pieces import RowBlock, fill
-from models.weight_files.stored import as_matrix
+from models.weight_files.expected import FP32_NAMES, wrong_cover
+from models.weight_files.stored_tensors import RowBlock, as_matrix, fill
 
 
 @dataclass(frozen=True)
 class LogicalWeight:
-    """One logical tensor: its shape, the type that it is read with, and where it lies."""
+    """One logical tensor: its shape, the type that it is read as, and the stored blocks that hold it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -28,19 +26,19 @@ class LogicalWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers as they are read."""
+        """The bytes of its numbers once they are read."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LogicalTensors:
-    """A model's tensors by their logical names (models/weights.py). Several threads may read at once; files stay open,
-    so that one that is deleted meanwhile still reads."""
+    """Reads a model's tensors by their logical names (models/weights.py). Several threads may read at once. Files stay
+    open, so that a file that is deleted meanwhile can still be read."""
 
     def __init__(
         self, folder: Path, weights: Mapping[str, LogicalWeight], expected: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`expected`: the shape of every weight that the model has. Raises ConfigError where one is missing, there
-        twice, not whole, or of another shape."""
+        """`expected`: the shape of every weight that the model has. Raises ConfigError for a weight that is missing,
+        stored twice, incomplete, or of another shape."""
         self.folder = folder
         self._weights = weights
         for name in [*expected, *(name for name in weights if name not in expected)]:
@@ -57,7 +55,7 @@ class LogicalTensors:
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The type of most numbers."""
+        """The type of most of the numbers."""
         sizes: Counter[torch.dtype] = Counter()
         for weight in self._weights.values():
             sizes[weight.dtype] += math.prod(weight.shape)
@@ -72,26 +70,26 @@ class LogicalTensors:
         return self._weights[name].shape
 
     def dtype(self, name: str, wanted: torch.dtype | None = None) -> torch.dtype:
-        """The type that a tensor is read with; a quantised one is read as a plain one. `wanted`: the type that most
-        shall have, for the type of this tensor then."""
+        """Return the type that a tensor is read as; for a quantised tensor, that of its products. With `wanted`, the
+        type asked for most tensors, return this tensor's type under it: FP32_NAMES keep their own."""
         own = self._weights[name].dtype
         return own if wanted is None or name.endswith(FP32_NAMES) else wanted
 
     def num_bytes(self, name: str) -> int:
-        """Bytes of a tensor of that type."""
+        """The bytes of a tensor of that type."""
         return self._weights[name].num_bytes
 
     def file_of(self, name: str) -> Path:
-        """The file that a tensor lies in, or its first part; the folder where that is not known."""
+        """The file that holds the tensor's first block; the folder if the block is not read from a file."""
         source = self._weights[name].blocks[0].stored.source
         return source.path if isinstance(source, ReadOnlyFile) else self.folder
 
     def fill(self, name: str, target: torch.Tensor, at: Sequence[int] | None = None) -> None:
-        """Fill a tensor of the host, which may be strided and of any float type, with the box of the logical tensor
+        """Fill a tensor on the host, which may be strided and of any float type, with the box of the logical tensor
         that begins at `at` (its first number by default) and has the target's shape.
 
-        Raises ConfigError, in a line with file and tensor, where a file cannot be read; ValueError for a box that does
-        not lie inside.
+        Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError for a box outside
+        the tensor.
         """
         shape = self.shape(name)
         first = tuple(at) if at is not None else (0,) * len(shape)
@@ -103,7 +101,7 @@ class LogicalTensors:
         fill(matrix, self._weights[name].blocks, (first[0], first[1] if len(first) == 2 else 0))
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, as `dtype` (None: as it is read). Raises ConfigError."""
+        """Read a whole tensor, as `dtype` (None: its own type). Raises ConfigError."""
         result = torch.empty(self.shape(name), dtype=dtype or self.dtype(name))
         self.fill(name, result)
         return result

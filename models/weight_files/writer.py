@@ -1,5 +1,5 @@
-"""Safetensors written as a stream: what will be written is known in front, so each file begins with its header, and
-each tensor goes to its place as it comes. Memory holds one tensor; what was written leaves the kernel's cache."""
+"""A streaming writer of safetensors. All tensors are announced first, so each file begins with its header, and each
+tensor is written at its offset as it is added. Memory holds one tensor; written pages leave the kernel's cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import torch
 from configs import progress
 from configs.files import writing
 from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
-from models.weight_files.stored import as_bytes
+from models.weight_files.stored_tensors import as_bytes
 from parallel.dtypes import SAFETENSORS_NAMES
 
-PART_BYTES = 2 * 1024**3
-FLUSH_BYTES = 16 * 1024**2  # that are written before they go through to the disk
+MAX_FILE_BYTES = 2 * 1024**3
+FLUSH_BYTES = 16 * 1024**2  # written between two flushes to the disk
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that will be written."""
+    """Name, type and shape of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -33,70 +33,67 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its numbers."""
+        """The bytes of its numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def planned_parts(specs: Iterable[TensorSpec], part_bytes: int) -> list[list[TensorSpec]]:
-    """The tensors of each file: in their order, as many as `part_bytes` hold, and at least one."""
-    parts: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if parts[-1] and size + spec.num_bytes > part_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(spec)
-        size += spec.num_bytes
-    return parts
-
-
 class Writer:
-    """Writes the tensors of `specs`, in any order, to model.safetensors of a folder, or to parts of at most
-    `part_bytes` with an index; a tensor that is larger has a part to itself. Raises OSError."""
+    """Writes the tensors of `specs`, in any order, to model.safetensors of a folder, or to several files of at most
+    `max_file_bytes` with an index; a larger tensor has a file of its own. Raises OSError."""
 
     def __init__(
-        self, folder: Path, specs: Iterable[TensorSpec], part_bytes: int = PART_BYTES, shown: bool = False
+        self, folder: Path, specs: Iterable[TensorSpec], max_file_bytes: int = MAX_FILE_BYTES, shown: bool = False
     ) -> None:
-        """`shown`: a bar on standard error."""
+        """`shown`: display a progress bar on standard error."""
         folder.mkdir(parents=True, exist_ok=True)
-        parts = planned_parts(specs, part_bytes)
+        planned: list[list[TensorSpec]] = [[]]
+        size = 0
+        for spec in specs:
+            if planned[-1] and size + spec.num_bytes > max_file_bytes:
+                planned.append([])
+                size = 0
+            planned[-1].append(spec)
+            size += spec.num_bytes
         self.folder = folder
-        self._parts = [
-            _PartFile(folder / _name(number, len(parts)), part) for number, part in enumerate(parts, start=1)
-        ]
-        self._part_of = {spec.name: part for part in self._parts for spec in part.specs.values()}
-        assert len(self._part_of) == sum(len(part) for part in parts), "two tensors have one name"
-        self._total_bytes = sum(spec.num_bytes for part in parts for spec in part)
+        names = [SINGLE_NAME]
+        if len(planned) > 1:
+            names = [f"model-{number:05d}-of-{len(planned):05d}.safetensors" for number in range(1, len(planned) + 1)]
+        self._files = [_StreamedFile(folder / name, held) for name, held in zip(names, planned, strict=True)]
+        self._file_of = {spec.name: file for file in self._files for spec in file.specs.values()}
+        assert len(self._file_of) == sum(map(len, planned)), "two tensors have one name"
+        self._total_bytes = sum(spec.num_bytes for held in planned for spec in held)
         self._bar = progress.bar(self._total_bytes, f"writing {folder.name.partition('.partial-')[0]}", shown=shown)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor, of any device and strides."""
         try:
-            self._part_of.pop(name).write(name, tensor.detach().cpu().contiguous())
+            self._file_of.pop(name).write(name, tensor.detach().cpu().contiguous())
         except OSError:
-            self._bar.close()  # so that what is said of it has a line of its own
+            self._bar.close()  # so that the error's message has a line of its own
             raise
         self._bar.update(tensor.nbytes)
 
     def close(self) -> None:
-        """Write the index. All files are on the disk then."""
-        assert not self._part_of, f"{min(self._part_of)} was promised, and never came"
-        for part in self._parts:
-            part.close()  # one without tensors
+        """Write the index; all files are on the disk afterwards."""
+        assert not self._file_of, f"{min(self._file_of)} was promised, and never came"
+        for file in self._files:
+            file.close()  # for a file without tensors
         self._bar.close()
-        if len(self._parts) > 1:
-            weight_map = {name: part.path.name for part in self._parts for name in part.specs}
+        if len(self._files) > 1:
+            weight_map = {name: file.path.name for file in self._files for name in file.specs}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             (self.folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-class _PartFile:
-    """One file, which is open from its first tensor to its last."""
+class _StreamedFile:
+    """One file, open from its first tensor to its last."""
 
     def __init__(self, path: Path, specs: list[TensorSpec]) -> None:
-        # wide types first, so that all are aligned
+        # wide types first, so that every tensor is aligned
         ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
         self.path, self.specs = path, {spec.name: spec for spec in ordered}
+        # For messages: the path in the folder's final name, as the partial folder's means nothing to the user.
+        self._shown = path.parent.with_name(path.parent.name.partition(".partial-")[0]) / path.name
         content: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._starts, at = dict[str, int](), 0
         for spec in ordered:
@@ -116,10 +113,10 @@ class _PartFile:
             os.close(self._descriptor)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor of the host to its place. Raises WriteError."""
+        """Write a tensor on the host at its offset. Raises WriteError."""
         spec = self.specs[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{name} is not as it was promised"
-        with writing(_shown(self.path)):
+        with writing(self._shown):
             if self._descriptor < 0:
                 self._open()
             start = len(self._header) + self._starts[name]
@@ -130,8 +127,8 @@ class _PartFile:
             self.close()
 
     def close(self) -> None:
-        """Bring what was written through to the disk. Raises WriteError."""
-        with writing(_shown(self.path)):
+        """Flush the file to the disk and close it. Raises WriteError."""
+        with writing(self._shown):
             if self._descriptor < 0 and not self.specs:
                 self._open()
             if self._descriptor >= 0:
@@ -146,7 +143,7 @@ class _PartFile:
 
     def _write(self, content: memoryview, at: int) -> None:
         while content:
-            # a write to a disk that is almost full may be short
+            # a write to an almost full disk may be short
             count = os.pwrite(self._descriptor, content[:FLUSH_BYTES], at)
             self._unflushed += count
             content, at = content[count:], at + count
@@ -154,16 +151,7 @@ class _PartFile:
                 self._flush()
 
     def _flush(self) -> None:
-        """Leave nothing in the kernel's cache: dirty pages of a model would fill a small cgroup."""
+        """Flush to the disk and empty the kernel's cache: a model's dirty pages would fill a small cgroup."""
         os.fdatasync(self._descriptor)
-        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # all of it: a page may hold two tensors
+        os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the whole file: a page may hold two tensors
         self._unflushed = 0
-
-
-def _name(number: int, count: int) -> str:
-    return SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _shown(path: Path) -> Path:
-    """The path under the name that the folder will have: nobody can open the one that it has meanwhile."""
-    return path.parent.with_name(path.parent.name.partition(".partial-")[0]) / path.name

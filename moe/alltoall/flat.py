@@ -1,4 +1,4 @@
-"""Uneven all-to-all of rows over the expert parallel group, started now and waited for later.
+"""Asynchronous uneven all-to-all of token rows over the expert parallel group.
 
 On gloo every receive is posted before the send that answers it: gloo's pairs share one connection for data and for the
 "ready to receive" notices, and a notice behind a payload makes the two directions run one after the other (16 MiB at
@@ -22,7 +22,7 @@ MAX_TAG = 2**20
 class SplitSizes:
     """One exchange's numbers of rows: `send[i]` to rank i and `receive[i]` from it, this rank's own included.
 
-    `relay` is what an exchange that passes rows on needs beside that; `back`: it goes the other way, to combine.
+    `relay` has the further numbers of an exchange with relays; `back`: the exchange is a combine, not a dispatch.
     """
 
     send: list[int]
@@ -33,57 +33,54 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class ExchangeCounts:
-    """What `AllToAll.count` found out: numbers [rank][column] that this rank sends and receives."""
+    """Result of `AllToAll.count`: numbers [rank][column] that this rank sends and receives."""
 
     sent: list[list[int]]
     received: list[list[int]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """The sizes of the rows that these columns count together; `back`: for their combine, the other way."""
+        """Return the sizes of an exchange of the rows in these columns; `back`: of their combine."""
         sent, received = add_columns(self.sent, columns), add_columns(self.received, columns)
         return SplitSizes(received, sent, back=True) if back else SplitSizes(sent, received)
 
 
 class Handle(Protocol):
-    """One exchange: `send` once, `wait` for what is received, and at last `finish`, until when the sent rows must stay
-    as they are."""
+    """One exchange: call `send`, `wait` and `finish` once each. The sent rows must not change until `finish`."""
 
-    def send(self, rows: torch.Tensor, own: bool = True) -> None:
-        """Start sending rows, sorted by rank. Without `own` they lack this rank's, which are in the receive buffer
-        already."""
+    def send(self, token_rows: torch.Tensor, own: bool = True) -> None:
+        """Start sending rows, sorted by rank. Without `own` this rank's rows are missing: they are in the receive
+        buffer already."""
 
     def wait(self) -> torch.Tensor:
-        """The receive buffer, filled (on a GPU: once the current stream gets there). Once only: the handle lets go of
-        it."""
+        """Return the filled receive buffer, and drop the reference to it; on a GPU the current stream waits."""
 
     def finish(self) -> None:
-        """Everything is sent too. Apart from `wait`, so that a rank that sends much can go on with what it has
-        received."""
+        """Wait until everything is sent. Separate from `wait`, so that a rank can compute with the received rows while
+        it still sends."""
 
 
 class AllToAll(Protocol):
-    """All ranks of a group call these in the same order."""
+    """Exchanges over a group, whose ranks all call these methods in the same order."""
 
     rank: int
     size: int
 
     def count(self, counts: torch.Tensor) -> ExchangeCounts:
-        """Tell each rank its row of `counts` [ranks, columns] (int64): one small exchange, after which the host
-        waits."""
+        """Send each rank its row of `counts` [ranks, columns] (int64): a small exchange that the host waits for."""
 
     def expect(self, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
-        """Get ready to receive into a contiguous buffer, in the order of ranks."""
+        """Prepare to receive into a contiguous buffer, in the order of ranks."""
 
 
-def start(exchange: AllToAll, rows: torch.Tensor, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
-    """Expect and send in one."""
+def start(exchange: AllToAll, token_rows: torch.Tensor, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
+    """Start an exchange: prepare to receive, and send."""
     handle = exchange.expect(buffer, split_sizes)
-    handle.send(rows)
+    handle.send(token_rows)
     return handle
 
 
 def add_columns(counts: Sequence[Sequence[int]], columns: Sequence[int]) -> list[int]:
-    """Per rank the sum of these columns."""
+    """Return the sum of these columns for each rank."""
     return [sum(of_rank[column] for column in columns) for of_rank in counts]
 
 
@@ -112,38 +109,38 @@ class _FlatHandle:
     def __init__(self, exchange: FlatAllToAll, buffer: torch.Tensor, split_sizes: SplitSizes, tag: int) -> None:
         self._exchange, self._split_sizes, self._tag = exchange, split_sizes, tag
         self._buffer: torch.Tensor | None = buffer
-        self._parts = _split(buffer, split_sizes.receive)
+        self._receive_views = _split(buffer, split_sizes.receive)
         self._receives: list[Any] = []
         self._sends: list[Any] = []
         self._sent: torch.Tensor | None = None
         if exchange.pairwise:
             for rank in _others(exchange):
-                if len(self._parts[rank]):
-                    self._receives.append(dist.irecv(self._parts[rank], group=exchange.group, group_src=rank, tag=tag))
+                if len(view := self._receive_views[rank]):
+                    self._receives.append(dist.irecv(view, group=exchange.group, group_src=rank, tag=tag))
 
-    def send(self, rows: torch.Tensor, own: bool = True) -> None:
+    def send(self, token_rows: torch.Tensor, own: bool = True) -> None:
         exchange, counts = self._exchange, list(self._split_sizes.send)
         if not own:
             counts[exchange.rank] = 0
-        parts = _split(rows, counts)
-        self._sent = rows  # alive until `finish`
+        send_views = _split(token_rows, counts)
+        self._sent = token_rows  # alive until `finish`
         if exchange.pairwise:
             for rank in _others(exchange):
-                if len(parts[rank]):
-                    self._sends.append(dist.isend(parts[rank], group=exchange.group, group_dst=rank, tag=self._tag))
+                if len(view := send_views[rank]):
+                    self._sends.append(dist.isend(view, group=exchange.group, group_dst=rank, tag=self._tag))
         else:
-            outputs, inputs = list(self._parts), list(parts)
+            outputs, inputs = list(self._receive_views), list(send_views)
             outputs[exchange.rank], inputs[exchange.rank] = outputs[exchange.rank][:0], inputs[exchange.rank][:0]
             self._receives.append(dist.all_to_all(outputs, inputs, group=exchange.group, async_op=True))
-        if own and len(parts[exchange.rank]):
-            self._parts[exchange.rank].copy_(parts[exchange.rank])
+        if own and len(send_views[exchange.rank]):
+            self._receive_views[exchange.rank].copy_(send_views[exchange.rank])
 
     def wait(self) -> torch.Tensor:
         for work in self._receives:
             work.wait()
         self._receives.clear()
-        self._parts.clear()
-        buffer, self._buffer = self._buffer, None  # whoever waits for the rows alone decides how long they live
+        self._receive_views.clear()
+        buffer, self._buffer = self._buffer, None  # the caller alone decides how long the rows live
         assert buffer is not None
         return buffer
 
@@ -159,7 +156,7 @@ def _others(exchange: FlatAllToAll) -> list[int]:
     return [(exchange.rank + step) % exchange.size for step in range(1, exchange.size)]
 
 
-def _split(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+def _split(buffer: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     ends = list(accumulate(counts))
-    assert len(rows) == (ends[-1] if ends else 0), (len(rows), list(counts))
-    return [rows[end - count : end] for end, count in zip(ends, counts, strict=True)]
+    assert len(buffer) == (ends[-1] if ends else 0), (len(buffer), list(counts))
+    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]

@@ -1,15 +1,15 @@
-"""All-to-all in two stages: what goes to another node is gathered inside the node first, so that a rank sends one
-message to each other node (SE-MoE, Shen et al., 2022, section 4.2).
+"""All-to-all in two stages: rows for another node are gathered inside the node first, so that a rank sends one message
+to each other node (SE-MoE, Shen et al., 2022, section 4.2).
 
-Rank (n, l) is the l-th of node n. Rows from (n, l) to (m, k) go over (n, k), their relay: inside the node, then between
-ranks of the same number. Combined rows come back over the same relay, between nodes first, so that one exchange of
-counts serves both. Rows that stay in their node go straight.
+Rank (n, l) is the l-th of node n. Rows from (n, l) to (m, k) are sent through (n, k), their relay: inside the node,
+then between ranks of the same local number. Combined rows return through the same relay, between nodes first, so that
+one exchange of counts serves both directions. Rows within a node are sent directly.
 
-Nothing is repacked: a relay receives its mates' rows where its message to each node wants them, and those messages are
-pieces of the receive buffer at the other end. Only the relay's own rows are copied.
+Nothing is repacked: a relay receives its mates' rows at their offsets in its message to each node, and the receiver's
+buffer is contiguous in these messages. Only the relay's own rows are copied.
 
-On gloo all receives of both stages are posted first, and a thread starts the second stage when the first is there. On
-NCCL the stages are two groups of sends and receives, one after the other on the communicator's stream.
+On gloo all receives of both stages are posted first, and a thread starts the second stage when the first has arrived.
+On NCCL the stages are two groups of sends and receives, one after the other on the communicator's stream.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ import torch
 import torch.distributed as dist
 
 from configs.ranks import launched
+from configs.schema import ConfigError
 from memory.pool import WORKSPACE
-from moe.alltoall.flat import MAX_TAG, ExchangeCounts, SplitSizes, add_columns
+from moe.alltoall.flat import MAX_TAG, AllToAll, ExchangeCounts, FlatAllToAll, SplitSizes, add_columns
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int | None:
-    """How many ranks of the group each node has, or None where `HierarchicalAllToAll` cannot run: nodes have different
-    numbers of them, or their ranks do not follow one another. Collective over the group; all its ranks get the same
-    answer.
+    """Return the number of ranks of the group on each node; None if it differs, or a node's ranks are not consecutive.
+
+    `HierarchicalAllToAll` cannot run then. Collective over the group; all its ranks get the same answer.
     """
-    # Nodes that are emulated on one host have its name too: there the launcher's numbers tell them apart.
+    # Nodes that are emulated on one host share its name: there the launcher's numbers distinguish them.
     local_rank = launched().local_rank
     first_rank = 0 if local_rank is None else dist.get_rank() - local_rank
     nodes: list[Any] = [None] * group.size()
@@ -49,23 +50,23 @@ def ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 @dataclass(frozen=True)
 class HierarchicalCounts(ExchangeCounts):
-    """Exchange counts, and the numbers [node][local rank][column] of rows between this rank's node and its peer in
-    another that it relays."""
+    """Exchange counts, and the numbers [node][local rank][column] of rows that this rank relays between a mate and its
+    own peer in another node."""
 
     relayed: list[list[list[int]]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """See ExchangeCounts; `relay` is then [node][local rank]."""
+        """Return sizes as ExchangeCounts does, with `relay` as [node][local rank]."""
         return replace(
             super().split_sizes(columns, back), relay=[add_columns(of_node, columns) for of_node in self.relayed]
         )
 
 
 class HierarchicalAllToAll:
-    """An AllToAll over nodes of `ranks_per_node` ranks each, which follow one another in the group.
+    """An AllToAll over nodes of `ranks_per_node` consecutive ranks each.
 
-    Split sizes must come from this exchange's own `count`. Raises ValueError where the nodes do not divide the group.
-    Layers should share one: on gloo it has two threads, which pass rows on while the program computes.
+    Split sizes must be from this exchange's own `count`. Raises ValueError if the nodes do not divide the group.
+    Layers should share one: on gloo it has two threads, which relay rows while the program computes.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
@@ -81,12 +82,11 @@ class HierarchicalAllToAll:
         self.others = [(self.node + step) % self.num_nodes for step in range(1, self.num_nodes)]  # nodes
         self.mates = [(self.local + step) % ranks_per_node for step in range(1, ranks_per_node)]  # local ranks
         self._next = 0
-        # Combines have a thread of their own: their slow stage comes first, and rows that wait for a link should not
-        # wait for them.
+        # Combines have a thread of their own: their slow stage is the first, and dispatches should not wait for it.
         self._relays = (_Worker(), _Worker()) if self.pairwise else None
 
     def count(self, counts: torch.Tensor) -> HierarchicalCounts:
-        """See AllToAll. One row to each rank: so what passes through a relay are the numbers that it will relay."""
+        """Exchange counts as AllToAll says. Each rank gets one row, so a relay sees the numbers that it will relay."""
         ones, received = [1] * self.size, torch.empty_like(counts)
         relay = [[int(node != self.node)] * self.ranks_per_node for node in range(self.num_nodes)]
         handle = self.expect(received, SplitSizes(ones, ones, relay))
@@ -105,39 +105,41 @@ class HierarchicalAllToAll:
         return _HierarchicalHandle(self, buffer, split_sizes, self._next * self.num_nodes)
 
     def relay(self, job: Callable[[], list[Any]], back: bool) -> Future[list[Any]]:
-        """Let the thread of this direction run a job, after those before it."""
+        """Run a job in the thread of this direction, after earlier jobs."""
         assert self._relays is not None
         return self._relays[back].submit(job)
 
 
 class _Message(NamedTuple):
-    rows: torch.Tensor
+    token_rows: torch.Tensor
     rank: int  # of the other end
     tag: int
 
 
 class _HierarchicalHandle:
-    """The four kinds of messages of one exchange; `back` turns each kind round.
+    """One exchange and its four kinds of messages; `back` reverses the direction of each kind.
 
-    Of the relay (`passing`): `inside` with its mates, `between` with its peers in other nodes. Of the ends (`mine`):
-    the same. Tags: the node that is not the relay's.
+    As a relay (`passing`) it exchanges `inside` with its mates and `between` with its peers in other nodes. Its own
+    rows (`mine`) are in messages of the same two kinds. A message's tag is the node that is not the relay's.
     """
 
     def __init__(self, exchange: HierarchicalAllToAll, buffer: torch.Tensor, split_sizes: SplitSizes, tag: int) -> None:
         assert split_sizes.relay is not None, "the split sizes are not from this exchange's count"
         self._exchange, self._buffer, self._split_sizes, self._tag = exchange, buffer, split_sizes, tag
-        self._parts = buffer.split(split_sizes.receive)
+        self._receive_views = buffer.split(split_sizes.receive)
         passing = WORKSPACE.take((sum(map(sum, split_sizes.relay)), *buffer.shape[1:]), buffer)
         self._passing: torch.Tensor | None = passing
         of_nodes = passing.split([sum(counts) for counts in split_sizes.relay])
         # [node][local rank]
-        self._passing_parts = [rows.split(counts) for rows, counts in zip(of_nodes, split_sizes.relay, strict=True)]
-        inside = {node: self._inside(node, self._passing_parts[node]) for node in exchange.others}
+        self._passing_views = [view.split(counts) for view, counts in zip(of_nodes, split_sizes.relay, strict=True)]
+        inside = {node: self._inside(node, self._passing_views[node]) for node in exchange.others}
         between = {node: [_Message(of_nodes[node], self._rank(node), tag + node)] for node in exchange.others}
         self._taken, self._passed_on = (between, inside) if split_sizes.back else (inside, between)  # {node: messages}
-        self._direct = self._inside(exchange.node, self._of_node(self._parts, exchange.node))
+        self._direct = self._inside(exchange.node, self._of_node(self._receive_views, exchange.node))
         self._last = (
-            self._mine_inside(self._parts) if split_sizes.back else self._mine_between(buffer, split_sizes.receive)
+            self._mine_inside(self._receive_views)
+            if split_sizes.back
+            else self._mine_between(buffer, split_sizes.receive)
         )
         self._receives: list[Any] = []
         self._sends: list[Any] = []
@@ -148,23 +150,23 @@ class _HierarchicalHandle:
             self._relay_receives = {node: self._receive(messages) for node, messages in self._taken.items()}
             self._receives = self._receive([*self._last, *self._direct])
 
-    def send(self, rows: torch.Tensor, own: bool = True) -> None:
+    def send(self, token_rows: torch.Tensor, own: bool = True) -> None:
         exchange, split_sizes, counts = self._exchange, self._split_sizes, list(self._split_sizes.send)
         if not own:
             counts[exchange.rank] = 0
-        self._sent = rows  # alive until `finish`
-        parts = rows.split(counts)
+        self._sent = token_rows  # alive until `finish`
+        send_views = token_rows.split(counts)
         if split_sizes.back:
-            first = self._mine_between(rows, counts)
+            first = self._mine_between(token_rows, counts)
         else:
-            first = self._mine_inside(parts)
+            first = self._mine_inside(send_views)
             for node in exchange.others:
-                self._passing_parts[node][exchange.local].copy_(parts[self._rank(node)])
-        direct = self._inside(exchange.node, self._of_node(parts, exchange.node))
+                self._passing_views[node][exchange.local].copy_(send_views[self._rank(node)])
+        direct = self._inside(exchange.node, self._of_node(send_views, exchange.node))
         if exchange.pairwise:
             self._sends = self._send(first)
-            # Not earlier: only `send` comes in an order in which every rank's thread can wait for one exchange after
-            # the other.
+            # Not earlier: only the order of `send` calls lets every rank's thread wait for one exchange after the
+            # other.
             self._relay = exchange.relay(self._pass_on, split_sizes.back)
             self._sends += self._send(direct)
         else:
@@ -177,11 +179,11 @@ class _HierarchicalHandle:
                 passed_on, self._last
             )
         if own:
-            self._parts[exchange.rank].copy_(parts[exchange.rank])
+            self._receive_views[exchange.rank].copy_(send_views[exchange.rank])
 
     def wait(self) -> torch.Tensor:
         if self._relay is not None:
-            self._relay.result()  # no later than the mates' direct rows, or it has failed
+            self._relay.result()  # done no later than the mates' direct rows, or it has failed
         for work in self._receives:
             work.wait()
         self._receives.clear()
@@ -190,7 +192,7 @@ class _HierarchicalHandle:
 
     def finish(self) -> None:
         if self._relay is None:
-            self.wait()  # of the current stream: only then may the buffers be used for something else
+            self.wait()  # on the current stream: only then may the buffers be reused
         else:
             passed_on = self._relay.result()
             self._take_own()
@@ -200,7 +202,7 @@ class _HierarchicalHandle:
         self._passing = self._sent = None
 
     def relayed(self) -> torch.Tensor:
-        """What this rank passes on, once it is all there: rows by node and local rank, without this rank's node."""
+        """Wait for the rows that this rank relays: by node and local rank, without this rank's node."""
         assert self._passing is not None
         if self._relay is not None:
             self._relay.result()
@@ -211,47 +213,47 @@ class _HierarchicalHandle:
     def _rank(self, node: int) -> int:
         return node * self._exchange.ranks_per_node + self._exchange.local
 
-    def _of_node(self, parts: Sequence[torch.Tensor], node: int) -> Sequence[torch.Tensor]:
+    def _of_node(self, views: Sequence[torch.Tensor], node: int) -> Sequence[torch.Tensor]:
         first = node * self._exchange.ranks_per_node
-        return parts[first : first + self._exchange.ranks_per_node]
+        return views[first : first + self._exchange.ranks_per_node]
 
-    def _inside(self, node: int, parts: Sequence[torch.Tensor]) -> list[_Message]:
-        """Messages with the mates, of rows that have to do with a node; `parts` by local rank."""
+    def _inside(self, node: int, views: Sequence[torch.Tensor]) -> list[_Message]:
+        """Return the messages with the mates of rows from or to a node; `views` by local rank."""
         first = self._exchange.node * self._exchange.ranks_per_node
-        return [_Message(parts[mate], first + mate, self._tag + node) for mate in self._exchange.mates]
+        return [_Message(views[mate], first + mate, self._tag + node) for mate in self._exchange.mates]
 
-    def _mine_inside(self, parts: Sequence[torch.Tensor]) -> list[_Message]:
-        """This rank's own rows, which mates relay; `parts` by rank."""
-        return [message for node in self._exchange.others for message in self._inside(node, self._of_node(parts, node))]
+    def _mine_inside(self, views: Sequence[torch.Tensor]) -> list[_Message]:
+        """Return the messages with this rank's own rows that mates relay; `views` by rank."""
+        return [message for node in self._exchange.others for message in self._inside(node, self._of_node(views, node))]
 
-    def _mine_between(self, rows: torch.Tensor, counts: Sequence[int]) -> list[_Message]:
-        """This rank's own rows, which its peers in other nodes relay."""
+    def _mine_between(self, token_rows: torch.Tensor, counts: Sequence[int]) -> list[_Message]:
+        """Return the messages with this rank's own rows that its peers in other nodes relay."""
         exchange, step = self._exchange, self._exchange.ranks_per_node
-        of_nodes = rows.split([sum(counts[first : first + step]) for first in range(0, exchange.size, step)])
+        of_nodes = token_rows.split([sum(counts[first : first + step]) for first in range(0, exchange.size, step)])
         return [_Message(of_nodes[node], self._rank(node), self._tag + exchange.node) for node in exchange.others]
 
     # -- moving them -------------------------------------------------------------------------------------------------
 
     def _receive(self, messages: Sequence[_Message]) -> list[Any]:
         group = self._exchange.group
-        return [dist.irecv(rows, group=group, group_src=rank, tag=tag) for rows, rank, tag in messages if rows.numel()]
+        return [dist.irecv(view, group=group, group_src=rank, tag=tag) for view, rank, tag in messages if view.numel()]
 
     def _send(self, messages: Sequence[_Message]) -> list[Any]:
         group = self._exchange.group
-        return [dist.isend(rows, group=group, group_dst=rank, tag=tag) for rows, rank, tag in messages if rows.numel()]
+        return [dist.isend(view, group=group, group_dst=rank, tag=tag) for view, rank, tag in messages if view.numel()]
 
     def _batch(self, sends: Sequence[_Message], receives: Sequence[_Message]) -> list[Any]:
         group = self._exchange.group
         ops = [
-            dist.P2POp(op, rows, group=group, group_peer=rank)
+            dist.P2POp(op, view, group=group, group_peer=rank)
             for op, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for rows, rank, _ in messages
-            if rows.numel()
+            for view, rank, _ in messages
+            if view.numel()
         ]
         return dist.batch_isend_irecv(ops) if ops else []
 
     def _pass_on(self) -> list[Any]:
-        """The relay's second stage, node by node as the first one's messages are there. Runs in a thread of the
+        """Send the relay's second stage, node by node as the messages of the first arrive. Runs in a thread of the
         exchange."""
         sends: list[Any] = []
         for node in self._exchange.others:
@@ -264,13 +266,12 @@ class _HierarchicalHandle:
         """Copy the combined rows that this rank relayed to itself."""
         if self._split_sizes.back and not self._own_taken:
             for node in self._exchange.others:
-                self._parts[self._rank(node)].copy_(self._passing_parts[node][self._exchange.local])
+                self._receive_views[self._rank(node)].copy_(self._passing_views[node][self._exchange.local])
         self._own_taken = True
 
 
 class _Worker:
-    """A thread that runs jobs one after the other, and ends with this object or the program. It starts at the first
-    job."""
+    """A thread that runs jobs in order. It starts at the first job, and ends with this object or the program."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[Any]]] | None] = queue.SimpleQueue()
@@ -278,7 +279,7 @@ class _Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], list[Any]]) -> Future[list[Any]]:
-        """Run it later; its exception is the future's."""
+        """Queue a job; its exception is raised by the future."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="relay").start()
             self._started = True
@@ -288,7 +289,7 @@ class _Worker:
 
 
 def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[Any]]] | None]) -> None:
-    # Knows the queue alone, so that the worker's owner can be collected.
+    # Has a reference to the queue alone, so that the worker's owner can be collected.
     while (item := jobs.get()) is not None:
         job, future = item
         try:
@@ -296,3 +297,39 @@ def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[An
         except BaseException as error:
             future.set_exception(error)
         del item, job, future  # an idle thread keeps no buffers alive
+
+
+_exchanges: weakref.WeakValueDictionary[tuple[int, str], FlatAllToAll | HierarchicalAllToAll] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def shared_exchange(group: dist.ProcessGroup, kind: str) -> AllToAll:
+    """Return a group's exchange of a kind (flat or hierarchical), which its layers share; all its ranks call this.
+
+    Raises ConfigError if ranks do not share nodes evenly, or all share one, so that there is no hierarchy.
+    """
+    exchange = _exchanges.get((id(group), kind))
+    if exchange is None or exchange.group is not group:
+        if kind == "flat":
+            exchange = FlatAllToAll(group)
+        elif (mates := _ranks_of_hierarchy(group)) is not None:
+            exchange = HierarchicalAllToAll(group, mates)
+        else:
+            raise ConfigError(
+                "moe.all_to_all (hierarchical) needs an expert parallel group with several ranks on each of several "
+                f"nodes, evenly; this one has {group.size()} ranks. Try moe.all_to_all=flat."
+            )
+        _exchanges[id(group), kind] = exchange
+    return exchange
+
+
+def exchange_kinds(group: dist.ProcessGroup) -> list[str]:
+    """Return the names of the all-to-alls that are useful for a group. Collective."""
+    return ["flat"] if _ranks_of_hierarchy(group) is None else ["flat", "hierarchical"]
+
+
+def _ranks_of_hierarchy(group: dist.ProcessGroup) -> int | None:
+    """Return the number of ranks of each node; None if there is no hierarchy of nodes."""
+    mates = ranks_per_node(group)
+    return mates if mates is not None and 1 < mates < group.size() else None

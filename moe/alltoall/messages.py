@@ -1,4 +1,4 @@
-"""Tensors to and from ranks of a group: one message for each pair of ranks and direction, whatever it holds."""
+"""Exchange of tensors between ranks of a group: one message for each pair of ranks and direction."""
 
 from __future__ import annotations
 
@@ -8,55 +8,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-Parts = Mapping[int, Sequence[torch.Tensor]]  # by rank of the group: contiguous tensors, in an order that both know
+RankTensors = Mapping[
+    int, Sequence[torch.Tensor]
+]  # rank of the group -> contiguous tensors, in an order that both ranks know
 
 
 class Messages:
-    """An exchange that is on its way."""
+    """An exchange in flight: each message packs the tensors for one rank."""
 
-    def __init__(self, group: dist.ProcessGroup, sends: Parts, receives: Parts) -> None:
-        """Start sending and receiving. Both sides list the same sizes in the same order; all ranks that take part in a
-        message call this in the same order. What is sent must stay as it is until `wait`."""
+    def __init__(self, group: dist.ProcessGroup, sends: RankTensors, receives: RankTensors) -> None:
+        """Start sending and receiving. Both sides list the same sizes in the same order; the ranks of a message make
+        these calls in the same order. Sent tensors must not change until `wait`."""
         self._arriving: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
-        self._sent = [(_packed(parts), rank) for rank, parts in sorted(sends.items()) if parts]
+        self._sent = [
+            (_flat(tensors[0]) if len(tensors) == 1 else torch.cat([_flat(each) for each in tensors]), rank)
+            for rank, tensors in sorted(sends.items())
+            if tensors
+        ]
         self.sent_bytes = sum(each.nbytes for each, _ in self._sent)
-        operations: list[dist.P2POp] = []  # receives first, which gloo has ready then
-        for rank, parts in sorted(receives.items()):
-            if not parts:
+        operations: list[dist.P2POp] = []  # receives first, so that gloo has posted them before the sends
+        for rank, tensors in sorted(receives.items()):
+            if not tensors:
                 continue
-            if len(parts) == 1:
-                message = _flat(parts[0])
+            if len(tensors) == 1:
+                message = _flat(tensors[0])
             else:
-                message = parts[0].new_empty(sum(each.nbytes for each in parts), dtype=torch.uint8)
-                self._arriving.append((message, parts))
+                message = tensors[0].new_empty(sum(each.nbytes for each in tensors), dtype=torch.uint8)
+                self._arriving.append((message, tensors))
             operations.append(dist.P2POp(dist.irecv, message, group=group, group_peer=rank))
         operations += [dist.P2POp(dist.isend, each, group=group, group_peer=rank) for each, rank in self._sent]
         self._works: list[Any] = dist.batch_isend_irecv(operations) if operations else []
         self._num_received = len(operations) - len(self._sent)
 
     def wait(self) -> None:
-        """Until everything is where it is to be; on a GPU, once the current stream gets there."""
+        """Wait until everything is sent and received; on a GPU the current stream waits."""
         self.wait_received()
         for work in self._works:
             work.wait()
         self._works, self._sent = [], []
 
     def wait_received(self) -> None:
-        """Until what comes is there; what is sent must stay as it is until `wait`."""
-        each_has_one = len(self._works) == self._num_received + len(self._sent)  # NCCL has one for all
+        """Wait until everything is received; sent tensors must not change until `wait`."""
+        each_has_one = len(self._works) == self._num_received + len(self._sent)  # NCCL has one work for all
         number = self._num_received if each_has_one else len(self._works)
         for work in self._works[:number]:
             work.wait()
         self._works, self._num_received = self._works[number:], 0
-        for message, parts in self._arriving:
-            for part, piece in zip(parts, message.split([each.nbytes for each in parts]), strict=True):
-                _flat(part).copy_(piece)
+        for message, tensors in self._arriving:
+            for tensor, received in zip(tensors, message.split([each.nbytes for each in tensors]), strict=True):
+                _flat(tensor).copy_(received)
         self._arriving = []
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return _flat(parts[0]) if len(parts) == 1 else torch.cat([_flat(each) for each in parts])

@@ -1,13 +1,14 @@
-"""One expert's rows on the host, in blocks that stay near the core: by torch's operations, or by the compiled kernels.
+"""Experts on the host, computed in blocks of rows that stay in the cache, with torch's operations or compiled kernels.
 
-Shapes: n assignments of a block, H hidden size, F width of this rank's part of an expert, G = 2 F for SwiGLU
+Shapes: n assignments of a block, H hidden size, F width of this rank's shard of an expert, G = 2 F for SwiGLU
 ([gate | up]) else F.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ import torch
 from memory.pool import WORKSPACE
 from moe import kernels
 from moe.experts.sizes import BLOCK_ROWS, SPARE_ROWS, STEP_ROWS
-from moe.experts.weights import Slab, SlabGrads, SlabWork
+from moe.experts.weights import Slab, SlabGrads, SlabWork, WeightGrads, Weights, wide
 
 
 class ExpertBlock(NamedTuple):
@@ -28,7 +29,7 @@ class ExpertBlock(NamedTuple):
 
 
 def cut(counts: list[int]) -> Iterator[ExpertBlock]:
-    """Consecutive blocks of about equal size, at most BLOCK_ROWS assignments each, of so many of each expert."""
+    """Cut each expert's `counts` assignments into consecutive blocks of about equal size, at most BLOCK_ROWS each."""
     start = 0
     for expert, count in enumerate(counts):
         num_blocks = -(-count // BLOCK_ROWS)
@@ -38,7 +39,7 @@ def cut(counts: list[int]) -> Iterator[ExpertBlock]:
 
 
 def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator[ExpertBlock]:
-    """Consecutive blocks of `block_rows` assignments, but for each group's last: of so many of each group."""
+    """Cut each group's `counts` assignments into consecutive blocks of `block_rows`, the last of a group shorter."""
     start = 0
     for group, count in enumerate(counts):
         for first in range(start, start + count, block_rows):
@@ -47,31 +48,31 @@ def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
-    """Rows to compute for a block of `count`: in half precision a little more, so that few different sizes occur.
+    """Return the rows to compute for a block of `count`: in half precision a multiple of STEP_ROWS.
 
     For each new size oneDNN compiles a kernel: 1.7 to 2.3 ms against 0.2 to 0.5 ms for the product itself (512 x 512
-    bf16), and counts change with every step, so that a layer would do little else. There are 64 sizes up to 1024 rows.
+    bf16). Counts change with every step, so that a layer would mostly compile. There are 64 sizes up to 1024 rows.
     """
     return -(-count // STEP_ROWS) * STEP_ROWS if dtype in (torch.bfloat16, torch.float16) else count
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Activation functions, written into memory that is there already
+# Activation functions that write into given memory
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def hidden_factor(activation: str) -> int:
-    """G / F: 2 where the first matrix makes a gate and a value, else 1."""
+    """Return G / F: 2 if the first matrix makes a gate and a value, else 1."""
     return 2 if activation == "swiglu" else 1
 
 
 def approximate(activation: str) -> str:
-    """The argument of torch's GELU that makes it this activation."""
+    """Return the argument `approximate` of torch's GELU for this activation."""
     return "tanh" if activation == "gelu_tanh" else "none"
 
 
 def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`out` [n, F] = the activation of `preactivation` [n, G]."""
+    """Write the activation of `preactivation` [n, G] to `out` [n, F]."""
     if kernels.has(out):
         kernels.activate(activation, preactivation, out)
         return out
@@ -89,7 +90,7 @@ def activate_backward(
     out: torch.Tensor,
     activated: torch.Tensor,
 ) -> torch.Tensor:
-    """Undo `activate` and the assignment's weight after it.
+    """Compute the gradients of `activate` and of the multiplication by the assignment's weight after it.
 
     `grad` [n, F] is the gradient after the weight; it is overwritten. Fills `out` [n, G] with the gradient of
     `preactivation` and `activated` [n, F] with the activation times the weight. Returns the weights' gradient [n], in
@@ -98,19 +99,19 @@ def activate_backward(
     if kernels.has(out):
         return kernels.activate_backward(activation, preactivation, grad, probs, out, activated)
     column = probs.to(grad.dtype).unsqueeze(1)
-    wide = torch.promote_types(grad.dtype, torch.float32)
+    wide_dtype = wide(grad.dtype)
     if activation == "swiglu":
         gate, up = preactivation.chunk(2, dim=1)
         gate_grad, up_grad = out.chunk(2, dim=1)
         torch.ops.aten.silu.out(gate, out=up_grad)
         torch.mul(up_grad, up, out=activated)
-        probs_grad = torch.mul(grad, activated, out=gate_grad).sum(dim=1, dtype=wide)
+        probs_grad = torch.mul(grad, activated, out=gate_grad).sum(dim=1, dtype=wide_dtype)
         grad.mul_(column)
         up_grad.mul_(grad)
         torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=gate_grad)
     else:
         torch.ops.aten.gelu.out(preactivation, approximate=approximate(activation), out=activated)
-        probs_grad = torch.mul(grad, activated, out=out).sum(dim=1, dtype=wide)
+        probs_grad = torch.mul(grad, activated, out=out).sum(dim=1, dtype=wide_dtype)
         torch.ops.aten.gelu_backward.grad_input(
             grad.mul_(column), preactivation, approximate=approximate(activation), grad_input=out
         )
@@ -124,27 +125,29 @@ def activate_backward(
 
 
 def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
-    """Whether the compiled kernels compute the blocks of such experts by tiles."""
+    """Whether the compiled kernels compute blocks of experts of these sizes by tiles."""
     return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
 
 
 def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
-    """The blocks of assignments sorted by expert or group, `counts` of each, that read rows of `source` [.., H]; a
-    context that holds their memory."""
+    """Return the blocks of assignments that read rows of `source` [.., H], as a context that holds their memory.
+
+    The assignments are sorted by expert or group; `counts` has the number of each.
+    """
     if weights.block_rows is None:
         return of_blocks(weights, source, list(cut(counts)))
     return of_blocks(weights, source, list(cut_groups(counts, len(weights.fc1), weights.block_rows)))
 
 
 def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
-    """The blocks that are listed, as a context like `of`'s."""
+    """Return the listed blocks as a context that holds their memory."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
     return kind(weights, source, blocks)
 
 
 class Blocks(ABC):
-    """The three passes over the blocks, and what they have in common."""
+    """Blocks of a slab, with scratch memory: forward pass, input gradients and weight gradients over all blocks."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         self.weights, self.source, self._blocks = weights, source, blocks
@@ -161,8 +164,8 @@ class Blocks(ABC):
         self._scratch.clear()
 
     @abstractmethod
-    def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Write `output`, and `preactivation` if given; `rows` are those of `source` that the assignments read."""
+    def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
+        """Write `output`, and `preactivation` if given; `token_rows` are the rows of `source` that are read."""
 
     @abstractmethod
     def input_grads(
@@ -173,78 +176,69 @@ class Blocks(ABC):
         input_grad: torch.Tensor,
         grads: SlabGrads | None,
     ) -> None:
-        """Write `probs_grad` and `input_grad`; `preactivation` is what `forward` wrote, None computes it again.
+        """Write `probs_grad` and `input_grad`; `preactivation` is the one of `forward`, None computes it again.
 
-        Without `grads` `work` is written too; with them the weight gradients are added now, and `work` has room for one
-        block.
+        Without `grads` `work` is written too; with them the weight gradients are added now, and `work` has memory for
+        one block.
         """
 
     @abstractmethod
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
-        """Add to the weight gradients."""
+        """Add the blocks' weight gradients to `grads`."""
 
     def __iter__(self) -> Iterator[ExpertBlock]:
         return iter(self._blocks)
 
     def rows_of_work(self, later: bool) -> int:
-        """Rows that `work` must have; `later`: the weight gradients are not computed at once."""
+        """Return the number of rows of `work`; `later`: the weight gradients are not computed at once."""
         return sum(block.end - block.start for block in self._blocks) + SPARE_ROWS if later else self.longest
 
-    def _room(self, name: str, columns: int) -> torch.Tensor:
-        """Scratch memory [longest block, columns]."""
+    def _scratch_rows(self, name: str, columns: int) -> torch.Tensor:
+        """Return scratch memory [longest block, columns] of this name."""
         if name not in self._scratch:
             self._scratch[name] = WORKSPACE.take((self.longest, columns), self.source)
         return self._scratch[name]
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    if bias is None:
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, expert: int, out: torch.Tensor
+) -> torch.Tensor:
+    if biases is None:
         return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _bias_of(bias: torch.Tensor | None, expert: int) -> torch.Tensor | None:
-    return None if bias is None else bias[expert]
+    return torch.addmm(biases[expert], x, weight.t(), out=out)
 
 
 class TorchBlocks(Blocks):
-    """By torch's operations: on any host and in any precision."""
+    """Blocks computed by torch's operations, on any host and in any precision."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
         self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
 
-    def _gather(self, name: str, source: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The named rows of `source`, then zeros."""
-        scratch, length = self._room(name, source.size(1)), padded(len(rows), source.dtype)
-        torch.index_select(source, 0, rows, out=scratch[: len(rows)])
-        if length > len(rows):
-            scratch[len(rows) : length].zero_()
+    def _gather(self, name: str, source: torch.Tensor, token_rows: torch.Tensor) -> torch.Tensor:
+        """Return these rows of `source`, padded with zeros."""
+        scratch, length = self._scratch_rows(name, source.size(1)), padded(len(token_rows), source.dtype)
+        torch.index_select(source, 0, token_rows, out=scratch[: len(token_rows)])
+        if length > len(token_rows):
+            scratch[len(token_rows) : length].zero_()
         return scratch[:length]
 
     def _preactivation(self, x_nH: torch.Tensor, expert: int, out: torch.Tensor) -> torch.Tensor:
-        return _linear(x_nH, self._fc1[expert], _bias_of(self.weights.fc1_bias, expert), out[: len(x_nH)])
+        return _linear(x_nH, self._fc1[expert], self.weights.fc1_bias, expert, out[: len(x_nH)])
 
-    def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
+    def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
         for expert, start, end in self._blocks:
-            # What a block writes beyond its end, the next one overwrites.
-            x_nH = self._gather("x", self.source, rows[start:end])
-            h_nG = self._preactivation(
-                x_nH,
-                expert,
-                self._room("preactivation", self.weights.fc1.size(1))
-                if preactivation is None
-                else preactivation[start:],
-            )
-            activated_nF = activate(
-                self.weights.activation, h_nG, self._room("activated", self.weights.fc2.size(2))[: len(x_nH)]
-            )
-            _linear(
-                activated_nF,
-                self._fc2[expert],
-                _bias_of(self.weights.fc2_bias, expert),
-                output[start : start + len(x_nH)],
-            )
+            # The next block overwrites what this one writes beyond its end.
+            x_nH = self._gather("x", self.source, token_rows[start:end])
+            if preactivation is None:
+                kept = self._scratch_rows("preactivation", self.weights.fc1.size(1))
+            else:
+                kept = preactivation[start:]
+            h_nG = self._preactivation(x_nH, expert, kept)
+            out_nF = self._scratch_rows("activated", self.weights.fc2.size(2))[: len(x_nH)]
+            activated_nF = activate(self.weights.activation, h_nG, out_nF)
+            out_nH = output[start : start + len(x_nH)]
+            _linear(activated_nF, self._fc2[expert], self.weights.fc2_bias, expert, out_nH)
 
     def input_grads(
         self,
@@ -262,14 +256,14 @@ class TorchBlocks(Blocks):
                 dh_nG[count:].zero_()
                 a_nF[count:].zero_()
             if preactivation is None or grads is not None:
-                x_nH = self._gather("x", self.source, work.inputs.assignments.rows[start:end])
+                x_nH = self._gather("x", self.source, work.inputs.assignments.token_rows[start:end])
             h_nG = (
-                self._preactivation(x_nH, expert, self._room("preactivation", dh_nG.size(1)))[:count]
+                self._preactivation(x_nH, expert, self._scratch_rows("preactivation", dh_nG.size(1)))[:count]
                 if preactivation is None
                 else preactivation[start:end]
             )
             dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
-            grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._room("grad", a_nF.size(1))[:length])
+            grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._scratch_rows("grad", a_nF.size(1))[:length])
             probs = work.inputs.assignments.probs[start:end]
             probs_grad[start:end] = activate_backward(
                 self.weights.activation, h_nG, grad_nF[:count], probs, dh_nG[:count], a_nF[:count]
@@ -284,9 +278,9 @@ class TorchBlocks(Blocks):
 
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
         for expert, start, end in self._blocks:
-            x_nH = self._gather("x", self.source, work.inputs.assignments.rows[start:end])
+            x_nH = self._gather("x", self.source, work.inputs.assignments.token_rows[start:end])
             dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
-            # Beyond the block's end stand rows of the next one; they meet zeros.
+            # Rows beyond the block's end are those of the next one; they are multiplied by zeros.
             dh_nG, a_nF = work.preactivation_grad[start : start + len(x_nH)], work.activated[start : start + len(x_nH)]
             grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
             grads.add_biases(
@@ -295,7 +289,7 @@ class TorchBlocks(Blocks):
 
 
 class CompiledBlocks(Blocks):
-    """By the compiled kernels, all blocks in one call."""
+    """Blocks computed by the compiled kernels, all in one call."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
@@ -304,26 +298,26 @@ class CompiledBlocks(Blocks):
         self._matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
 
     def rows_of_work(self, later: bool) -> int:
-        """Fewer for tiles: those that are multiplied at once stay in the kernels' memory, but for what biases need."""
+        """Return 0 with tiles if the gradients are added at once: the kernels hold them, unless biases need them."""
         return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
     def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
-        """Scratch memory [longest block, columns], or as many bytes as computation by tiles needs."""
+        """Return scratch memory [longest block, columns], or the bytes that computation by tiles needs."""
         size, width, outer = self.source.size(1), self.weights.fc2.size(2), self.weights.fc1.size(1)
         if not self._tiled:
-            return self._room("memory", columns)
+            return self._scratch_rows("memory", columns)
         self._scratch["memory"] = WORKSPACE.take(
             (num_bytes(self.longest, size, width, outer, *variant),), self.source, torch.uint8
         )
         return self._scratch["memory"]
 
-    def forward(self, rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
+    def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
         columns = (
             self.source.size(1) + self.weights.fc2.size(2) + (self.weights.fc1.size(1) if preactivation is None else 0)
         )
         memory = self._memory(columns, kernels.forward_bytes)
         kernels.forward_blocks(
-            _numbers(self._blocks), self._tile, self.source, rows, *self._matrices, preactivation, output, memory
+            _numbers(self._blocks), self._tile, self.source, token_rows, *self._matrices, preactivation, output, memory
         )
 
     def input_grads(
@@ -343,7 +337,7 @@ class CompiledBlocks(Blocks):
         memory = self._memory(columns, kernels.backward_bytes, again, now)
         inputs = (
             self.source,
-            work.inputs.assignments.rows,
+            work.inputs.assignments.token_rows,
             work.sums_grad_RH,
             work.sums_rows_n,
             work.inputs.assignments.probs,
@@ -362,7 +356,7 @@ class CompiledBlocks(Blocks):
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
         inputs = (
             self.source,
-            work.inputs.assignments.rows,
+            work.inputs.assignments.token_rows,
             work.sums_grad_RH,
             work.sums_rows_n,
             work.preactivation_grad,
@@ -383,5 +377,58 @@ class CompiledBlocks(Blocks):
 
 
 def _numbers(blocks: list[ExpertBlock], grads: SlabGrads | None = None) -> list[int]:
-    """The blocks as the kernels take them; with `grads`, for contributions that are made now."""
+    """Return the kernels' list of blocks; with `grads`, for contributions that are added now."""
     return [number for block in blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Weight gradients by block
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 and biases, if there are any
+
+
+class BlockGrads(WeightGrads):
+    """Gradients of one layer's experts, added block by block: the same bits whichever rank computes which block.
+
+    Sums are in fp32 or wider. Gradients of experts with blocks on other ranks are kept by block until all are received.
+    """
+
+    def __init__(self, weights: Weights, shared: Collection[int] = ()) -> None:
+        """shared: experts whose gradients are kept by block."""
+        self._weights, self._tensors = weights, weights.primaries.tensors
+        self._sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in self._tensors]
+        self.partials: dict[int, list[Partial]] = {expert: [] for expert in shared}
+
+    def add_blocks(self, work: SlabWork) -> None:
+        """Add the gradients of a slab's blocks in a chunk."""
+        inputs = work.inputs
+        first = sum(map(len, self._weights.slabs[: inputs.index]))
+        with of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
+            blocks = list(of_experts)
+        slab = replace(inputs.slab, block_rows=None)
+        for index, start, end in blocks:
+            one = slab.like(*(each[index : index + 1] for each in slab.tensors))
+            grads, expert = SlabGrads(one, at_once=False), first + index
+            with of_blocks(one, inputs.source_NH, [ExpertBlock(0, start, end)]) as of_block:
+                of_block.weight_grads(work, grads)
+            partial = [each[0] for each in grads.finish() if each is not None]
+            if expert in self.partials:
+                self.partials[expert].append(partial)
+            else:
+                self.add_partial(expert, partial)
+
+    def empty_partial(self) -> Partial:
+        """Return uninitialized memory for one block's gradients."""
+        return [torch.empty_like(each[0]) for each in self._tensors]
+
+    def add_partial(self, expert: int, partial: Partial) -> None:
+        """Add one block's gradients to those of a primary on this rank."""
+        for total, grad in zip(self._sums, partial, strict=True):
+            total[expert] += grad
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        fc1, fc2, *biases = (total.to(each.dtype) for total, each in zip(self._sums, self._tensors, strict=True))
+        fc1_bias, fc2_bias = biases or (None, None)
+        return fc1, fc2, fc1_bias, fc2_bias

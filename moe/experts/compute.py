@@ -1,10 +1,10 @@
-"""Routed experts with stacked weights: forward, and a backward pass in two parts.
+"""Routed experts with stacked weights: a forward pass, and a backward pass in two steps.
 
-Input gradients come first, weight gradients separately, so that a schedule can send the former before it computes the
-latter. Rows come sorted by expert; nothing is padded, an expert without rows costs nothing.
+Input gradients and weight gradients are separate steps, so that a schedule can send the former before it computes the
+latter. Assignments are sorted by expert; nothing is padded, and an expert without rows costs nothing.
 
 Shapes: N rows of a buffer, n assignments of a row and an expert, R rows of weighted sums, H hidden size, F width of
-this rank's part of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank.
+this rank's shard of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 from memory.host_link import HostLink
 from memory.pool import WORKSPACE
 from moe.experts import blocks
-from moe.experts.bitwise import BlockGrads
-from moe.experts.blocks import SPARE_ROWS, approximate
+from moe.experts.blocks import SPARE_ROWS, BlockGrads, approximate
 from moe.experts.streamed import StreamedExperts
 from moe.experts.weights import (
     Assignments,
@@ -41,15 +40,15 @@ GROUPED_CAPABILITIES = (9, 10)  # of cards on which torch's grouped product is o
 
 
 def grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """One matrix product per group on a GPU; group i ends at row `ends[i]` (int32, on the device)."""
+    """Compute one matrix product per group on a GPU; group i ends at row `ends[i]` (int32, on the device)."""
     function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     return function(left, right, offs=ends)
 
 
 def is_grouped(weights: Slab) -> bool:
-    """Whether all experts go through one product, else one after the other in blocks of rows.
+    """Whether one product computes all experts, instead of one product per block of rows of an expert.
 
-    On a GPU they do. On the host a loop over blocks that stay in the cache is faster than any one call over all rows:
+    On a GPU it does. On the host a loop over blocks that stay in the cache is faster than any one call over all rows:
     bf16, 32 experts of width 256 and 4096 tokens, top 4, one thread: grouped_mm 10.2 ms, one mm per expert 11.2 ms, bmm
     (equal counts only) 9.3 ms for the first product alone; but it leaves the activations in main memory (see
     BLOCK_ROWS).
@@ -58,8 +57,11 @@ def is_grouped(weights: Slab) -> bool:
 
 
 def needs_host_ends(weights: Slab) -> bool:
-    """Whether the host must know the experts' numbers of assignments: but for a GPU whose grouped product is a single
-    kernel, that is bf16 with rows of a multiple of 16 bytes. Elsewhere torch's own loop would ask for each product."""
+    """Whether the host must know the experts' numbers of assignments.
+
+    It need not on a GPU whose grouped product is a single kernel: in bf16, with rows of a multiple of 16 bytes.
+    Otherwise torch's own loop would wait for the device in each product.
+    """
     weight = weights.fc1
     if weight.device.type == "cpu" or weights.block_rows is not None:
         return not is_grouped(weights)
@@ -69,7 +71,7 @@ def needs_host_ends(weights: Slab) -> bool:
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
-    """Rows of `left` [n, K] times their expert's matrix in `right` [E, K, M]: [n, M]."""
+    """Multiply rows of `left` [n, K] by their expert's matrix in `right` [E, K, M]: [n, M]."""
     if assignments.host_ends is None:
         return grouped_mm(left, right, assignments.ends)
     result = left.new_empty(len(left), right.size(2))
@@ -80,22 +82,21 @@ def _product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) 
 
 
 def _outer_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], assignments: Assignments) -> list[torch.Tensor]:
-    """For each pair of `left` [n, K] and `right` [n, M] the sums over each expert's rows of one by the other [E, K, M];
-    zero for an expert without rows."""
-    if assignments.host_ends is not None:
-        return [_outer_product(left, right, assignments) for left, right in pairs]
-    # Some cards leave a group without rows as it was.
-    empty = _without_rows(assignments.ends)[:, None, None]
-    return [grouped_mm(left.t(), right, assignments.ends).masked_fill_(empty, 0) for left, right in pairs]
+    """Return for each pair of `left` [n, K] and `right` [n, M] the outer products summed per expert [E, K, M].
 
-
-def _outer_product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
-    assert assignments.host_ends is not None
-    result = left.new_zeros(len(assignments.host_ends), left.size(1), right.size(1))
-    for out, (start, end) in zip(result, pairwise([0, *assignments.host_ends]), strict=True):
-        if end > start:
-            torch.mm(left[start:end].t(), right[start:end], out=out)
-    return result
+    The sum of an expert without rows is zero.
+    """
+    if assignments.host_ends is None:
+        # Some cards do not write the result of a group without rows.
+        empty = _without_rows(assignments.ends)[:, None, None]
+        return [grouped_mm(left.t(), right, assignments.ends).masked_fill_(empty, 0) for left, right in pairs]
+    results = []
+    for left, right in pairs:
+        results.append(left.new_zeros(len(assignments.host_ends), left.size(1), right.size(1)))
+        for out, (start, end) in zip(results[-1], pairwise([0, *assignments.host_ends]), strict=True):
+            if end > start:
+                torch.mm(left[start:end].t(), right[start:end], out=out)
+    return results
 
 
 @fused
@@ -104,7 +105,7 @@ def _without_rows(ends: torch.Tensor) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Activation functions of all experts' assignments, with their probabilities: in fp32 whatever the rows are
+# Activation functions of all experts' assignments, with their probabilities: in fp32 for rows of any dtype
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +118,7 @@ def _activated(activation: str, wide: torch.Tensor) -> torch.Tensor:
 
 @fused
 def weighted_activation(activation: str, preactivation: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """[n, F]: the activation of `preactivation` [n, G] times the assignment's probability [n]."""
+    """Return the activation of `preactivation` [n, G] times the assignment's probability [n]: [n, F]."""
     wide = preactivation.to(probs.dtype)
     return (_activated(activation, wide) * probs.unsqueeze(1)).to(preactivation.dtype)
 
@@ -126,8 +127,8 @@ def weighted_activation(activation: str, preactivation: torch.Tensor, probs: tor
 def weighted_activation_backward(
     activation: str, preactivation: torch.Tensor, grad: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of `preactivation` [n, G] and of `probs` [n] where that of `weighted_activation` is `grad` [n, F],
-    and its result once more."""
+    """Return the gradients of `preactivation` [n, G] and of `probs` [n] for the output gradient `grad` [n, F], and the
+    output of `weighted_activation`."""
     wide, grad, column = preactivation.to(probs.dtype), grad.to(probs.dtype), probs.unsqueeze(1)
     activated = _activated(activation, wide)
     probs_grad, grad = (grad * activated).sum(dim=1), grad * column
@@ -147,8 +148,10 @@ def weighted_activation_backward(
 
 
 class ExpertCompute:
-    """What computes a chunk's experts, slab by slab. A benchmark puts its own in the place of this one. `link`: what
-    offloads leave the device by. `streamed`: the experts, where their weights lie off the device."""
+    """Computes a chunk's experts, slab by slab; a benchmark may replace it.
+
+    `link` copies offloaded activations. `streamed`: the experts, if their weights are offloaded.
+    """
 
     link: HostLink | None = None
     streamed: StreamedExperts | None = None
@@ -156,49 +159,54 @@ class ExpertCompute:
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Each assignment's expert output, in the first n rows of a tensor [at least n, H] from the workspace; times
-        its probability where the experts are grouped. `preactivation` [n + SPARE_ROWS, G], if given, receives what goes
-        into the activation; the second result is that, or a tensor [n, G] that the products have made."""
-        source_NH, parts = inputs.source_NH, inputs.by_slab()
-        if is_grouped(inputs.weights.home):
-            outputs, made = zip(*(_forward_grouped(part, _rest(preactivation, part)) for part in parts), strict=True)
+        """Return each assignment's expert output, in the first n rows of a tensor [at least n, H] from the workspace,
+        and the preactivations.
+
+        Grouped experts multiply the output by the assignment's probability. The preactivations are written to
+        `preactivation` [n + SPARE_ROWS, G], if given, else returned in a tensor [n, G] that the products have made.
+        """
+        source_NH, of_slabs = inputs.source_NH, inputs.by_slab()
+        if is_grouped(inputs.weights.primaries):
+            outputs, made = zip(*(_forward_grouped(slab, _rest(preactivation, slab)) for slab in of_slabs), strict=True)
             return _joined(outputs), _joined(made) if preactivation is None else preactivation
-        output = WORKSPACE.take((len(inputs.assignments.rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
-        # What a slab's last block writes beyond its end, the next slab's first one overwrites.
-        for part in parts:
-            with blocks.of(part.slab, source_NH, part.assignments.host_counts) as of_experts:
-                of_experts.forward(part.assignments.rows, _rest(preactivation, part), output[part.part.start :])
+        output = WORKSPACE.take((len(inputs.assignments.token_rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
+        # A slab's first block overwrites what the last block of the slab before it has written beyond its end.
+        for slab in of_slabs:
+            with blocks.of(slab.slab, source_NH, slab.assignments.host_counts) as of_experts:
+                of_experts.forward(slab.assignments.token_rows, _rest(preactivation, slab), output[slab.span.start :])
         return output, preactivation
 
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-        """Gradients of each assignment's input [at least n, H] and probability [n, fp32 or wider], both from the
-        workspace.
+        """Return the gradients of each assignment's input [at least n, H] and probability [n, fp32 or wider], both from
+        the workspace.
 
-        `preactivation` is what `forward` stored; None computes it again. With `grads` the weight gradients are added at
-        once, while everything is in the cache; without, the third result is the work that `weight_grads` does later.
+        `preactivation` is the one of `forward`; None computes it again. With `grads` the weight gradients are added at
+        once, while everything is in the cache; without, the third result is the input of a later `weight_grads`.
         """
-        chunk, parts = inputs.chunk, inputs.chunk.by_slab()
-        if is_grouped(chunk.weights.home):
-            return _grouped_input_grads(inputs, parts, preactivation, grads)
-        source, n = chunk.source_NH, len(chunk.assignments.rows)
+        chunk, of_slabs = inputs.chunk, inputs.chunk.by_slab()
+        if is_grouped(chunk.weights.primaries):
+            return _grouped_input_grads(inputs, of_slabs, preactivation, grads)
+        source, n = chunk.source_NH, len(chunk.assignments.token_rows)
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
         probs_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
-        cuts = [blocks.of(part.slab, source, part.assignments.host_counts) for part in parts]
-        rows = n + SPARE_ROWS if grads is None else max(each.rows_of_work(later=False) for each in cuts)
-        home = chunk.weights.home
-        buffers = [WORKSPACE.take((rows, number), source) for number in (home.fc1.size(1), home.fc2.size(2))]
+        cuts = [blocks.of(slab.slab, source, slab.assignments.host_counts) for slab in of_slabs]
+        num_rows = n + SPARE_ROWS if grads is None else max(each.rows_of_work(later=False) for each in cuts)
+        primaries = chunk.weights.primaries
+        buffers = [
+            WORKSPACE.take((num_rows, columns), source) for columns in (primaries.fc1.size(1), primaries.fc2.size(2))
+        ]
         work = WeightWork([], buffers)
-        for part, cut in zip(parts, cuts, strict=True):
-            first, rest = part.part.start, slice(part.part.start, None)
+        for slab, cut in zip(of_slabs, cuts, strict=True):
+            first, rest = slab.span.start, slice(slab.span.start, None)
             own = buffers if grads is not None else [each[first:] for each in buffers]
-            sums_rows_n = inputs.sums_rows_n[part.part]
-            work.parts.append(SlabWork(part, inputs.sums_grad_RH, sums_rows_n, *own))
-            added = None if grads is None else grads.of(part.index)
+            sums_rows_n = inputs.sums_rows_n[slab.span]
+            work.of_slabs.append(SlabWork(slab, inputs.sums_grad_RH, sums_rows_n, *own))
+            added = None if grads is None else grads.of(slab.index)
             with cut as of_experts:
                 of_experts.input_grads(
-                    work.parts[-1], _rest(preactivation, part), probs_grad[part.part], input_grad[rest], added
+                    work.of_slabs[-1], _rest(preactivation, slab), probs_grad[slab.span], input_grad[rest], added
                 )
         if grads is None:
             return input_grad, probs_grad, work
@@ -206,31 +214,31 @@ class ExpertCompute:
         return input_grad, probs_grad, None
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
-        """Add one chunk's part to the weight gradients, and free what the chunk held."""
-        for part in work.parts:
-            inputs = part.inputs
+        """Add one chunk's weight gradients to `grads`, and free the memory of the chunk."""
+        for slab_work in work.of_slabs:
+            inputs = slab_work.inputs
             if is_grouped(inputs.slab):
-                _weight_grads_grouped(part, grads.of(inputs.index))
+                _weight_grads_grouped(slab_work, grads.of(inputs.index))
             elif isinstance(grads, BlockGrads):
-                grads.add_blocks(part)
+                grads.add_blocks(slab_work)
             else:
                 with blocks.of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
-                    of_experts.weight_grads(part, grads.of(inputs.index))
+                    of_experts.weight_grads(slab_work, grads.of(inputs.index))
         work.free()
 
 
-def _rest(preactivation: torch.Tensor | None, part: SlabInputs) -> torch.Tensor | None:
-    """The rows of a slab's assignments, and what follows."""
-    return None if preactivation is None else preactivation[part.part.start :]
+def _rest(preactivation: torch.Tensor | None, slab: SlabInputs) -> torch.Tensor | None:
+    """Return the rows from a slab's first assignment on."""
+    return None if preactivation is None else preactivation[slab.span.start :]
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
 def _preactivation_grouped(inputs: SlabInputs) -> torch.Tensor:
     slab, assignments = inputs.slab, inputs.assignments
-    x_nH = inputs.source_NH.index_select(0, assignments.rows)
+    x_nH = inputs.source_NH.index_select(0, assignments.token_rows)
     preactivation_nG = _product(x_nH, slab.fc1.transpose(1, 2), assignments)
     if slab.fc1_bias is None:
         return preactivation_nG
@@ -239,7 +247,7 @@ def _preactivation_grouped(inputs: SlabInputs) -> torch.Tensor:
 
 def _forward_grouped(inputs: SlabInputs, preactivation: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     slab, source_NH, assignments = inputs.slab, inputs.source_NH, inputs.assignments
-    if len(assignments.rows) == 0:
+    if len(assignments.token_rows) == 0:
         return source_NH.new_empty(0, source_NH.size(1)), source_NH.new_empty(0, slab.fc1.size(1))
     h_nG = _preactivation_grouped(inputs)
     if preactivation is not None:
@@ -247,36 +255,34 @@ def _forward_grouped(inputs: SlabInputs, preactivation: torch.Tensor | None) -> 
     weighted_nF = weighted_activation(slab.activation, h_nG, assignments.probs)
     output_nH = _product(weighted_nF, slab.fc2.transpose(1, 2), assignments)
     if slab.fc2_bias is not None:
-        output_nH += _weighted_bias(slab.fc2_bias, assignments)
+        output_nH += slab.fc2_bias.index_select(0, assignments.experts) * assignments.probs.unsqueeze(1)
     return output_nH, h_nG
 
 
-def _weighted_bias(bias: torch.Tensor, assignments: Assignments) -> torch.Tensor:
-    return bias.index_select(0, assignments.experts) * assignments.probs.unsqueeze(1)
-
-
 def _grouped_input_grads(
-    inputs: GradInputs, parts: Sequence[SlabInputs], preactivation: torch.Tensor | None, grads: WeightGrads | None
+    inputs: GradInputs, of_slabs: Sequence[SlabInputs], preactivation: torch.Tensor | None, grads: WeightGrads | None
 ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
     source, assignments = inputs.chunk.source_NH, inputs.chunk.assignments
-    if len(assignments.rows) == 0:
+    if len(assignments.token_rows) == 0:
         return source.new_empty(0, source.size(1)), torch.empty_like(assignments.probs), None
-    found = [_of_slab(inputs, part, _rest(preactivation, part)) for part in parts if len(part.assignments.rows)]
+    found = [
+        _of_slab(inputs, slab, _rest(preactivation, slab)) for slab in of_slabs if len(slab.assignments.token_rows)
+    ]
     input_grads, probs_grads, works = zip(*found, strict=True)
-    work = WeightWork(list(works), [each for part in works for each in (part.preactivation_grad, part.activated)])
+    work = WeightWork(list(works), [each for slab in works for each in (slab.preactivation_grad, slab.activated)])
     if grads is not None:
-        for part in works:
-            _weight_grads_grouped(part, grads.of(part.inputs.index))
+        for slab_work in works:
+            _weight_grads_grouped(slab_work, grads.of(slab_work.inputs.index))
         work.free()
     return _joined(input_grads), _joined(probs_grads), work if grads is None else None
 
 
 def _of_slab(
-    inputs: GradInputs, part: SlabInputs, preactivation: torch.Tensor | None
+    inputs: GradInputs, slab_inputs: SlabInputs, preactivation: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, SlabWork]:
-    slab, assignments, rows_n = part.slab, part.assignments, inputs.sums_rows_n[part.part]
+    slab, assignments, rows_n = slab_inputs.slab, slab_inputs.assignments, inputs.sums_rows_n[slab_inputs.span]
     if preactivation is None:
-        preactivation = _preactivation_grouped(part)
+        preactivation = _preactivation_grouped(slab_inputs)
     dy_nH = inputs.sums_grad_RH.index_select(0, rows_n)
     grad_nF = _product(dy_nH, slab.fc2, assignments)
     h_grad_nG, probs_grad_n, weighted_nF = weighted_activation_backward(
@@ -286,12 +292,12 @@ def _of_slab(
         bias_nH = slab.fc2_bias.index_select(0, assignments.experts)
         probs_grad_n += (dy_nH * bias_nH).sum(dim=1, dtype=probs_grad_n.dtype)
     input_grad_nH = _product(h_grad_nG, slab.fc1, assignments)
-    return input_grad_nH, probs_grad_n, SlabWork(part, inputs.sums_grad_RH, rows_n, h_grad_nG, weighted_nF)
+    return input_grad_nH, probs_grad_n, SlabWork(slab_inputs, inputs.sums_grad_RH, rows_n, h_grad_nG, weighted_nF)
 
 
 def _weight_grads_grouped(work: SlabWork, grads: SlabGrads) -> None:
     assignments = work.inputs.assignments
-    x_nH = work.inputs.source_NH.index_select(0, assignments.rows)
+    x_nH = work.inputs.source_NH.index_select(0, assignments.token_rows)
     dy_nH = work.sums_grad_RH.index_select(0, work.sums_rows_n)
     grads.add_all(*_outer_products([(work.preactivation_grad, x_nH), (dy_nH, work.activated)], assignments))
     if grads.fc1_bias is not None and grads.fc2_bias is not None:

@@ -33,23 +33,22 @@ class StackedLinear(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(make(of_kind, dtype=dtype)))
 
     def stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Where the weights lie off the device: have parameters that say their shape, and whose every number is the one
-        NaN that they take memory for."""
+        """If the weights are offloaded, create parameters of their shapes whose only memory is one NaN."""
         for name, shape in self._kinds.items() if self._off_device else ():
             setattr(self, name, torch.nn.Parameter(torch.full((), math.nan, dtype=dtype, device=device).expand(shape)))
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The parameters. A call, because Megatron's DDP finishes gathering a module's parameters before its
+        """Return the parameters; a call, because Megatron's DDP finishes gathering parameters before a module's
         forward."""
         assert self.weight is not None
         return self.weight, self.bias
 
 
 class StackedExperts(MegatronModule):
-    """This rank's routed experts. Holds the parameters; the layer's schedule computes with them. `off_device`: they lie
-    off the device, and the parameters are there once `stand_in` was called.
+    """This rank's routed experts: holds the parameters with which the layer's schedule computes.
 
-    Raises ValueError for an expert that cannot be split over the expert tensor ranks.
+    `off_device`: the weights are offloaded, and the parameters exist after `stand_in`. Raises ValueError for an expert
+    that cannot be split over the expert tensor ranks.
     """
 
     def __init__(
@@ -67,19 +66,19 @@ class StackedExperts(MegatronModule):
         self.tensor_group = pg_collection.expt_tp
         assert config.num_moe_experts is not None
         self.map = PlacementMap(config.num_moe_experts, self.ep_group.size())
-        self.homes_may_move = False  # the layer sets it
-        parts = self.tensor_group.size()
+        self.primaries_may_move = False  # set by the layer
+        tensor_size = self.tensor_group.size()
         width = config.moe_ffn_hidden_size
-        if width % parts:
+        if width % tensor_size:
             raise ValueError(
-                f"moe_ffn_hidden_size ({width}) must be divisible by the expert tensor parallel size ({parts})"
+                f"moe_ffn_hidden_size ({width}) must be divisible by the expert tensor parallel size ({tensor_size})"
             )
-        if config.add_bias_linear and parts > 1:
+        if config.add_bias_linear and tensor_size > 1:
             raise ValueError(
-                f"experts with biases cannot be split over {parts} expert tensor ranks. Use expert tensor parallel "
-                "size 1."
+                f"experts with biases cannot be split over {tensor_size} expert tensor ranks. Use expert tensor "
+                "parallel size 1."
             )
-        width //= parts
+        width //= tensor_size
         outer, size = hidden_factor(activation) * width, config.hidden_size
         with_bias, dtype = config.add_bias_linear, config.params_dtype
         self.linear_fc1 = StackedLinear((num_local_experts, outer, size), with_bias, dtype, off_device)
@@ -93,7 +92,7 @@ class StackedExperts(MegatronModule):
         self._mark()
 
     def stand_in(self, device: torch.device) -> None:
-        """Where the experts lie off the device: what stands in their place, owned outside Megatron-core's buffers."""
+        """If the experts are offloaded, create stand-in parameters, owned outside Megatron-core's buffers."""
         if not self.off_device:
             return
         for linear in (self.linear_fc1, self.linear_fc2):
@@ -103,7 +102,7 @@ class StackedExperts(MegatronModule):
             own(parameter, self.data_group, off_device=True)
 
     def by_kind(self) -> list[torch.nn.Parameter]:
-        """The parameters in the order of a slab's: both matrices, then their biases where there are any."""
+        """Return the parameters in the order of a slab's: both matrices, then their biases if there are any."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         return [each for each in (fc1.weight, fc2.weight, fc1.bias, fc2.bias) if each is not None]
 
@@ -113,60 +112,63 @@ class StackedExperts(MegatronModule):
             parameter.holds_experts = True  # type: ignore[attr-defined]
             # Megatron reduces the gradient of such a parameter over the expert data parallel ranks ...
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
-            # ... and counts it in the gradient norm on every tensor rank: even unsplit, each holds other experts.
+            # ... and counts it in the gradient norm on every tensor rank: even unsplit, each holds different experts.
             dim = 2 if name == "linear_fc2.weight" else 1
             stride = hidden_factor(self.activation) if name.startswith("linear_fc1") else 1
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
 
     def forward(self) -> Slab:
-        """The parameters as moe/experts/compute.py takes them."""
+        """Return the parameters as a slab."""
         (fc1, fc1_bias), (fc2, fc2_bias) = self.linear_fc1(), self.linear_fc2()
         return Slab(fc1, fc2, fc1_bias, fc2_bias, self.activation)
 
     def experts_here(self) -> list[int]:
-        """The logical experts that are at home on this rank, by slot."""
+        """Return the logical experts whose primaries are on this rank, by slot."""
         return self.map.experts_of(self.ep_group.rank())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """One entry per parameter, or, where homes may move, of each expert of it; its global tensor has all experts in
-        its first dimension (after the sharded ones)."""
+        """Return an entry per parameter, or per expert of it if primaries may move; the global tensor has all experts
+        in its first dimension (after the sharded ones)."""
         gated = hidden_factor(self.activation) == 2
         axes = {"linear_fc1.weight": 1, "linear_fc2.weight": 2, "linear_fc1.bias": 1, "linear_fc2.bias": None}
         result = {}
         for name, parameter in self.named_parameters():
             # The name that Megatron's SequentialMLP gives to the same tensor.
             key, replica_id = f"{prefix}experts.{name}", (0, 0, self.data_group.rank())
-            tensor_part = self.tensor_group.rank(), self.tensor_group.size()
+            tensor_shard = self.tensor_group.rank(), self.tensor_group.size()
             make = partial(
                 _sharded_halves if gated and name.startswith("linear_fc1") else _sharded,
                 prepended=sharded_offsets,
                 axis=axes[name],
-                tensor_part=tensor_part,
+                tensor_shard=tensor_shard,
             )
-            if self.homes_may_move:
+            if self.primaries_may_move:
                 result[f"{prefix}{name}"] = _sharded_experts(
                     key, parameter, replica_id, make, self.experts_here(), self.map.num_experts
                 )
             else:
-                part = self.ep_group.rank(), self.ep_group.size()
-                result[f"{prefix}{name}"] = make(key, parameter, expert_part=part, replica_id=replica_id)
+                shard = self.ep_group.rank(), self.ep_group.size()
+                result[f"{prefix}{name}"] = make(key, parameter, expert_shard=shard, replica_id=replica_id)
         return result
 
 
 def _sharded_experts(
     key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], make: Any, experts: list[int], num_experts: int
 ) -> ShardedTensorFactory:
-    # Each slot is a box of its own, wherever its expert stands among all.
+    # Each slot is a box of its own, with any index of its expert in the global tensor.
     def build(
         key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
     ) -> list[list[ShardedTensor]]:
         assert flattened_range is None
         boxes = []
-        for slot, expert in enumerate(experts):
-            box = make(key, tensor[slot : slot + 1], expert_part=(expert, num_experts), replica_id=replica_id)
-            boxes.append([box] if isinstance(box, ShardedTensor) else box.build_fn(*_given(box)))
+        for i, expert in enumerate(experts):
+            box = make(key, tensor[i : i + 1], expert_shard=(expert, num_experts), replica_id=replica_id)
+            if isinstance(box, ShardedTensor):
+                boxes.append([box])
+            else:
+                boxes.append(box.build_fn(box.key, box.data, box.replica_id, box.flattened_range))
         return boxes
 
     def merge(boxes: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -175,32 +177,20 @@ def _sharded_experts(
     return ShardedTensorFactory(key, tensor, build, merge, replica_id)
 
 
-def _given(factory: ShardedTensorFactory) -> tuple[Any, ...]:
-    return factory.key, factory.data, factory.replica_id, factory.flattened_range
-
-
-def _offsets(
-    prepended: tuple[Any, ...], expert_part: tuple[int, int], axis: int | None, tensor_part: tuple[int, int]
-) -> list[Any]:
-    first = len(prepended)
-    split = [(first + axis, *tensor_part)] if axis is not None and tensor_part[1] > 1 else []
-    return [*prepended, (first, *expert_part), *split]
-
-
 def _sharded(
     key: str,
     tensor: torch.Tensor,
     *,
     prepended: tuple[Any, ...],
-    expert_part: tuple[int, int],
+    expert_shard: tuple[int, int],
     axis: int | None,
-    tensor_part: tuple[int, int],
+    tensor_shard: tuple[int, int],
     replica_id: tuple[int, ...],
 ) -> ShardedTensor:
-    offsets = _offsets(prepended, expert_part, axis, tensor_part)
-    return ShardedTensor.from_rank_offsets(
-        key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=len(prepended)
-    )
+    first = len(prepended)
+    split = [(first + axis, *tensor_shard)] if axis is not None and tensor_shard[1] > 1 else []
+    offsets = *prepended, (first, *expert_shard), *split
+    return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=first)
 
 
 def _sharded_halves(
@@ -208,23 +198,23 @@ def _sharded_halves(
     tensor: torch.Tensor,
     *,
     prepended: tuple[Any, ...],
-    expert_part: tuple[int, int],
+    expert_shard: tuple[int, int],
     axis: int | None,
-    tensor_part: tuple[int, int],
+    tensor_shard: tuple[int, int],
     replica_id: tuple[int, ...],
 ) -> ShardedTensor | ShardedTensorFactory:
-    # A tensor rank holds a part of the gate and a part of the up projection, which lie apart in the global tensor.
-    rank, size = tensor_part
-    box = partial(_sharded, prepended=prepended, expert_part=expert_part, axis=axis)
+    # A tensor rank holds a shard of the gate and one of the up projection, which are separate in the global tensor.
+    rank, size = tensor_shard
+    box = partial(_sharded, prepended=prepended, expert_shard=expert_shard, axis=axis)
     if size == 1:
-        return box(key, tensor, tensor_part=tensor_part, replica_id=replica_id)
+        return box(key, tensor, tensor_shard=tensor_shard, replica_id=replica_id)
 
     def build(
         key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
     ) -> list[ShardedTensor]:
         assert flattened_range is None
         return [
-            box(key, half, tensor_part=(rank + size * i, 2 * size), replica_id=replica_id)
+            box(key, half, tensor_shard=(rank + size * i, 2 * size), replica_id=replica_id)
             for i, half in enumerate(tensor.chunk(2, dim=1))
         ]
 

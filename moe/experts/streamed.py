@@ -1,11 +1,11 @@
-"""Experts whose weights lie off the device: slots of the device that layers' weights come to ahead of their use, and
-the way that their gradients leave by.
+"""Streaming of offloaded experts: layers' weights are copied to slots on the device ahead of their use, and their
+gradients off the device.
 
-In training every layer is used in every pass, in an order that is known, and so is what comes to which
-slot (parallel/pipeline.py): as soon as a slot has had its last use, the next layer's weights come to it.
-Where the order is not the expected one, weights come when they are asked for.
+In training every layer is used in every pass, in a known order. So it is known which layer is copied to which slot
+(parallel/pipeline.py): as soon as a slot has had its last use, the next layer's weights are copied to it. If the order
+is not the expected one, weights are copied when they are needed.
 
-A slot is one flat range: all experts' first matrices, second matrices and biases, each from its own start on.
+A slot is one flat range: all experts' first matrices, second matrices and biases, each from an offset of its own.
 """
 
 from __future__ import annotations
@@ -21,59 +21,62 @@ import torch
 
 from memory.completion import Completion, Users
 from moe.experts.weights import Slab
-from parallel.pipeline import SlotFill, slot_fills
+from parallel.pipeline import PlannedFill, slot_fills
 
-MOST_WAITS = 4096  # of a stream that are held until they are added up
-Arrived = Sequence[tuple[int, torch.Tensor]]  # gradients of copies that came home: slot, an expert's record in fp32
+MOST_WAITS = 4096  # measured waits that are kept until they are added up
+Arrived = Sequence[tuple[int, torch.Tensor]]  # received gradients of replicas: the primary's slot, fp32 gradients
 
 
-class OffDeviceTier(Protocol):
-    """Where weights and gradients lie off the device: optim/tiers/expert_tier.py."""
-
-    @property
-    def first(self) -> Sequence[int]:
-        """Where each kind of weight begins in a slot."""
+class OffloadedWeights(Protocol):
+    """Offloaded weights and gradients of a rank's experts: optim/offload/experts.py."""
 
     @property
-    def adds_on_host(self) -> bool:
-        """Whether micro-batches of a layer come apart: the host adds up what they leave."""
+    def kind_offsets(self) -> Sequence[int]:
+        """Offset of each kind of weight in a slot."""
 
-    def bring(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
-        """Have a layer's weights come to a slot once it is free."""
+    @property
+    def sums_on_host(self) -> bool:
+        """Whether the host adds up the gradients of a layer's micro-batches, which do not follow one another."""
+
+    def bring(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
+        """Start copying a layer's weights to a slot once it is free; return the completions of the copy."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks hold the same experts, and add to their gradients."""
+        """Whether other ranks hold the same experts, so that their gradients must be summed."""
 
     def add(
-        self, layer: int, slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
+        self, layer: int, layer_slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
     ) -> Sequence[Completion]:
-        """Add a micro-batch's gradient, in a slot in the weights' dtype, to the sum on the host; the first is written
-        over what is there, and the last makes it final. When the slot is free again."""
+        """Add a micro-batch's gradient, in a slot in the weights' dtype, to the sum on the host.
 
-    def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
-        """Have the sum on the host come to a slot for gradients."""
+        The first gradient overwrites the sum, and the last completes it. Returns completions that free the slot.
+        """
 
-    def finish(self, layer: int, slot: torch.Tensor) -> Sequence[Completion]:
-        """A layer's gradient is complete in a slot, but for what other ranks add. When the slot is free again."""
+    def sum_to(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
+        """Start copying the sum on the host to a gradient slot; return the completions of the copy."""
+
+    def finish(self, layer: int, layer_slot: torch.Tensor) -> Sequence[Completion]:
+        """Take a layer's gradient from its slot, not yet reduced over the ranks. Returns completions after which the
+        slot is free."""
 
 
 @dataclass
-class _LayerSlot:
-    """Memory of the device for a layer's weights or gradients. `layer`: whose they are."""
+class LayerSlot:
+    """Memory of the device for the weights or gradients of `layer`."""
 
     flat: torch.Tensor
     layer: int | None = None
-    there: Sequence[Completion] = ()  # when the weights are
-    used: Sequence[Completion] = ()  # when they are no longer needed, as far as passes have come
-    turn: int = -1  # the last use or fill, by the stream's count of both
+    there: Sequence[Completion] = ()  # of the copy of the weights to the slot
+    used: Sequence[Completion] = ()  # of the passes so far that read the weights
+    turn: int = -1  # number of the last use or fill, counted over all slots
     users: Users = field(default_factory=Users)
 
 
 @dataclass
 class StreamCounts:
-    """Since the run began: layers' weights that came, those that came only when they were asked for, and seconds that
-    what computes has waited for them: the device's stream, where there is one, else the thread."""
+    """Counts since the start of the run: layers' weights that were copied, those of them that were only copied on
+    demand, and seconds that computation (the device's stream, or the thread without one) has waited for weights."""
 
     fetched: int = 0
     asked: int = 0
@@ -82,7 +85,7 @@ class StreamCounts:
 
     @contextmanager
     def wait(self, device: torch.device) -> Iterator[None]:
-        """Count what is waited for inside. Nobody waits for that: a stream's waits count once they are over."""
+        """Measure the wait inside the block. On a GPU nobody waits for the measurement: `add_up` adds it later."""
         if device.type != "cuda":
             before = time.perf_counter()
             yield
@@ -95,134 +98,137 @@ class StreamCounts:
         self._spans.append((start, end))
 
     def add_up(self) -> None:
-        """Add the waits that are over to `waited`."""
+        """Add finished waits to `waited`."""
         while self._spans and self._spans[0][1].query():
             start, end = self._spans.popleft()
             self.waited += start.elapsed_time(end) / 1000
 
 
 class ExpertStream:
-    """The slots of one rank, and whose turn is next. All calls are those of the thread that computes."""
+    """The slots of one rank, and the order in which layers are copied to them. Only the computing thread calls it."""
 
     def __init__(
         self,
-        tier: OffDeviceTier,
+        offloaded: OffloadedWeights,
         device: torch.device,
         dtype: torch.dtype,
         numel: int,
         num_slots: tuple[int, int],
         visits: Callable[[int, bool], Sequence[int]],
     ):
-        """numel: of a slot; num_slots: for weights, for gradients; visits: the order in which layers, numbered on this
-        rank, are used in passes over so many micro-batches, or in forward ones alone."""
-        self.tier, self._device, self._visits = tier, device, visits
-        self.slots = [_LayerSlot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
-        self.dtype, in_parts = dtype, tier.adds_on_host and not tier.is_shared
-        grads = dtype if in_parts else torch.promote_types(dtype, torch.float32)
-        self.grad_slots = [_LayerSlot(torch.zeros(numel, dtype=grads, device=device)) for _ in range(num_slots[1])]
+        """numel: elements of a slot; num_slots: for weights, for gradients; visits: returns the order in which layers,
+        numbered on this rank, are used in passes over that many micro-batches, or in forward passes alone."""
+        self.offloaded, self._device, self._visits = offloaded, device, visits
+        self.weight_slots = [LayerSlot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
+        self.dtype, per_micro_batch = dtype, offloaded.sums_on_host and not offloaded.is_shared
+        grads = dtype if per_micro_batch else torch.promote_types(dtype, torch.float32)
+        self.grad_slots = [LayerSlot(torch.zeros(numel, dtype=grads, device=device)) for _ in range(num_slots[1])]
         self.counts, self.num_backwards = StreamCounts(), 0
-        self._plans: dict[tuple[int, bool], tuple[Sequence[int], Sequence[SlotFill]]] = {}
+        self._plans: dict[tuple[int, bool], tuple[Sequence[int], Sequence[PlannedFill]]] = {}
         self._order: Sequence[int] = ()
-        self._fills: deque[SlotFill] = deque()  # to come
+        self._fills: deque[PlannedFill] = deque()  # those that are left
         self._visit, self._count = -1, 0
         self._done: dict[int, int] = {}  # backward passes of each layer
 
     @property
     def nbytes(self) -> int:
-        """What the slots take of the device."""
-        return sum(slot.flat.nbytes for slot in (*self.slots, *self.grad_slots))
+        """Bytes of the slots on the device."""
+        return sum(layer_slot.flat.nbytes for layer_slot in (*self.weight_slots, *self.grad_slots))
 
     def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
-        """Weights have changed: no slot holds any. Passes over so many micro-batches are to come."""
-        for slot in (*self.slots, *self.grad_slots):
-            slot.layer, slot.used = None, (self.so_far(),)
+        """Empty all slots, since weights have changed, and prepare passes over `num_micro_batches` micro-batches."""
+        for layer_slot in (*self.weight_slots, *self.grad_slots):
+            layer_slot.layer, layer_slot.used = None, (self.so_far(),)
         key = num_micro_batches, forward_only
         if key not in self._plans:
             visits = list(self._visits(*key))
-            self._plans[key] = visits, slot_fills(visits, len(self.slots))
+            self._plans[key] = visits, slot_fills(visits, len(self.weight_slots))
         self.num_backwards = 0 if forward_only else num_micro_batches
         self._order, fills = self._plans[key]
         self._fills, self._visit, self._done = deque(fills), -1, {}
         self.prefetch()
 
-    def enter(self, layer: int) -> _LayerSlot:
-        """A layer is used now: its slot, with its weights on their way."""
+    def enter(self, layer: int) -> LayerSlot:
+        """Return the slot of a layer that is used now; the copy of its weights is done or in flight."""
         here = self._order[self._visit] if 0 <= self._visit < len(self._order) else None
         if here != layer:
             self._visit += 1
             if self._visit >= len(self._order) or self._order[self._visit] != layer:
                 self._order, self._visit = [layer], 0  # another order than the expected one
                 self._fills.clear()
-        slot = next((slot for slot in self.slots if slot.layer == layer), None)
-        if slot is None:
+        layer_slot = next((layer_slot for layer_slot in self.weight_slots if layer_slot.layer == layer), None)
+        if layer_slot is None:
             self.counts.asked += 1
             planned = self._fills.popleft() if self._fills else None
-            slot = min(self.slots, key=lambda slot: slot.turn) if planned is None else self.slots[planned.slot]
-            self._fetch(layer, slot)
-        self._touch(slot)
-        return slot
+            layer_slot = (
+                min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
+                if planned is None
+                else self.weight_slots[planned.slot_index]
+            )
+            self._fetch(layer, layer_slot)
+        layer_slot.turn = self._count = self._count + 1
+        return layer_slot
 
     def prefetch(self) -> None:
-        """Have the weights of the next layers come to the slots that have had their last use before."""
+        """Start copying the next layers' weights to slots that have had their last use."""
         while self._fills and self._fills[0].after < max(self._visit, 0):
             fill = self._fills.popleft()
-            self._fetch(fill.layer, self.slots[fill.slot])
+            self._fetch(fill.layer, self.weight_slots[fill.slot_index])
 
-    def _fetch(self, layer: int, slot: _LayerSlot) -> None:
-        slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
-        # What was computed with the weights that lay there comes first.
-        free = (*slot.used, *slot.there)
-        slot.there = self.tier.bring(layer, slot.flat, free)
-        self._touch(slot)
-
-    def _touch(self, slot: _LayerSlot) -> None:
-        slot.turn = self._count = self._count + 1
+    def _fetch(self, layer: int, layer_slot: LayerSlot) -> None:
+        layer_slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
+        # After all computation with the weights that are in the slot.
+        free = (*layer_slot.used, *layer_slot.there)
+        layer_slot.there = self.offloaded.bring(layer, layer_slot.flat, free)
+        layer_slot.turn = self._count = self._count + 1
 
     def so_far(self) -> Completion:
-        """All that this thread's current stream has been given."""
+        """Return the completion of all work that this thread's current stream has been given."""
         return Completion.so_far(self._device)
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def store(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived) -> None:
-        """Take a backward pass' gradients of a layer: `grads` by kind, [experts, ...] each, and after them what came of
-        copies. What is complete leaves."""
-        is_first, self._done[layer] = layer not in self._done, self._done.get(layer, 0) + 1
-        is_last, tier = self._done[layer] == self.num_backwards, self.tier
-        if tier.adds_on_host and not (is_last and tier.is_shared):
-            slot = self._free_slot()
-            leaving = slot.flat.view(self.dtype)[: self.slots[0].flat.numel()]
-            add_to(leaving, tier.first, grads, (), over=True)
-            for done in tier.add(layer, leaving, arrived, is_first, is_last):
-                slot.users.add(done)
-            return
-        held = next((slot for slot in self.grad_slots if slot.layer == layer), None)
-        slot = held or self._free_slot()
-        slot.layer = layer
-        if held is None and tier.adds_on_host and not is_first:
-            for done in tier.sum_to(layer, slot.flat, (Completion.so_far(self._device),)):
-                done.order()
-        add_to(slot.flat, tier.first, grads, arrived, over=is_first)
-        if is_last:
-            for done in tier.finish(layer, slot.flat):
-                slot.users.add(done)
-            slot.layer = None
+        """Add a backward pass' gradients of a layer: `grads` by kind, [experts, ...] each, then those of replicas.
 
-    def _free_slot(self) -> _LayerSlot:
-        """The slot for gradients that is free first; what is computed from now on comes after those who had it."""
-        slot = min(self.grad_slots, key=lambda slot: (slot.layer is not None, slot.users.last))
-        for done in slot.users.all():
+        Complete gradients start to be copied off the device.
+        """
+        is_first, self._done[layer] = layer not in self._done, self._done.get(layer, 0) + 1
+        is_last, offloaded = self._done[layer] == self.num_backwards, self.offloaded
+        if offloaded.sums_on_host and not (is_last and offloaded.is_shared):
+            layer_slot = self._free_slot()
+            leaving = layer_slot.flat.view(self.dtype)[: self.weight_slots[0].flat.numel()]
+            add_to(leaving, offloaded.kind_offsets, grads, (), over=True)
+            for done in offloaded.add(layer, leaving, arrived, is_first, is_last):
+                layer_slot.users.add(done)
+            return
+        held = next((layer_slot for layer_slot in self.grad_slots if layer_slot.layer == layer), None)
+        layer_slot = held or self._free_slot()
+        layer_slot.layer = layer
+        if held is None and offloaded.sums_on_host and not is_first:
+            for done in offloaded.sum_to(layer, layer_slot.flat, (Completion.so_far(self._device),)):
+                done.order()
+        add_to(layer_slot.flat, offloaded.kind_offsets, grads, arrived, over=is_first)
+        if is_last:
+            for done in offloaded.finish(layer, layer_slot.flat):
+                layer_slot.users.add(done)
+            layer_slot.layer = None
+
+    def _free_slot(self) -> LayerSlot:
+        """Return the gradient slot that is free first; later computation waits for its former users."""
+        layer_slot = min(self.grad_slots, key=lambda layer_slot: (layer_slot.layer is not None, layer_slot.users.last))
+        for done in layer_slot.users.all():
             done.order()
-        return slot
+        return layer_slot
 
 
 def add_to(
     flat: torch.Tensor, first: Sequence[int], grads: Sequence[torch.Tensor], arrived: Arrived, over: bool
 ) -> None:
-    """Add gradients by kind to a flat range, or write them over it, and then those of copies."""
+    """Add gradients by kind to a flat range, or overwrite it with `over`, and then add those of replicas."""
     for start, grad in zip(first, grads, strict=True):
-        part = flat[start : start + grad.numel()].view(grad.shape)
-        part.copy_(grad) if over else part.add_(grad)
+        view = flat[start : start + grad.numel()].view(grad.shape)
+        view.copy_(grad) if over else view.add_(grad)
     for expert, record in arrived:
         begin = 0
         for start, grad in zip(first, grads, strict=True):
@@ -232,47 +238,45 @@ def add_to(
 
 
 class StreamedExperts:
-    """One layer's experts off the device, as its schedule uses them."""
+    """One layer's offloaded experts, as its schedule uses them."""
 
     def __init__(self, stream: ExpertStream, layer: int, shapes: Sequence[torch.Size], activation: str):
-        """layer: its number on this rank. shapes: of its weights by kind, [experts, ...]."""
+        """layer: its number on this rank. shapes: those of its weights by kind, [experts, ...]."""
         self._stream, self._layer, self._shapes, self._activation = stream, layer, shapes, activation
-        self._slot: _LayerSlot | None = None
+        self._layer_slot: LayerSlot | None = None
 
     @torch.no_grad()
     def open(self) -> Slab:
-        """The layer's weights where they will be once `wait` is over, as if they were parameters."""
-        slot = self._slot = self._stream.enter(self._layer)
-        parts = [
-            slot.flat[start : start + shape.numel()].view(shape).requires_grad_()
-            for start, shape in zip(self._stream.tier.first, self._shapes, strict=True)
+        """Return views of the layer's weights, like parameters; their content is valid after `wait`."""
+        layer_slot = self._layer_slot = self._stream.enter(self._layer)
+        tensors = [
+            layer_slot.flat[start : start + shape.numel()].view(shape).requires_grad_()
+            for start, shape in zip(self._stream.offloaded.kind_offsets, self._shapes, strict=True)
         ]
-        fc1, fc2, fc1_bias, fc2_bias = (*parts, None, None)[:4]
+        fc1, fc2, fc1_bias, fc2_bias = (*tensors, None, None)[:4]
         assert fc1 is not None and fc2 is not None
         return Slab(fc1, fc2, fc1_bias, fc2_bias, self._activation)
 
     def forget(self) -> None:
-        """Weights may have changed: no slot holds any."""
+        """Empty all slots, since weights may have changed."""
         self._stream.begin_passes(0, forward_only=True)
 
     def fetch(self) -> None:
-        """Have the next layers' weights come."""
+        """Start copying the next layers' weights to the device."""
         self._stream.prefetch()
 
     def wait(self) -> None:
-        """What is computed from now on comes after the weights' arrival. Raises what their way raised."""
-        assert self._slot is not None and self._slot.layer == self._layer
-        with self._stream.counts.wait(self._slot.flat.device):
-            for done in self._slot.there:
-                done.order()
-                if done.error is not None:
-                    raise done.error
+        """Let later computation wait for the weights' copy. Raises the error of the copy, if it failed."""
+        assert self._layer_slot is not None and self._layer_slot.layer == self._layer
+        with self._stream.counts.wait(self._layer_slot.flat.device):
+            for done in self._layer_slot.there:
+                done.follow()
 
     def leave(self) -> None:
-        """What is computed from now on reads no weights of the layer, until it is opened again."""
-        assert self._slot is not None
-        self._slot.used = (self._stream.so_far(),)
+        """Release the layer's slot: later computation does not read the weights before the next `open`."""
+        assert self._layer_slot is not None
+        self._layer_slot.used = (self._stream.so_far(),)
 
     def store(self, grads: Sequence[torch.Tensor | None], arrived: Arrived) -> None:
-        """Take a backward pass' gradients: see `ExpertStream.store`."""
+        """Add a backward pass' gradients: see `ExpertStream.store`."""
         self._stream.store(self._layer, [each for each in grads if each is not None], arrived)

@@ -1,7 +1,8 @@
-"""What a layer's experts compute with: their stacked weights, the assignments that they get, and their gradients.
+"""Inputs and results of a layer's experts: stacked weights, assignments, and gradients.
 
 Shapes: N rows of a buffer, n assignments of a row and an expert, R rows of weighted sums, H hidden size, F width of
-this rank's part of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank, n also those of a slab.
+this rank's shard of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank, n also experts of a
+slab.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from memory.pool import WORKSPACE
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What gradients of weights of this kind are added up in: fp32 or wider."""
+    """Return the dtype of sums of gradients of weights of this dtype: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Stacked weights of some experts that lie together, and the activation between them (swiglu, gelu or gelu_tanh).
+    """Stacked weights of some experts, and the activation between them (swiglu, gelu or gelu_tanh).
 
-    With `block_rows` an expert computes so many assignments of one source rank at once, and each such block's weight
-    gradient is added by itself (bitwise.py): then no sum depends on which rank computes which block. Its assignments
-    come in groups, one of each source rank for each expert.
+    With `block_rows` an expert computes blocks of that many assignments of one source rank, and the weight gradient of
+    each block is added separately (BlockGrads): then no sum depends on which rank computes which block. Its assignments
+    are in groups, one of each source rank for each expert.
     """
 
     fc1: torch.Tensor  # [n, G, H]
@@ -41,17 +42,17 @@ class Slab:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The matrices and biases as they are, None for what there is not."""
+        """The matrices and biases with their graph, None for missing biases."""
         return self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The matrices and biases that there are, each by expert, without their graph."""
+        """The matrices and existing biases, stacked over experts, without their graph."""
         return [each.detach() for each in self.given]
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """The matrices and biases that there are, as they are."""
+        """The matrices and existing biases with their graph."""
         return [each for each in self.parameters if each is not None]
 
     @property
@@ -61,124 +62,117 @@ class Slab:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of its gradient where it travels: added up in fp32 or wider, or block by block as weights are."""
+        """Bytes of one expert's gradient in a message: a sum in fp32 or wider, or blocks in the weights' dtype."""
         size = wide(self.fc1.dtype).itemsize
         return self.expert_bytes if self.block_rows is not None else self.expert_bytes // self.fc1.itemsize * size
 
     def like(self, fc1: torch.Tensor, fc2: torch.Tensor, *biases: torch.Tensor) -> Slab:
-        """The same with other `tensors`."""
+        """Return the same slab with other `tensors`."""
         fc1_bias, fc2_bias = biases or (None, None)
         return replace(self, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A layer's expert weights on this rank: a few slabs, those at home first, whose experts are numbered one after the
-    other."""
+    """A layer's expert weights on this rank: slabs with consecutive expert numbers, the slab of primaries first."""
 
     slabs: tuple[Slab, ...]
 
     @property
-    def home(self) -> Slab:
+    def primaries(self) -> Slab:
         return self.slabs[0]
 
     @property
     def num_experts(self) -> int:
         return sum(map(len, self.slabs))
 
-    def slot(self, expert: int) -> tuple[Slab, int]:
-        """The slab that an expert of this rank lies in, and its place there."""
-        for slab in self.slabs:
-            if expert < len(slab):
-                return slab, expert
-            expert -= len(slab)
-        raise AssertionError(f"{self.num_experts} experts have no number {expert}")
-
 
 @dataclass(frozen=True)
 class Assignments:
     """Assignments of a row and an expert, sorted by expert, or by group where `Slab.block_rows` is set."""
 
-    rows: torch.Tensor  # [n] int64: which row of the source an assignment reads
-    probs: torch.Tensor  # [n] fp32 or wider: what its output is multiplied with
+    token_rows: torch.Tensor  # [n] int64: the row of the source that an assignment reads
+    probs: torch.Tensor  # [n] fp32 or wider: the factor of its output
     ends: torch.Tensor  # [E] int32: where each expert's end, on the device
-    host_ends: list[int] | None  # the same on the host; None where the products need no host
-    num_home: int | None = None  # those of experts at home, where the host knows that alone
+    host_ends: list[int] | None  # the same on the host; None if the products do not need it
+    num_primary_assignments: int | None = None  # assignments of primaries, if the host knows only this number
 
     @property
     def experts(self) -> torch.Tensor:
-        """[n] int32: each one's expert of this slab."""
-        numbers = torch.arange(len(self.rows), dtype=torch.int32, device=self.ends.device)
+        """Each assignment's expert in this slab: [n] int32."""
+        numbers = torch.arange(len(self.token_rows), dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, numbers, right=True, out_int32=True)
 
     @property
     def host_counts(self) -> list[int]:
-        """How many each expert has."""
+        """Number of assignments of each expert."""
         assert self.host_ends is not None
         return [end - start for start, end in pairwise([0, *self.host_ends])]
 
     def of_groups(self, groups: slice, start: int, end: int) -> Assignments:
-        """The assignments of consecutive experts (or groups), which stand in [start, end)."""
-        if end - start == len(self.rows) and groups.stop - groups.start == len(self.ends):
+        """Return the assignments of consecutive experts (or groups), whose range is [start, end)."""
+        if end - start == len(self.token_rows) and groups.stop - groups.start == len(self.ends):
             return self
         ends, host = self.ends[groups], None
         if self.host_ends is not None:
             host = [each - start for each in self.host_ends[groups]]
-        return Assignments(self.rows[start:end], self.probs[start:end], ends - start if start else ends, host)
+        return Assignments(self.token_rows[start:end], self.probs[start:end], ends - start if start else ends, host)
 
 
 @dataclass(frozen=True)
 class SlabInputs:
-    """What a slab's experts read of a chunk."""
+    """The inputs of a slab's experts in a chunk."""
 
     index: int  # of the slab
     slab: Slab
     source_NH: torch.Tensor
     assignments: Assignments
-    part: slice  # the assignments' among all of the chunk's
+    span: slice  # the range of these assignments in the chunk's
 
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """What the experts of a chunk read."""
+    """The inputs of a chunk's experts."""
 
     weights: Weights
     source_NH: torch.Tensor
     assignments: Assignments
 
     def by_slab(self) -> list[SlabInputs]:
-        """The same for each slab that has assignments, and for the first in any case."""
+        """Return the inputs of each slab that has assignments, and of the first slab in any case."""
         slabs, given = self.weights.slabs, self.assignments
         each = len(given.ends) // self.weights.num_experts  # groups of an expert
         last = list(accumulate(each * len(slab) for slab in slabs))  # groups up to each slab's end
         if given.host_ends is not None:
             ends = [given.host_ends[group - 1] if group else 0 for group in last]
         elif len(slabs) == 1:
-            ends = [len(given.rows)]
+            ends = [len(given.token_rows)]
         else:
-            assert given.num_home is not None and len(slabs) == 2, "only what lies at home is known apart"
-            ends = [given.num_home, len(given.rows)]
+            assert given.num_primary_assignments is not None and len(slabs) == 2, (
+                "the host knows the number of the primaries' assignments alone"
+            )
+            ends = [given.num_primary_assignments, len(given.token_rows)]
         found, first, start = [], 0, 0
         for index, (slab, group, end) in enumerate(zip(slabs, last, ends, strict=True)):
             if end > start or index == 0:
-                part = given.of_groups(slice(first, group), start, end)
-                found.append(SlabInputs(index, slab, self.source_NH, part, slice(start, end)))
+                assignments = given.of_groups(slice(first, group), start, end)
+                found.append(SlabInputs(index, slab, self.source_NH, assignments, slice(start, end)))
             first, start = group, end
         return found
 
 
 @dataclass(frozen=True)
 class GradInputs:
-    """What the backward pass of a chunk reads, but for the preactivations."""
+    """The inputs of a chunk's backward pass, except the preactivations."""
 
     chunk: ChunkInputs
     sums_grad_RH: torch.Tensor  # gradient of the weighted sums
-    sums_rows_n: torch.Tensor  # which of its rows belongs to each assignment
+    sums_rows_n: torch.Tensor  # the row of it that belongs to each assignment
 
 
 @dataclass
 class SlabWork:
-    """What is left to do for a slab's part of a chunk once its input gradients are out."""
+    """Inputs of a slab's weight gradients, which are left after the input gradients of a chunk."""
 
     inputs: SlabInputs
     sums_grad_RH: torch.Tensor
@@ -189,13 +183,13 @@ class SlabWork:
 
 @dataclass
 class WeightWork:
-    """The same for a chunk: see `ExpertCompute.weight_grads`."""
+    """Inputs of a chunk's weight gradients: see `ExpertCompute.weight_grads`."""
 
-    parts: list[SlabWork]
-    buffers: Sequence[torch.Tensor]  # that all parts lie in
+    of_slabs: list[SlabWork]
+    buffers: Sequence[torch.Tensor]  # the memory of the slabs' tensors
 
     def free(self) -> None:
-        """Hand back the memory; `weight_grads` does so itself."""
+        """Free the buffers; `weight_grads` does so itself."""
         WORKSPACE.give(*self.buffers)
 
 
@@ -203,11 +197,11 @@ class SlabGrads:
     """Gradients of one slab's weights; the first contribution to an expert is written, later ones are added."""
 
     def __init__(self, weights: Slab, at_once: bool = True) -> None:
-        """at_once: where experts are grouped, one product makes the gradients of all."""
+        """at_once: one grouped product makes the gradients of all experts, except on the host."""
         matrices = weights.fc1, weights.fc2
         if weights.fc1.device.type == "cpu" or not at_once:
             self.fc1, self.fc2 = (WORKSPACE.lend(matrix.shape, matrix) for matrix in matrices)
-        else:  # the first product makes them, if there is one
+        else:  # the first product allocates them, if there is one
             self.fc1, self.fc2 = (matrix.new_empty(0) for matrix in matrices)
         self._matrices = matrices
         self.fc1_bias = None if weights.fc1_bias is None else torch.zeros_like(weights.fc1_bias)
@@ -234,13 +228,13 @@ class SlabGrads:
     def add_biases(
         self, expert: int, preactivation_grad: torch.Tensor, output_grad: torch.Tensor, probs: torch.Tensor
     ) -> None:
-        """The same for the biases, where there are any."""
+        """Add a block's gradients of an expert's biases, if there are biases."""
         if self.fc1_bias is not None and self.fc2_bias is not None:
             self.fc1_bias[expert] += preactivation_grad.sum(dim=0)
             self.fc2_bias[expert] += torch.mv(output_grad.t(), probs.to(output_grad.dtype))
 
     def mark(self, expert: int) -> bool:
-        """Note a contribution to an expert's gradients that is made now; whether it is to be added to what is there."""
+        """Register a contribution to an expert's gradients; return whether it must be added to an earlier one."""
         written, self._written[expert] = self._written[expert], True
         return written
 
@@ -254,7 +248,7 @@ class SlabGrads:
         self._written = [True] * len(self._written)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """All gradients (fc1, fc2 and their biases); those of experts without rows are zero."""
+        """Return all gradients (fc1, fc2 and their biases); those of experts without rows are zero."""
         if not any(self._written):
             fc1, fc2 = (torch.zeros_like(matrix) for matrix in self._matrices)
             return fc1, fc2, self.fc1_bias, self.fc2_bias
@@ -266,26 +260,26 @@ class SlabGrads:
 
 
 class WeightGrads:
-    """Gradients of a call's weights, slab by slab; those of a slab without assignments are none."""
+    """Gradients of a call's weights by slab; a slab of replicas without assignments has none."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
-        self._home = SlabGrads(weights.home)
+        self._primaries = SlabGrads(weights.primaries)
         self._others: dict[int, SlabGrads] = {}
 
     def of(self, index: int) -> SlabGrads:
-        """The gradients of a slab, to be added to."""
+        """Return the gradients of a slab, to which contributions are added."""
         if index == 0:
-            return self._home
+            return self._primaries
         if index not in self._others:
             self._others[index] = SlabGrads(self._weights.slabs[index])
         return self._others[index]
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients of what is at home (fc1, fc2 and their biases)."""
-        return self._home.finish()
+        """Return the primaries' gradients (fc1, fc2 and their biases)."""
+        return self._primaries.finish()
 
     def take_others(self) -> dict[int, SlabGrads]:
-        """Hand out the other slabs' gradients, by index; their memory is free when nobody refers to them."""
+        """Return the other slabs' gradients by index, and drop the references to them."""
         others, self._others = self._others, {}
         return others

@@ -1,17 +1,20 @@
-"""The compiled kernels for experts on the host. What is here is all that others use; `has`... say whether they take a
-tensor.
+"""The compiled kernels for experts on the host: this is their whole interface, and `has`... tell what they accept.
 
-They are built once with the machine's C++ compiler, kept in the user's cache, and called by address. Where there is no
-compiler, or the source does not compile, torch's operations do the same work in more passes over memory.
+They are compiled once with the machine's C++ compiler, kept in the user's cache, and called by address. Without a
+compiler, or if the source does not compile, torch's operations do the same work in more passes over memory.
 """
 
-from moe.kernels.elementwise import activate, activate_backward, add_up, takes_top_k, top_k
 from moe.kernels.ops import (
+    activate,
+    activate_backward,
+    add_up,
     backward_blocks,
     backward_bytes,
     forward_blocks,
     forward_bytes,
     gate,
+    takes_top_k,
+    top_k,
     weights_blocks,
     weights_bytes,
 )

@@ -1,6 +1,6 @@
 """Compile the kernels ahead of the first training: `python -m moe.kernels`."""
 
-from moe.kernels.build import cache_folder
+from moe.kernels.compiler import cache_folder
 from moe.kernels.shared_object import can_multiply_tiles, loaded
 
 if loaded() is not None:

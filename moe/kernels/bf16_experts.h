@@ -1,4 +1,4 @@
-// An expert's block of rows in bfloat16, and a router's logits, by the products of tiles.h.
+// Computes an expert's block of rows in bfloat16, and a router's logits, with the products of tiles.h.
 //
 // Shapes as in float_experts.h.
 
@@ -27,11 +27,10 @@ struct Factors {
     int64_t bytes() const { return steps * DEPTH * 2 * (outer + width + 2 * size); }
 };
 
-// How a pass over n rows divides its scratch memory: right factors that all threads share, and as much again for each
-// thread.
+// Layout of the scratch memory of a pass over n rows: right factors that all threads share, and memory of each thread.
 struct Scratch {
     int64_t at_once, shared, own, fc2, fc1_transposed,
-        factors;  // rows that a thread takes at once; bytes; and where shared parts begin
+        factors;  // rows per thread and iteration; bytes; offsets in the shared memory
 
     Scratch(int64_t n, int64_t size, int64_t width, int64_t outer, bool backward, bool recompute, bool weights,
             int64_t threads) {
@@ -46,7 +45,7 @@ struct Scratch {
     }
 };
 
-// gradient [rows, columns] (+)= left right over `depth`; by all threads of a region.
+// gradient [rows, columns] (+)= left right over `depth`; called by all threads of a region.
 inline void gradient_of(const char* left, const char* right, int64_t rows, int64_t columns, int64_t depth,
                         bf16* gradient, bool add) {
     const int64_t steps = divided_up(depth, DEPTH),
@@ -60,7 +59,7 @@ inline void gradient_of(const char* left, const char* right, int64_t rows, int64
                 bf16* to = gradient + (first + row) * columns + group * PANEL;
                 Row sums = load_row(c);
                 if (add) {
-                    _mm_prefetch(to + PANEL, _MM_HINT_T1);  // what the next group's sums are added to
+                    _mm_prefetch(to + PANEL, _MM_HINT_T1);  // the next group's sums are added to it
                     sums += load_row(to);
                 }
                 store_row(to, sums);
@@ -72,8 +71,8 @@ inline void weight_gradients(const Factors& f, bf16* fc1_grad, bf16* fc2_grad, b
     gradient_of(f.dy, f.activated, f.size, f.width, f.n, fc2_grad, add);
 }
 
-// What goes into the activation, for the rows `x` (a left factor): `use(row, group, value, up)` gets 32 numbers and,
-// for SwiGLU, those of the second half.
+// Computes the preactivations of the rows `x` (a left factor): `use(row, group, value, up)` gets 32 numbers and, for
+// SwiGLU, those of the second half.
 template <int KIND, class Use>
 INLINE void hidden_of(const Expert<bf16>& e, const char* x, int64_t rows, const char* packed_fc1, const Use& use) {
     constexpr int FACTORS = KIND == SWIGLU ? 2 : 1;
@@ -93,7 +92,7 @@ INLINE void hidden_of(const Expert<bf16>& e, const char* x, int64_t rows, const 
         });
 }
 
-// Whether the block before this one is of the same expert, whose matrices then lie packed in the scratch memory.
+// Whether the block before this one has the same expert, whose packed matrices are then in the scratch memory.
 inline bool same_expert(const Block* first, const Block& block) {
     return &block != first && (&block)[-1].expert == block.expert;
 }
@@ -125,7 +124,7 @@ void forward_block(const Expert<bf16>& e, bool packed, const bf16* source, const
                     store_row(in_tiles(hidden_tiles, outer_steps, row, group), value);
                     if (KIND == SWIGLU) store_row(in_tiles(hidden_tiles, outer_steps, row, width_steps + group), up);
                 }
-                // Of the rounded numbers, which a backward pass reads or computes again.
+                // From the rounded numbers, which a backward pass reads or recomputes.
                 store_row(in_tiles(activated, width_steps, row, group),
                           ActivatedRow<KIND>(widened(value), widened(up)).value);
             });
@@ -255,7 +254,7 @@ void weights_block(int64_t size, int64_t width, int64_t outer, const bf16* sourc
     }
 }
 
-// A router's logits: the products are exact, and added in float.
+// Computes a router's logits: the products are exact, and added in float.
 void gate(const bf16* x, int64_t n, int64_t size, const bf16* weight, int64_t experts, float* logits, char* scratch,
           int threads) {
     const int64_t steps = size / DEPTH, groups = divided_up(experts, PANEL), right_bytes = groups * PANEL * size * 2;

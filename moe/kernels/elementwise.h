@@ -1,5 +1,5 @@
-// What torch does in many passes over main memory, done in one: activations forward and backward, weighted sums of
-// rows, and the greatest numbers of each row. For any CPU.
+// Elementwise functions in one pass over main memory, for which torch takes several: activations forward and backward,
+// weighted sums of rows, and the greatest numbers of each row. For any CPU.
 //
 // Shapes: n rows, F width, G = 2 F for SwiGLU ([gate | up]) else F. All tensors are row-major.
 
@@ -56,8 +56,8 @@ void activate(const T* hidden, int64_t n, int64_t width, T* out, int threads) {
     }
 }
 
-// The gradient of one piece of a row: what `grad`, the gradient after the assignment's weight, makes of the hidden
-// activation.
+// The gradient of some numbers of a row: of the hidden activation from `grad`, the gradient after the assignment's
+// weight.
 template <int KIND>
 struct Backward {
     V hidden_grad, up_grad, activated, product;
@@ -103,8 +103,7 @@ void activate_backward(const T* hidden, const T* grad, const float* weights, int
     }
 }
 
-// out[i] = the sum of source[index[j]] * weights[j] for j from starts[i] to the next one's; without weights, of the
-// rows.
+// out[i] = the sum of source[index[j]] * weights[j] for starts[i] <= j < starts[i + 1]; without weights, of the rows.
 template <class T>
 void add_up(const T* source, int64_t columns, const int64_t* index, const int64_t* starts, int64_t num_sums,
             int64_t num_rows, const float* weights, T* out, int threads) {
@@ -133,14 +132,14 @@ void add_up(const T* source, int64_t columns, const int64_t* index, const int64_
     }
 }
 
-// The columns of the k greatest numbers of each row, the greatest first, of equal ones the first. As for torch, NaN is
+// The columns of the k greatest numbers of each row, the greatest first, of equal ones the first. As in torch, NaN is
 // the greatest.
 constexpr int64_t MAX_COLUMNS = 1024;
 
 void top_k(const float* scores, int64_t rows, int64_t columns, int64_t k, int64_t* indices, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * columns > 16384)
     for (int64_t i = 0; i < rows; i++) {
-        alignas(64) int32_t keys[MAX_COLUMNS];  // the numbers' bits, so that integers compare as they do
+        alignas(64) int32_t keys[MAX_COLUMNS];  // the numbers' bits, mapped so that integers compare like the numbers
         std::memcpy(keys, scores + i * columns, columns * sizeof(float));
         for (int64_t column = 0; column < columns; column++) {
             const bool is_nan = (keys[column] & INT32_MAX) > 0x7f800000;
@@ -153,7 +152,7 @@ void top_k(const float* scores, int64_t rows, int64_t columns, int64_t k, int64_
                 const int32_t candidate = keys[column] == best ? column : INT32_MAX;
                 place = candidate < place ? candidate : place;
             }
-            keys[place] = INT32_MIN;  // below every number's
+            keys[place] = INT32_MIN;  // less than the key of every number
             indices[i * k + j] = place;
         }
     }

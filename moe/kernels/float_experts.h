@@ -1,5 +1,5 @@
-// An expert's block of rows in float: products of our own (gemm.h) or of torch's BLAS, one pass after the other while
-// the block is in the cache.
+// Computes an expert's block of rows in float, with our products (gemm.h) or torch's BLAS; all passes run while the
+// block is in the cache.
 //
 // Shapes: n rows of a block, H hidden size, F width, G = 2 F for SwiGLU ([gate | up]) else F. All tensors are
 // row-major.
@@ -11,7 +11,7 @@
 
 namespace {
 
-// Consecutive rows of one expert; `add`: its gradients are to be added to what is there.
+// Consecutive rows of one expert; `add`: its gradients are added to existing ones.
 struct Block {
     int64_t expert, start, end, add;
     int64_t rows() const { return end - start; }
@@ -27,7 +27,7 @@ struct Expert {
     int64_t size, width, outer;  // H, F, G
     const T *fc1, *fc1_bias, *fc2, *fc2_bias;
 
-    // One of the stacked ones.
+    // One of the stacked experts.
     Expert(int64_t i, int64_t kind, int64_t size, int64_t width, const T* fc1, const T* fc1_bias, const T* fc2,
            const T* fc2_bias)
         : size(size), width(width), outer(kind == SWIGLU ? 2 * width : width), fc1(at(fc1, i, outer * size)),
@@ -37,18 +37,18 @@ struct Expert {
 typedef void (*Gemm)(const char*, const char*, const int*, const int*, const int*, const float*, const float*,
                      const int*, const float*, const int*, const float*, float*, const int*);
 
-struct Host {  // what multiplies
+struct Host {  // the functions that multiply
     Gemm gemm;
     int threads;
 
-    // out [m, n] (+)= left [m, k] right [k, n], of which a transposed one lies as [k, m] or [n, k].
+    // out [m, n] (+)= left [m, k] right [k, n], of which a transposed one is stored as [k, m] or [n, k].
     void multiply(Order left_order, Order right_order, int64_t m, int64_t n, int64_t k, const float* left,
                   const float* right, float* out, bool add) const {
 #ifdef __AVX512F__
         if (has_own_products() && std::min({m, n, k}) >= Product::LEAST)
             return Product{left, right, out, m, n, k, add}.run(left_order, right_order, threads);
 #endif
-        // BLAS counts by columns: to it every matrix here is its transpose.
+        // BLAS is column-major: for it every matrix here is its transpose.
         const int columns = n, rows = m, depth = k, left_stride = left_order == PLAIN ? k : m,
                   right_stride = right_order == PLAIN ? n : k;
         const float one = 1.0f, factor = add;

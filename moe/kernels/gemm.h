@@ -1,4 +1,4 @@
-// Products of matrices in float where torch's BLAS is made for other processors: classical blocking, with AVX-512.
+// Products of matrices in float for processors that torch's BLAS is not tuned for: classical blocking, with AVX-512.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace {
 
 #define INLINE \
-    inline __attribute__((always_inline))  // so that what a function is given to call becomes part of its loop
+    inline __attribute__((always_inline))  // so that a function passed as an argument is inlined in the loop
 
 enum Order { PLAIN, TRANSPOSED };
 
@@ -45,20 +45,20 @@ inline void transpose(__m512i r[16]) {
     }
 }
 
-// The classical blocked product: parts of both factors are copied so that they are read in order, the right one to
-// panels of 32 columns, the left one to strips of 8 rows, and stay in the second-level cache. The rest of a strip or
-// panel that is not full is zeros.
+// The classical blocked product: blocks of both factors are copied so that they are read in order and stay in the
+// second-level cache, the right one to panels of 32 columns, the left one to strips of 8 rows. Strips and panels are
+// padded with zeros.
 struct Product {
     static constexpr int64_t STRIP = 8, PANEL = 2 * LANES;  // rows and columns of sums in registers
-    static constexpr int64_t MOST_ROWS = 256, MOST_COLUMNS = 256, MOST_DEPTH = 512;  // of what is copied at once
-    static constexpr int64_t LEAST = 32;  // rows, columns and depth that are worth the copies
+    static constexpr int64_t MOST_ROWS = 256, MOST_COLUMNS = 256, MOST_DEPTH = 512;  // of a copied block
+    static constexpr int64_t LEAST = 32;  // rows, columns and depth from which the copies pay off
 
     const float *left, *right;
     float* out;
     int64_t m, n, k;
     bool add;
 
-    struct Memory {  // of one thread, kept
+    struct Memory {  // of one thread, reused
         float* left = static_cast<float*>(std::aligned_alloc(64, MOST_ROWS * MOST_DEPTH * sizeof(float)));
         float* right = static_cast<float*>(std::aligned_alloc(64, MOST_COLUMNS * MOST_DEPTH * sizeof(float)));
         ~Memory() { std::free(left), std::free(right); }
@@ -69,14 +69,14 @@ struct Product {
         return kept;
     }
 
-    // Sixteen numbers of a row of which `count` are there.
+    // Sixteen numbers of a row with `count` numbers.
     static __m512 row_of(const float* from, int64_t count) {
         return count >= LANES ? _mm512_loadu_ps(from)
                : count <= 0   ? _mm512_setzero_ps()
                               : _mm512_maskz_loadu_ps((1u << count) - 1, from);
     }
 
-    // Sixteen rows of 16 numbers, of a matrix that lies with `stride` numbers from row to row.
+    // Sixteen rows of 16 numbers of a matrix; `stride`: numbers from row to row.
     static void square_of(const float* from, int64_t stride, int64_t rows, int64_t count, __m512i r[16]) {
         for (int i = 0; i < LANES; i++)
             r[i] = (__m512i)(i < rows ? row_of(from + i * stride, count) : _mm512_setzero_ps());
@@ -145,7 +145,7 @@ struct Product {
         }
     }
 
-    // The same where fewer rows or columns are there.
+    // The same for fewer rows or columns.
     static void multiply_part(const float* strip, const float* panel, int64_t depth, float* c, int64_t stride, bool add,
                               int64_t rows, int64_t columns) {
         alignas(64) float part[STRIP * PANEL] = {};
@@ -154,7 +154,7 @@ struct Product {
         for (int64_t row = 0; row < rows; row++) std::copy_n(part + row * PANEL, columns, c + row * stride);
     }
 
-    // By all threads of a region, which take `at_once` rows each; `packed` is theirs together.
+    // Called by all threads of a region, with `at_once` rows each; they share `packed`.
     template <Order LEFT, Order RIGHT>
     void run(int64_t at_once, float* packed) const {
         float* strips = memory().left;
@@ -200,7 +200,7 @@ struct Product {
 
 #endif
 
-// Whether `Product` is used: MKL, torch's BLAS, is made for Intel's processors.
+// Whether `Product` is used: MKL, torch's BLAS, is tuned for Intel's processors.
 bool has_own_products() {
 #ifdef __AVX512F__
     return !__builtin_cpu_is("intel");

@@ -1,8 +1,7 @@
-// Kernels for experts on the host: the functions that Python calls, one shared object of all headers here.
+// Kernels for experts on the host: the functions that Python calls, in one shared object of all headers here.
 //
-// The elementwise functions are for any CPU, in float and bfloat16. The block functions compute the experts' blocks of
-// rows, all of a call: in float by products of our own or torch's BLAS, in bfloat16 where the processor multiplies it
-// (tiles.h).
+// The elementwise functions are for any CPU, in float and bfloat16. The block functions compute all blocks of rows of a
+// call: in float with our products or torch's BLAS, in bfloat16 if the processor multiplies it (tiles.h).
 //
 // They take addresses and 64 bit integers; the last argument is the number of threads.
 
@@ -21,7 +20,7 @@
 
 extern "C" {
 
-// Whether the block functions work here: the compiler knew the instructions, and the system lets this process use them.
+// Whether the block functions work here: the compiler knew the instructions, and the system allows them.
 int mixtrain_has_tiles() {
 #ifdef HAS_AMX
     // arch_prctl's ARCH_REQ_XCOMP_PERM, and the feature's number.
@@ -64,7 +63,7 @@ void mixtrain_activate_backward_bf16(int64_t kind, const bf16* hidden, const bf1
     activate_backward_any(kind, hidden, grad, weights, n, width, hidden_grad, activated, probs_grad, threads);
 }
 
-// Whether `multiply_float` is there: out [m, n] (+)= left [m, k] right [k, n], which may lie transposed.
+// Whether there is `multiply_float`: out [m, n] (+)= left [m, k] right [k, n], whose factors may be transposed.
 int mixtrain_has_products() {
 #ifdef __AVX512F__
     return 1;
@@ -171,8 +170,8 @@ void mixtrain_forward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num
     }
 }
 
-// Without gradients of the matrices `hidden_grad` and `activated` are written for all blocks, with them only for the
-// last one, if at all.
+// `hidden_grad` and `activated` are written for all blocks if there are no gradients of the matrices, else at most for
+// the last block.
 void mixtrain_backward_blocks_bf16(int64_t kind, const Block* blocks, int64_t num_blocks, Gemm, const bf16* source,
                                    const int64_t* rows, const bf16* output_grad, const int64_t* output_rows,
                                    const float* probs, int64_t size, int64_t width, const bf16* fc1,

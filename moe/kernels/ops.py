@@ -1,4 +1,7 @@
-"""The block functions of the compiled library, as operations of torch's, so that its FLOP counter sees them."""
+"""The functions of the compiled library, for tensors that `shared_object.has` accepts.
+
+Functions with matrix products are operations of torch's, so that its FLOP counter sees them.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,81 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from memory.pool import WORKSPACE
-from moe.kernels.shared_object import ACTIVATIONS, ALIGNMENT, SUFFIXES, call, gemm
+from moe.kernels.shared_object import ACTIVATIONS, ALIGNMENT, SUFFIXES, call, gemm, has
 
-BLOCK_NUMBERS = 4  # that say what a block is
+BLOCK_NUMBERS = 4  # integers that describe a block
+MAX_COLUMNS = 1024  # of a top-k choice
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
-# `blocks`: of each block the expert, its first assignment, the last one's next, and whether its gradients are added to
-# what is there; `tile`: rows are computed in multiples of it.
+# ---------------------------------------------------------------------------------------------------------------------
+# Elementwise functions
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the activation of `preactivation` [n, G] to `out` [n, F]; G = 2 F for SwiGLU ([gate | up]) else F."""
+    call(f"activate_{SUFFIXES[out.dtype]}", ACTIVATIONS[activation], preactivation, *out.shape, out)
+
+
+def activate_backward(
+    activation: str,
+    preactivation: torch.Tensor,
+    grad: torch.Tensor,
+    probs: torch.Tensor,
+    out: torch.Tensor,
+    activated: torch.Tensor,
+) -> torch.Tensor:
+    """Compute the gradients of `activate` and of the multiplication by the assignment's weight after it.
+
+    `grad` [n, F] is the gradient after the weight, and is not changed.
+
+    Fills `out` [n, G] with the gradient of `preactivation` and `activated` [n, F] with the activation times the weight.
+    Returns the weights' gradient [n] in fp32.
+    """
+    probs_grad, name = torch.empty(len(grad)), f"activate_backward_{SUFFIXES[out.dtype]}"
+    call(name, ACTIVATIONS[activation], preactivation, grad, probs.float(), *grad.shape, out, activated, probs_grad)
+    return probs_grad
+
+
+def add_up(
+    source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    """Write sums [outputs, H] of rows of `source`, each times its weight, to `out`, in the order of `index`.
+
+    A sum of no rows is zero.
+    """
+    weights = None if weights is None else weights.float()
+    call(
+        f"add_up_{SUFFIXES[source.dtype]}", source, source.size(1), index, starts, len(starts), len(index), weights, out
+    )
+    return out
+
+
+def takes_top_k(scores: torch.Tensor, k: int) -> bool:
+    """Whether `top_k` accepts these scores."""
+    return scores.dtype is torch.float32 and k <= scores.size(1) <= MAX_COLUMNS and has(scores)
+
+
+def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the columns [rows, k] of each row's greatest numbers like torch.topk; of equal ones the first."""
+    indices = torch.empty(len(scores), k, dtype=torch.int64)
+    call("top_k", scores, *scores.shape, k, indices)
+    return indices
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Block functions
+# ---------------------------------------------------------------------------------------------------------------------
+
+# `blocks`: for each block its expert, the range [start, end) of its assignments, and whether its gradients are added to
+# earlier ones; `tile`: rows are computed in multiples of it.
 _LIBRARY = operations.Library("mixtrain", "DEF")
 _MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str activation"
 
 
 def _operation(arguments: str) -> Callable[[_Function], _Function]:
-    """Make a function an operation of torch's with these arguments, which it calls by position."""
+    """Define an operation of torch's with these arguments, which calls the function by position."""
 
     def define(function: _Function) -> _Function:
         name = function.__name__.lstrip("_")
@@ -57,7 +121,7 @@ def _forward_blocks(
     blocks: list[int],
     tile: int,
     source: torch.Tensor,
-    rows: torch.Tensor,
+    token_rows: torch.Tensor,
     fc1: torch.Tensor,
     fc1_bias: torch.Tensor | None,
     fc2: torch.Tensor,
@@ -67,7 +131,9 @@ def _forward_blocks(
 ) -> None:
     sizes = source.size(1), fc2.size(2)
     matrices = fc1, fc1_bias, fc2, fc2_bias
-    _call_for(blocks, "forward_blocks", source, rows, *sizes, *matrices, *outputs, kind=(ACTIVATIONS[activation],))
+    _call_for(
+        blocks, "forward_blocks", source, token_rows, *sizes, *matrices, *outputs, kind=(ACTIVATIONS[activation],)
+    )
 
 
 @_operation(
@@ -79,7 +145,7 @@ def _backward_blocks(
     blocks: list[int],
     tile: int,
     source: torch.Tensor,
-    rows: torch.Tensor,
+    token_rows: torch.Tensor,
     output_grad: torch.Tensor,
     output_rows: torch.Tensor,
     probs: torch.Tensor,
@@ -90,7 +156,7 @@ def _backward_blocks(
     activation: str,
     *tensors: torch.Tensor | None,
 ) -> None:
-    inputs = source, rows, output_grad, output_rows, probs.float(), source.size(1), fc2.size(2)
+    inputs = source, token_rows, output_grad, output_rows, probs.float(), source.size(1), fc2.size(2)
     _call_for(
         blocks, "backward_blocks", *inputs, fc1, fc1_bias, fc2, fc2_bias, *tensors, kind=(ACTIVATIONS[activation],)
     )
@@ -104,7 +170,7 @@ def _weights_blocks(
     blocks: list[int],
     tile: int,
     source: torch.Tensor,
-    rows: torch.Tensor,
+    token_rows: torch.Tensor,
     output_grad: torch.Tensor,
     output_rows: torch.Tensor,
     preactivation_grad: torch.Tensor,
@@ -116,7 +182,7 @@ def _weights_blocks(
         blocks,
         "weights_blocks",
         source,
-        rows,
+        token_rows,
         output_grad,
         output_rows,
         preactivation_grad,
@@ -137,8 +203,10 @@ weights_blocks = torch.ops.mixtrain.weights_blocks
 
 
 def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Products [T, E] in fp32 of tokens [T, H] and a router's weight [E, H], both in bf16; where `has_tiles` is
-    true."""
+    """Return the products [T, E] in fp32 of tokens [T, H] and a router's weight [E, H], both in bf16.
+
+    `has_tiles` must be true.
+    """
     num_experts = len(weight)
     logits = torch.empty(len(x), num_experts)
     scratch = WORKSPACE.take((call("gate_scratch_bytes", *x.shape, num_experts),), x, torch.uint8)
@@ -148,7 +216,7 @@ def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _computed(blocks: Sequence[int], tile: int) -> int:
-    """Rows, each block's a multiple of `tile`."""
+    """Return the number of computed rows, with each block padded to a multiple of `tile`."""
     return sum(
         -(-(end - start) // tile) * tile
         for start, end in zip(blocks[1::BLOCK_NUMBERS], blocks[2::BLOCK_NUMBERS], strict=True)
@@ -165,7 +233,7 @@ def _forward_flops(
     blocks: Sequence[int],
     tile: int,
     source: Sequence[int],
-    rows: Sequence[int],
+    token_rows: Sequence[int],
     fc1: Sequence[int],
     fc1_bias: object,
     fc2: Sequence[int],
@@ -189,7 +257,7 @@ def _weights_flops(
     blocks: Sequence[int],
     tile: int,
     source: Sequence[int],
-    rows: Sequence[int],
+    token_rows: Sequence[int],
     output_grad: Sequence[int],
     output_rows: Sequence[int],
     preactivation_grad: Sequence[int],
@@ -204,18 +272,20 @@ def _weights_flops(
 
 
 def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """Scratch memory of `forward_blocks` for blocks of up to `longest` rows."""
+    """Return the bytes of scratch memory of `forward_blocks` for blocks of up to `longest` rows."""
     return call("scratch_bytes", 0, longest, hidden_size, width, hidden_columns, 0, 0)
 
 
 def backward_bytes(
     longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool
 ) -> int:
-    """That of `backward_blocks`; `recompute`: it gets no preactivation; `weights`: it computes the weights'
-    gradients too."""
+    """Return the bytes of scratch memory of `backward_blocks`.
+
+    `recompute`: it gets no preactivation; `weights`: it computes the weights' gradients too.
+    """
     return call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
 
 
 def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """That of `weights_blocks`."""
+    """Return the bytes of scratch memory of `weights_blocks`."""
     return call("weights_scratch_bytes", longest, hidden_size, width, hidden_columns)

@@ -1,4 +1,4 @@
-"""The compiled library: loaded once, asked what it can do here, called with addresses and integers."""
+"""The compiled library: load it once, query its capabilities, and call it with addresses and integers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from moe.kernels.build import build, cache_folder, flags_for
+from moe.kernels.compiler import cache_folder, compile_kernels, flags_for
 
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2}
 SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -23,10 +23,10 @@ _LOGGER = logging.getLogger(__name__)
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """The library; None, with a line in the log, where it can't be compiled or loaded."""
+    """Load the library; None, with a log line, if it cannot be compiled or loaded."""
     try:
-        return ctypes.CDLL(str(build(cache_folder(), flags_for(torch.backends.cpu.get_cpu_capability()))))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody knows the home folder
+        return ctypes.CDLL(str(compile_kernels(cache_folder(), flags_for(torch.backends.cpu.get_cpu_capability()))))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the home folder is unknown
         reason = getattr(error, "stderr", None) or error
         first_line = str(reason).strip().splitlines()[0]
         _LOGGER.warning("no compiled kernels for experts on the host, torch's operations are used: %s", first_line)
@@ -47,7 +47,7 @@ def can_multiply_tiles() -> bool:
 
 @functools.cache
 def gemm() -> int:
-    """The address of the product that torch uses for fp32; 0 if it hides it."""
+    """Return the address of the matrix product that torch uses for fp32; 0 if torch does not export it."""
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).sgemm_
     except (OSError, AttributeError):

@@ -1,9 +1,9 @@
-// Products of bfloat16 matrices by tiles, with Intel's AMX or AVX-512's products of bfloat16. What comes after a
-// product is done while its result is in the first-level cache and the next one multiplies.
+// Products of bfloat16 matrices by tiles, with Intel's AMX or AVX-512's products of bfloat16. A product's result is
+// processed while it is in the first-level cache and the next product multiplies.
 //
-// The left factor lies in tiles of 16 rows x 32 columns, one after the other along a row of tiles. The right one lies
-// in panels of 32 columns, each a list of steps of 32 rows: two tiles of 16 columns, in which two rows are interleaved,
-// as the instructions want them.
+// The left factor is stored in tiles of 16 rows x 32 columns, in the order of the rows of tiles. The right one is
+// stored in panels of 32 columns, each a list of steps of 32 rows: two tiles of 16 columns, in which two rows are
+// interleaved, as the instructions require.
 
 #pragma once
 
@@ -23,21 +23,21 @@ namespace {
 
 constexpr int64_t TILE = 16, DEPTH = 32, PANEL = 32;  // rows and columns of a left tile; columns of a panel
 constexpr int64_t TILE_BYTES = 1024, STEP_BYTES = 2 * TILE_BYTES;  // one tile; a panel's step
-constexpr int64_t BLOCK = 2 * TILE, RESULT = BLOCK * PANEL;  // rows multiplied at once, and how many numbers they make
+constexpr int64_t BLOCK = 2 * TILE, RESULT = BLOCK * PANEL;  // rows multiplied at once, and the numbers of their result
 constexpr int64_t QUARTER = BLOCK / 4;
 constexpr int64_t STEPS_AT_ONCE = 16;  // of a panel: 32 KiB, which stay in the first-level cache
 #ifdef HAS_AMX
-constexpr int64_t MAX_BLOCKS = 4;  // that share what a panel's way there costs
+constexpr int64_t MAX_BLOCKS = 4;  // that share the cost of loading a panel
 #else
-constexpr int64_t MAX_BLOCKS = 2;  // where products take longer than that way, and second-level caches are smaller
+constexpr int64_t MAX_BLOCKS = 2;  // here products take longer than loading, and second-level caches are smaller
 #endif
-constexpr int64_t SECOND_LEVEL = 1 << 20;  // bytes of right factors that the second-level cache holds beside the rest
+constexpr int64_t SECOND_LEVEL = 1 << 20;  // bytes of right factors that fit the second-level cache with the other data
 
 // `Tiles` are the thread's registers, while it lives.
 //
 // multiply: c [32 x 32] (+)= left right over `depth` columns of the left factor, at least the first `rows` of c;
-// `stride`: bytes from the first 16 rows to the second. What is beyond `depth` up to the next multiple of 32 is zeros,
-// or not read. `between()` is called once a step, to do other work while the step multiplies.
+// `stride`: bytes from the first 16 rows to the second. Columns beyond `depth` up to the next multiple of 32 are
+// zeros, or not read. `between()` is called once per step, to do other work while the step multiplies.
 #ifdef HAS_AMX
 
 struct Tiles {
@@ -98,8 +98,8 @@ struct Tiles {
     Tiles() {}  // nothing to set up, but not trivial either, so that compilers see it used
 };
 
-// A quarter of a block's rows, with all of a panel's columns: 16 sums, enough to hide how long a product takes.
-// Meanwhile a quarter of a step after the other is fetched to the second-level cache from `soon`.
+// A quarter of a block's rows, with all of a panel's columns: 16 sums, enough to hide the latency of a product.
+// Meanwhile `soon` is fetched to the second-level cache, a quarter of a step at a time.
 template <class Between>
 INLINE void multiply_quarter(const char* left, const char* right, int64_t depth, float* c, bool add, const char* soon,
                              const Between& between) {
@@ -138,7 +138,7 @@ template <class Between>
 INLINE void multiply(const char* left, int64_t stride, const char* right, int64_t depth, float* c, bool add,
                      int64_t rows, const Between& between) {
     const int64_t steps = divided_up(depth, DEPTH);
-    const char* soon = right + steps * STEP_BYTES;  // mostly what multiplies next
+    const char* soon = right + steps * STEP_BYTES;  // usually the factor of the next product
     multiply_quarter(left, right, depth, c, add, soon, between);
     for (int64_t i = 1; i < 4 && i * QUARTER < rows; i++) {
         const char* rows_of_it = left + i / 2 * stride + i % 2 * (TILE_BYTES / 2);
@@ -150,8 +150,9 @@ INLINE void multiply(const char* left, int64_t stride, const char* right, int64_
 #endif
 
 // Products of a left factor of at most MAX_BLOCKS * 32 rows and `depth` columns, and `groups` x FACTORS panels.
-// `panel(group, factor)` is where one lies. `finish(group, row, c)` gets each row of each group's results, 32 numbers
-// of every factor (RESULT * MAX_BLOCKS apart), in the order of groups; it runs while the next group multiplies.
+// `panel(group, factor)` is the address of one. `finish(group, row, c)` gets each row of each group's results, 32
+// numbers of every factor (at intervals of RESULT * MAX_BLOCKS), in the order of groups; it runs while the next group
+// multiplies.
 template <int FACTORS, class Panel, class Finish>
 INLINE void sweep(const char* left, int64_t rows, int64_t depth, int64_t groups, const Panel& panel,
                   const Finish& finish) {
@@ -179,7 +180,7 @@ INLINE void sweep(const char* left, int64_t rows, int64_t depth, int64_t groups,
     for (; next < rows; next++) finish(groups - 1, next, results[(groups + 1) % 2] + next * PANEL);
 }
 
-// Rows that a thread takes at once: more where the right factors come from far away, fewer where threads would be idle.
+// Rows of a thread's iteration: more if the right factors exceed the cache, fewer if threads would be idle.
 inline int64_t rows_at_once(int64_t rows, int64_t right_bytes, int64_t threads) {
     const int64_t fair = divided_up(divided_up(rows, threads), BLOCK) * BLOCK;
     return least(fair, BLOCK * (right_bytes > SECOND_LEVEL ? MAX_BLOCKS : 2));
@@ -188,7 +189,7 @@ inline int64_t rows_at_once(int64_t rows, int64_t right_bytes, int64_t threads) 
 // Bytes of a left factor.
 inline int64_t left_bytes(int64_t rows, int64_t columns) { return divided_up(rows, BLOCK) * BLOCK * columns * 2; }
 
-// Where 32 numbers of a left factor lie.
+// The address of 32 numbers of a left factor.
 inline bf16* in_tiles(char* left, uint64_t steps, uint64_t row, uint64_t step) {
     return reinterpret_cast<bf16*>(left + ((row / TILE) * steps + step) * TILE_BYTES + (row % TILE) * 64);
 }
@@ -215,7 +216,7 @@ struct ActivatedRow {
         : value{Activated<KIND>(x.low, up.low).value, Activated<KIND>(x.high, up.high).value} {}
 };
 
-// These rows of `source` [.., columns] as a left factor.
+// Copies these rows of `source` [.., columns] to a left factor.
 inline void gather(const bf16* source, const int64_t* rows, int64_t n, int64_t columns, char* left) {
     const int64_t steps = columns / DEPTH;
     for (int64_t i = 0; i < n; i++) {
@@ -226,7 +227,7 @@ inline void gather(const bf16* source, const int64_t* rows, int64_t n, int64_t c
     }
 }
 
-// Rows that lie one after the other as a left factor, and back.
+// Copies consecutive rows to a left factor, and back.
 inline void to_tiles(const bf16* from, int64_t n, int64_t columns, char* left) {
     for (int64_t i = 0; i < n; i++) {
         bf16* to = in_tiles(left, columns / DEPTH, i, 0);
@@ -243,7 +244,7 @@ inline void from_tiles(char* left, int64_t n, int64_t columns, bf16* to) {
     }
 }
 
-// The same to memory that is not needed soon: past the caches, if it lies as that requires.
+// The same to memory that is not needed soon: past the caches, if it is aligned for that.
 inline void from_tiles_away(char* left, int64_t n, int64_t columns, bf16* to) {
     if (reinterpret_cast<uintptr_t>(to) % 64 != 0) return from_tiles(left, n, columns, to);
     for (int64_t i = 0; i < n; i++) {
@@ -253,7 +254,7 @@ inline void from_tiles_away(char* left, int64_t n, int64_t columns, bf16* to) {
     }
 }
 
-// The transpose of `matrix` [columns, depth] as a right factor; by all threads of a region.
+// Packs the transpose of `matrix` [columns, depth] as a right factor; called by all threads of a region.
 inline void pack_transposed(const bf16* matrix, int64_t columns, int64_t depth, char* right) {
 #pragma omp for schedule(static)
     for (int64_t column = 0; column < columns; column += TILE)
@@ -273,8 +274,8 @@ inline __m512i interleaved(const bf16* even, const bf16* odd) {
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 
-// One step of a right factor [.., columns] of `steps` steps; `at(row, column)` is where 32 numbers of one of its 32
-// rows are.
+// Packs one step of a right factor [.., columns] of `steps` steps; `at(row, column)` is the address of 32 numbers of
+// one of its 32 rows.
 template <class At>
 INLINE void pack_step(const At& at, int64_t columns, int64_t steps, int64_t step, char* right) {
     for (int64_t row = 0; row < DEPTH; row += 2) {
@@ -287,7 +288,7 @@ INLINE void pack_step(const At& at, int64_t columns, int64_t steps, int64_t step
     }
 }
 
-// `matrix` [depth, columns] as a right factor; by all threads of a region.
+// Packs `matrix` [depth, columns] as a right factor; called by all threads of a region.
 inline void pack(const bf16* matrix, int64_t depth, int64_t columns, char* right) {
 #pragma omp for schedule(static)
     for (int64_t step = 0; step < depth / DEPTH; step++)
@@ -295,7 +296,7 @@ inline void pack(const bf16* matrix, int64_t depth, int64_t columns, char* right
                   columns, depth / DEPTH, step, right);
 }
 
-// One step of the transpose of a matrix [.., columns] as a left factor of `steps` steps; `at` as above.
+// Packs one step of the transpose of a matrix [.., columns] as a left factor of `steps` steps; `at` as above.
 template <class At>
 INLINE void transpose_step(const At& at, int64_t columns, int64_t steps, int64_t step, char* left) {
     for (int64_t column = 0; column < columns; column += DEPTH)

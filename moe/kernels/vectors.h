@@ -1,5 +1,5 @@
-// Sixteen numbers at once, in float and bfloat16, and the functions that activations are made of. They are vectors of
-// the compiler, which cuts them to the width of the machine's registers, so they are for any CPU.
+// Vectors of sixteen numbers in float and bfloat16, and functions for activations. They are vector types of the
+// compiler, which splits them to the width of the machine's registers, so they work on any CPU.
 
 #pragma once
 
@@ -33,7 +33,7 @@ inline V load(const float* from) {
 inline V widened(H16 half) {
 #ifdef __AVX512F__
     return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)half),
-                                16);  // what a compiler makes of the other line takes three steps more
+                                16);  // the code that compilers make of the other line takes three steps more
 #else
     return (V)(__builtin_convertvector(half, U) << 16);
 #endif

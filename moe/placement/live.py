@@ -1,5 +1,4 @@
-"""Placement of one layer's experts while it runs: counts of all ranks, a plan of them, copies, and where assignments
-go."""
+"""The placement of one layer's experts at run time: counts of all ranks, a plan, replicas, and destinations."""
 
 from __future__ import annotations
 
@@ -17,34 +16,33 @@ import torch.distributed as dist
 from memory.transfer import to_device
 from moe import route
 from moe.experts.weights import Slab
-from moe.placement.block_limit import within
-from moe.placement.copies import CallCopies, CopySlots, ExpertBlocks, HeldCopy
-from moe.placement.quotas import CopyLimits, Costs, QuotaPlanner, at_home, held, interleave, outcome, shares
-from moe.placement.whole_blocks import BlockLayout, assign, in_blocks, num_blocks
+from moe.placement.quotas import Costs, QuotaPlanner, ReplicaLimits, at_primaries, held, interleave, outcome, shares
+from moe.placement.replicas import CallReplicas, ExpertBlocks, HeldReplica, ReplicaBuffers
+from moe.placement.whole_blocks import BlockLayout, assign, in_blocks, num_blocks, within_limit
 from moe.placement_map import Integers, PlacementMap
 from moe.planning.load import Ran
-from moe.route import Choice, Places
+from moe.route import Choice, Destinations
 from moe.schedule.pass_sizes import PassSizes
 
-# What a layer counts on each rank: calls; the busiest rank's assignments by the mean's where all are computed at home
-# and where the plan has them, and the planner's time for both; calls over the limit; assignments of the busiest rank
-# and of the busiest expert; copies whose weights came here, and gradients of copies that left; bytes that this rank
-# sent for copies, and those that the planner charged for the copies here.
+# Numbers that each rank counts for a layer: calls; the busiest rank's assignments over the mean's if primaries compute
+# all and with the plan, and the planner's time for both; calls above the limit; assignments of the busiest rank and of
+# the busiest expert; replicas whose weights this rank fetched, and gradients of replicas that it returned; bytes that
+# it sent for replicas, and bytes that the planner charged for its replicas.
 TALLY = (
     *("calls", "at_home", "placed", "time_at_home", "time_placed", "over", "busiest", "busiest_expert"),
     *("copies", "returned", "sent_bytes", "charged_bytes"),
 )
-OVER, BUSIEST, COPIES, RETURNED, SENT, CHARGED = map(
+OVER, BUSIEST, REPLICAS, RETURNED, SENT, CHARGED = map(
     TALLY.index, ("over", "busiest", "copies", "returned", "sent_bytes", "charged_bytes")
 )
 
 
 def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
-    """What calls were like, from what all ranks counted together; None where none was planned."""
+    """Return the measured load from the sum of all ranks' counts; None if no call was planned."""
     tally, ranks = dict(zip(TALLY, counted, strict=False)), np.reshape(counted[len(TALLY) :], (-1, num_ranks))
     if not (calls := tally["calls"]):
         return None
-    most_R = ranks[2:4].max(0) * num_ranks / calls  # a rank's own calls are its part of them
+    most_R = ranks[2:4].max(0) * num_ranks / calls  # `calls` is a sum over ranks
     away_R = most_R - ranks[4] * num_ranks / calls
     of_call = {name: tally[name] / calls for name in ("busiest", "busiest_expert", "copies", "returned")}
     given = of_call["busiest"], of_call["busiest_expert"], float(most_R.max()), float(away_R.max())
@@ -53,22 +51,24 @@ def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """How many assignments of each expert each rank has, and how many each rank computes; or blocks of them."""
+    """The counts and the quotas of one call, in assignments or in blocks."""
 
-    counts_RDE: Integers  # in each chunk, where there are blocks; else of all chunks together
+    counts_RDE: Integers  # per chunk if there are blocks, else of all chunks together
     quotas_ER: Integers
-    times: tuple[int, int]  # of the busiest rank as the planner estimates, all at home and planned
-    charged_R: Integers  # [2, R]: weights and gradients of copies that travel for it, by the rank of the copy
+    times: tuple[int, int]  # of the busiest rank, estimated without replicas and with the plan
+    charged_R: Integers  # [2, R]: weights and gradients of replicas that are sent, by the rank of the replica
     blocks: BlockLayout | None = None
 
     def loads_R(self) -> Integers:
-        """Assignments that each rank computes."""
+        """Return the assignments that each rank computes."""
         return self.quotas_ER.sum(0) if self.blocks is None else self.blocks.loads_R(self.quotas_ER.shape[1])
 
 
 class LayerPlacement:
-    """The placement of one layer on this rank. All ranks of the group make the same calls in the same order, and so
-    know of all copies where they are."""
+    """The placement of one layer on this rank.
+
+    All ranks of the group make the same calls in the same order, so each knows the location of all replicas.
+    """
 
     def __init__(
         self,
@@ -76,92 +76,97 @@ class LayerPlacement:
         num_experts: int,
         planner: QuotaPlanner,
         costs: Costs,
-        limits: CopyLimits,
+        limits: ReplicaLimits,
         block_rows: int | None = None,
         max_load: float | None = None,
     ) -> None:
-        """block_rows: plans are in whole blocks of so many assignments of a source rank, see `Slab.block_rows`.
-        max_load: the most assignments that a rank shall compute, by the mean rank's; calls without such a plan run
-        with the one that is least over it, and are counted."""
+        """block_rows: plans are in whole blocks of that many assignments of a source rank, see `Slab.block_rows`.
+        max_load: limit of a rank's assignments, over the mean rank's; calls without a plan that keeps it run with one
+        that exceeds it by the least, and are counted."""
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
         self.block_rows, self.max_load = block_rows, max_load
-        self.active = True  # else all are computed at home; changed between steps, on all ranks alike
+        self.active = True  # else primaries compute all; changed between steps, on all ranks alike
         self.map = PlacementMap(num_experts, group.size())
-        self.slots: CopySlots | None = None
-        self._held: list[list[int | None]] = [[None] * limits.slots for _ in range(group.size())]  # experts by slot
+        self.replica_buffers: ReplicaBuffers | None = None
+        self._held: list[list[int | None]] = [
+            [None] * limits.replica_slots for _ in range(group.size())
+        ]  # experts by replica_slot
         self._pinned: Counter[tuple[int, int]] = Counter()  # (expert, rank) that backward passes will need
-        self._planned: deque[CallPlan] = deque()  # of forward passes that will be computed again
-        self._owing: set[HeldCopy] = set()  # copies with gradients of this step, which have not gone home
-        self._backwards = self._num_backwards = 0  # over, and in all, of these passes
-        # Of these passes: see `TALLY`; each rank's assignments by the mean's, at home and placed, over all calls; and
-        # rows that it sent and received, and those that stayed: of other ranks none.
+        self._planned: deque[CallPlan] = deque()  # plans of forward passes that will be recomputed
+        self._owing: set[HeldReplica] = set()  # replicas with gradients of this step that are not yet returned
+        self._backwards = self._num_backwards = 0  # finished, and expected, backward passes
+        # Since `begin_passes`: see `TALLY`; sums over calls of each rank's assignments over the mean's, without
+        # replicas and with the plan; and, only for this rank, token rows sent, received, and those that stayed.
         self.tally = np.zeros(len(TALLY))
         self.ranks = np.zeros((5, group.size()))
-        self._is_counted = True  # whether the call that is under way comes for the first time
-        self.worst = 0.0  # the busiest rank's of the calls over the limit, by the mean's
+        self._is_counted = True  # whether the current call is not a recomputation
+        self.worst = 0.0  # greatest load over the mean of the calls above the limit
         self.begin_passes(1)
 
     @property
     def counted(self) -> Integers:
-        """What these passes came to, in one row: see `ran`."""
+        """All counts since `begin_passes` in one row: see `ran`."""
         return np.concatenate([self.tally, self.ranks.reshape(-1)])
 
     def held(self, rank: int) -> list[int | None]:
-        """The experts that a rank has copies of, by slot."""
+        """Return the experts of which a rank has replicas, by slot."""
         return list(self._held[rank])
 
     def begin_passes(self, num_backwards: int = 1) -> None:
-        """Weights have changed: copies are stale. No call's backward pass is to come any more, and then so many; none:
-        the layer is evaluated."""
-        self._held = [[None] * self.limits.slots for _ in self._held]
+        """Drop all replicas, as weights have changed, and expect `num_backwards` backward passes; 0: evaluation."""
+        self._held = [[None] * self.limits.replica_slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
         self._owing.clear()
         self._backwards, self._num_backwards = 0, num_backwards
-        if self.slots is not None:
-            self.slots.begin_passes()
+        if self.replica_buffers is not None:
+            self.replica_buffers.begin_passes()
         self.tally[:], self.ranks[:], self.worst = 0, 0, 0.0
 
-    def place(
+    def plan_call(
         self,
         choice: Choice,
         routing_map_TE: torch.Tensor,
-        home: Slab,
+        primaries: Slab,
         keep: bool,
         again: bool = False,
         cut: Sequence[int] = (),
-    ) -> tuple[Places, CallCopies]:
-        """Where the assignments of a call go, and the copies that take part. `keep`: a backward pass will need them.
-        `again`: without `keep`, this call will come again with it; the plan is kept for it, and so are the copies.
-        `cut`: the first tokens of its chunks, and the number of tokens. Collective."""
+    ) -> tuple[Destinations, CallReplicas]:
+        """Plan a call; return the destinations of its assignments and its replicas. Collective.
+
+        `keep`: a backward pass will need the replicas. `again`: this call without `keep` will be recomputed with it, so
+        the plan and the replicas are kept. `cut`: the first tokens of its chunks, and the number of tokens.
+        """
         counts_RDE = self._gather(routing_map_TE, [0, len(routing_map_TE)] if self.block_rows is None else cut)
         if keep and self._planned:
             plan, is_first = self._planned.popleft(), False
-            assert (plan.counts_RDE == counts_RDE).all(), "a call that is computed again has other assignments"
+            assert (plan.counts_RDE == counts_RDE).all(), "a recomputed call has other assignments"
         else:
             plan, is_first = self._plan(counts_RDE), True
             if again:
                 self._planned.append(plan)
             self._count(plan)
-            self.tally[CHARGED] += np.dot(plan.charged_R[:, self.rank], (home.expert_bytes, home.grad_bytes))
+            self.tally[CHARGED] += np.dot(plan.charged_R[:, self.rank], (primaries.expert_bytes, primaries.grad_bytes))
         used_by_rank = self._used(plan.quotas_ER)
         pins = Counter((expert, rank) for rank, used in enumerate(used_by_rank) for expert in used)
-        copies = self._copies(used_by_rank, home, plan, learns=keep and any(each.requires_grad for each in home.given))
+        replicas = self._call_replicas(
+            used_by_rank, primaries, plan, learns=keep and any(each.requires_grad for each in primaries.given)
+        )
         self._is_counted = is_first
         if is_first and (keep or again):
             self._pinned += pins
         if keep:
-            copies.on_backward = partial(self._backward, pins)
-        return self._places(choice, plan, used_by_rank), copies
+            replicas.on_backward = partial(self._backward, pins)
+        return self._destinations(choice, plan, used_by_rank), replicas
 
     def ran(self, sizes: PassSizes) -> None:
-        """Count the rows of a call that was planned here."""
+        """Count the token rows of a call that was planned here."""
         if self._is_counted:
-            stayed = sum(sizes.sends.rows[self.rank])
+            stayed = sum(sizes.sends.token_rows[self.rank])
             self.ranks[2:, self.rank] += sum(sizes.sends.total_rows()), sum(sizes.received_rows), stayed
 
-    def _backward(self, pins: Counter[tuple[int, int]]) -> list[HeldCopy]:
-        """A call's backward pass has used these; the copies whose gradients go home in it."""
+    def _backward(self, pins: Counter[tuple[int, int]]) -> list[HeldReplica]:
+        """Unpin a call's replicas in its backward pass; return the replicas whose gradients are returned in it."""
         self._pinned.subtract(pins)
         self._backwards += 1
         if self._backwards < self._num_backwards:
@@ -170,21 +175,28 @@ class LayerPlacement:
         self._owing.clear()
         return self._returning(complete)
 
-    def _returning(self, copies: list[HeldCopy]) -> list[HeldCopy]:
-        self.tally[RETURNED] += sum(copy.rank == self.rank for copy in copies)
-        return copies
+    def _returning(self, replicas: list[HeldReplica]) -> list[HeldReplica]:
+        self.tally[RETURNED] += sum(replica.rank == self.rank for replica in replicas)
+        return replicas
 
     def _plan(self, counts_RDE: Integers) -> CallPlan:
         fresh = [(expert, rank) for rank, held in enumerate(self._held) for expert in held if expert is not None]
-        placement = PlacementMap(self.map.num_experts, self.map.num_ranks, self.map.homes, tuple(fresh))
+        placement = PlacementMap(self.map.num_experts, self.map.num_ranks, self.map.primaries, tuple(fresh))
         counts_RE = counts_RDE.sum(1)
-        pinned = frozenset(copy for copy, calls in self._pinned.items() if calls > 0)
+        pinned = frozenset(replica for replica, calls in self._pinned.items() if calls > 0)
         limits = replace(self.limits, most=self.most(int(counts_RE.sum())), pinned=pinned)
         trains = self._num_backwards > 0
         costs = self.costs.of_call(trains, self.block_rows)
         quotas_ER = self.planner(counts_RE, placement, costs, limits)
-        self._leave_pinned(quotas_ER)
-        before, after = (outcome(each, placement, costs, limits) for each in (at_home(counts_RE, placement), quotas_ER))
+        for rank, used in enumerate(self._used(quotas_ER)):
+            # Where pinned replicas leave no slot for a new replica, its assignments return to the primary.
+            on_rank = self._held[rank]
+            new = sorted((e for e in used if e not in on_rank), key=lambda e: -quotas_ER[e, rank])
+            taken = sum(e is not None and (e in used or self._pinned[e, rank] > 0) for e in on_rank)
+            for expert in new[len(on_rank) - taken :]:
+                quotas_ER[expert, self.map.primary_ranks[expert]] += quotas_ER[expert, rank]
+                quotas_ER[expert, rank] = 0
+        before, after = (outcome(q, placement, costs, limits) for q in (at_primaries(counts_RE, placement), quotas_ER))
         times = before.seconds, after.seconds
         if self.block_rows is None:
             return CallPlan(counts_RDE, quotas_ER, times, np.stack([after.new_R, after.new_R * trains]))
@@ -192,23 +204,23 @@ class LayerPlacement:
         blocks = assign(counts_RDE, in_blocks(quotas_ER, blocks_E), self.block_rows, self.limits.ranks_per_node)
         if limits.most is not None:
             reachable = bool(quotas_ER.sum(0).max() <= limits.most)
-            blocks = within(blocks, placement, costs, limits, reachable)
+            blocks = within_limit(blocks, placement, costs, limits, reachable)
         quotas_ER = blocks.quotas_ER(*quotas_ER.shape)
-        is_copy = np.arange(quotas_ER.shape[1]) != placement.home_ranks[:, None]
+        is_replica = np.arange(quotas_ER.shape[1]) != placement.primary_ranks[:, None]
         new_R = ((quotas_ER > 0) & ~held(placement)).sum(0)
-        grads_R = np.where(is_copy, quotas_ER, 0).sum(0) * trains
+        grads_R = np.where(is_replica, quotas_ER, 0).sum(0) * trains
         return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, grads_R]), blocks)
 
     def most(self, assignments: int) -> int | None:
-        """What a rank may compute of a call's assignments on all ranks."""
+        """Return the limit of a rank's assignments in a call with `assignments` on all ranks; None: no limit."""
         return None if self.max_load is None else math.ceil(self.max_load * assignments / self.map.num_ranks - 1e-6)
 
     def _count(self, plan: CallPlan) -> None:
         mean = max(plan.counts_RDE.sum() / self.map.num_ranks, 1.0)
-        home_R = at_home(plan.counts_RDE.sum(1), self.map).sum(0)
+        primary_R = at_primaries(plan.counts_RDE.sum(1), self.map).sum(0)
         placed_R = plan.loads_R()
-        self.ranks[:2] += np.stack([home_R, placed_R]) / mean
-        self.tally[:5] += 1, home_R.max() / mean, placed_R.max() / mean, *plan.times
+        self.ranks[:2] += np.stack([primary_R, placed_R]) / mean
+        self.tally[:5] += 1, primary_R.max() / mean, placed_R.max() / mean, *plan.times
         of_expert = plan.quotas_ER.max() if plan.blocks is None else plan.counts_RDE.sum((0, 1)).max()
         self.tally[BUSIEST : BUSIEST + 2] += placed_R.max(), of_expert
         most = self.most(int(plan.counts_RDE.sum()))
@@ -217,87 +229,74 @@ class LayerPlacement:
             self.worst = max(self.worst, float(placed_R.max() / mean))
 
     def _gather(self, routing_map_TE: torch.Tensor, cut: Sequence[int]) -> Integers:
-        """counts_RDE of all ranks, by chunks with these bounds: the host waits."""
+        """Return counts_RDE of all ranks, in chunks with these bounds; the host waits for them."""
         own_DE = torch.stack([routing_map_TE[first:end].sum(0, dtype=torch.int32) for first, end in pairwise(cut)])
         everywhere = own_DE.new_empty(self.map.num_ranks * len(own_DE), own_DE.size(1))
         dist.all_gather_into_tensor(everywhere, own_DE, group=self.group)
         return everywhere.cpu().numpy().astype(np.int64).reshape(self.map.num_ranks, *own_DE.shape)
 
     def _used(self, quotas_ER: Integers) -> list[list[int]]:
-        """By rank the experts that it computes as copies, ascending."""
-        homes = self.map.home_ranks
-        return [[int(e) for e in np.flatnonzero(quotas_ER[:, r]) if homes[e] != r] for r in range(self.map.num_ranks)]
+        """Return the experts that each rank computes as replicas, ascending."""
+        primary_ranks, num_ranks = self.map.primary_ranks, self.map.num_ranks
+        return [[int(e) for e in np.flatnonzero(quotas_ER[:, r]) if primary_ranks[e] != r] for r in range(num_ranks)]
 
-    def _leave_pinned(self, quotas_ER: Integers) -> None:
-        """Send home what would go to new copies for which no slot is left: some hold what backward passes will need."""
-        for rank, used in enumerate(self._used(quotas_ER)):
-            held = self._held[rank]
-            new = sorted((e for e in used if e not in held), key=lambda e: -quotas_ER[e, rank])
-            taken = sum(e is not None and (e in used or self._pinned[e, rank] > 0) for e in held)
-            for expert in new[len(held) - taken :]:
-                quotas_ER[expert, self.map.home_ranks[expert]] += quotas_ER[expert, rank]
-                quotas_ER[expert, rank] = 0
-
-    def _copies(self, used_by_rank: list[list[int]], home: Slab, plan: CallPlan, learns: bool) -> CallCopies:
-        """The copies of a call; `learns`: they get gradients in its backward pass."""
-        if self.slots is None:
-            self.slots = CopySlots(self.group, self.limits.slots, home)
+    def _call_replicas(
+        self, used_by_rank: list[list[int]], primaries: Slab, plan: CallPlan, learns: bool
+    ) -> CallReplicas:
+        """Return the replicas of a call; `learns`: they get gradients in its backward pass."""
+        if self.replica_buffers is None:
+            self.replica_buffers = ReplicaBuffers(self.group, self.limits.replica_slots, primaries)
         fetched, leaving = [], []
         for rank, used in enumerate(used_by_rank):
             held = self._held[rank]
             for expert in used:
                 if expert in held:
                     continue
-                slot = self._free_slot(rank, used)
-                before, held[slot] = held[slot], expert
-                if before is not None and (old := self._copy(before, rank, slot)) in self._owing:
+                is_free = [each is None or (each not in used and self._pinned[each, rank] <= 0) for each in held]
+                assert any(is_free), f"rank {rank} has no slot left: {held}, used {used}"
+                replica_slot = is_free.index(True)
+                before, held[replica_slot] = held[replica_slot], expert
+                if before is not None and (old := self._held_replica(before, rank, replica_slot)) in self._owing:
                     self._owing.remove(old)
                     leaving.append(old)
-                fetched.append(self._copy(expert, rank, slot))
-        self.tally[COPIES] += sum(copy.rank == self.rank for copy in fetched)
+                fetched.append(self._held_replica(expert, rank, replica_slot))
+        self.tally[REPLICAS] += sum(replica.rank == self.rank for replica in fetched)
         own = [self._held[self.rank].index(expert) for expert in used_by_rank[self.rank]]
         if learns and plan.blocks is None:
             for rank, used in enumerate(used_by_rank):
-                self._owing |= {self._copy(expert, rank, self._held[rank].index(expert)) for expert in used}
+                self._owing |= {self._held_replica(expert, rank, self._held[rank].index(expert)) for expert in used}
         elif learns and plan.blocks is not None:
             self.tally[RETURNED] += sum(plan.quotas_ER[expert, self.rank] for expert in used_by_rank[self.rank])
         blocks = [] if plan.blocks is None else self._expert_blocks(plan.blocks, used_by_rank)
-        copies = CallCopies(self.slots, own, fetched, self._returning(leaving), blocks)
-        copies.on_sent = self._sent
-        return copies
+        replicas = CallReplicas(self.replica_buffers, own, fetched, self._returning(leaving), blocks)
+        replicas.on_sent = self._sent
+        return replicas
 
     def _sent(self, num_bytes: int) -> None:
         self.tally[SENT] += num_bytes
 
-    def _copy(self, expert: int, rank: int, slot: int) -> HeldCopy:
-        return HeldCopy(int(self.map.home_ranks[expert]), int(self.map.home_slots[expert]), rank, slot)
+    def _held_replica(self, expert: int, rank: int, replica_slot: int) -> HeldReplica:
+        return HeldReplica(int(self.map.primary_ranks[expert]), int(self.map.primary_slots[expert]), rank, replica_slot)
 
     def _expert_blocks(self, blocks: BlockLayout, used_by_rank: list[list[int]]) -> list[ExpertBlocks]:
-        homes, held, result = self.map.home_ranks, self._held[self.rank], []
+        primary_ranks, held, result = self.map.primary_ranks, self._held[self.rank], []
         for expert in sorted({expert for used in used_by_rank for expert in used}):
-            if homes[expert] == self.rank:
-                number = int(self.map.home_slots[expert])
+            if primary_ranks[expert] == self.rank:
+                number = int(self.map.primary_slots[expert])
             elif expert in used_by_rank[self.rank]:
-                number = self.map.num_slots + held.index(expert)
+                number = self.map.num_expert_slots + held.index(expert)
             else:
                 continue
-            result.append(ExpertBlocks(number, int(homes[expert]), blocks.turns(expert)))
+            result.append(ExpertBlocks(number, int(primary_ranks[expert]), blocks.ranks_in_order(expert)))
         return result
 
-    def _free_slot(self, rank: int, used: list[int]) -> int:
-        held = self._held[rank]
-        for slot, expert in enumerate(held):
-            if expert is None or (expert not in used and self._pinned[expert, rank] <= 0):
-                return slot
-        raise AssertionError(f"rank {rank} has no slot left: {held}, used {used}")
-
-    def _places(self, choice: Choice, plan: CallPlan, used_by_rank: list[list[int]]) -> Places:
-        num_home = self.map.num_slots
+    def _destinations(self, choice: Choice, plan: CallPlan, used_by_rank: list[list[int]]) -> Destinations:
+        num_primary_slots = self.map.num_expert_slots
         slots_ER = np.zeros_like(plan.quotas_ER)
-        slots_ER[np.arange(self.map.num_experts), self.map.home_ranks] = self.map.home_slots
+        slots_ER[np.arange(self.map.num_experts), self.map.primary_ranks] = self.map.primary_slots
         for rank, used in enumerate(used_by_rank):
-            slots_ER[used, rank] = [num_home + self._held[rank].index(expert) for expert in used]
-        num_slots = num_home + self.limits.slots
+            slots_ER[used, rank] = [num_primary_slots + self._held[rank].index(expert) for expert in used]
+        num_slots = num_primary_slots + self.limits.replica_slots
         if plan.blocks is None:
             shares_ER = shares(plan.counts_RDE.sum(1), plan.quotas_ER, self.limits.ranks_per_node, self.rank)
             experts, ranks = np.nonzero(shares_ER)
@@ -310,4 +309,6 @@ class LayerPlacement:
         codes_P = torch.empty_like(choice.experts)
         codes_P[order] = to_device(torch.from_numpy(codes), codes_P.device)
         ranks_P = codes_P // num_slots
-        return Places(ranks_P, codes_P.sub(ranks_P, alpha=num_slots), self.map.num_ranks, num_slots, num_home)
+        return Destinations(
+            ranks_P, codes_P.sub(ranks_P, alpha=num_slots), self.map.num_ranks, num_slots, num_primary_slots
+        )

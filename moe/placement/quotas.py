@@ -1,129 +1,144 @@
-"""How many assignments of each expert each rank computes in one call of an MoE layer: what planners are told, what they
-answer, and what that costs.
+"""Quotas: the assignments of each expert that each rank computes in one call of an MoE layer, and their costs.
 
 A planner is a pure function `plan(counts, placement, costs, limits) -> quotas`. All numbers are integers, so that all
-ranks plan alike. Shapes: R ranks of the expert parallel group, E experts; counts_RE by the rank whose tokens they are,
-quotas_ER by the rank that computes.
+ranks plan alike. Shapes: R ranks of the expert parallel group, E experts; counts_RE has the assignments of each rank's
+tokens, quotas_ER the assignments that each rank computes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 
 from moe.placement_map import Integers, PlacementMap
 
 GOLDEN = (5**0.5 - 1) / 2
+# Fields of `Costs` that checkpoints store under another name.
+STORED_COSTS = {"expert_overhead": "piece", "replica_in_node": "copy_in_node", "replica_between": "copy_between"}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """In the time that an expert takes for one more assignment."""
+    """Costs of a placement, in units of the time that an expert takes for one more assignment."""
 
-    piece: int = 0  # an expert with any assignments at all, on each rank that computes it
-    copy_in_node: int = 0  # sending, or receiving, an expert's weights; and in a call what comes of them later
-    copy_between: int | None = 0  # the same between nodes; None: there are to be no such copies
+    expert_overhead: int = 0  # per expert with any assignments on a rank
+    replica_in_node: int = 0  # sending, or receiving, an expert's weights; `of_call` adds the gradient
+    replica_between: int | None = 0  # the same between nodes; None: no replicas between nodes
     grad_in_node: int = 0  # sending, or receiving, an expert's gradient
     grad_between: int = 0
-    # Assignments of a copy whose gradients travel by themselves, in each call; 0: a copy's travel once, with its end.
+    # Assignments of a block whose gradients are returned in each call; 0: a replica returns its gradient once.
     block_rows: int = 0
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Costs:
+        """Undo `as_dict`."""
+        fields = {stored: name for name, stored in STORED_COSTS.items()}
+        return cls(**{fields.get(stored, stored): value for stored, value in values.items()})
+
+    def as_dict(self) -> dict[str, int | None]:
+        """Return the costs under the names that checkpoints store."""
+        return {STORED_COSTS.get(name, name): value for name, value in asdict(self).items()}
+
     def of_call(self, trains: bool, block_rows: int | None = None) -> Costs:
-        """What a planner is told for one call: a copy's gradient is charged with its weights, as it will travel once;
-        block by block it is charged with each use; where nothing is learned, never."""
+        """Return the costs that a planner gets for one call.
+
+        The gradient of a replica is charged with its weights, as it is returned once; with `block_rows` it is charged
+        with each use; without `trains` never.
+        """
         if not trains:
             return replace(self, grad_in_node=0, grad_between=0)
-        if block_rows is not None:  # blocks' gradients are in the weights' kind
-            between = self.copy_between or 0
-            return replace(self, grad_in_node=self.copy_in_node, grad_between=between, block_rows=block_rows)
-        far = None if self.copy_between is None else self.copy_between + self.grad_between
-        return replace(self, copy_in_node=self.copy_in_node + self.grad_in_node, copy_between=far).of_call(False)
-
-    def of_copy(self, is_between: np.ndarray, is_new: np.ndarray, counts: Integers) -> Integers:
-        """What copies that compute so many assignments cost their homes' ranks, and their own as much."""
-        weights = np.where(is_between, self.copy_between or 0, self.copy_in_node) * is_new
-        if not self.block_rows:
-            return weights
-        return weights + np.where(is_between, self.grad_between, self.grad_in_node) * -(-counts // self.block_rows)
+        if block_rows is not None:  # blocks' gradients have the weights' dtype
+            between = self.replica_between or 0
+            return replace(self, grad_in_node=self.replica_in_node, grad_between=between, block_rows=block_rows)
+        far = None if self.replica_between is None else self.replica_between + self.grad_between
+        near = self.replica_in_node + self.grad_in_node
+        return replace(self, replica_in_node=near, replica_between=far).of_call(trains=False)
 
 
 @dataclass(frozen=True)
-class CopyLimits:
-    """What a plan may use."""
+class ReplicaLimits:
+    """The limits of a plan."""
 
-    slots: int  # copies of the layer's experts that a rank may hold
-    ranks_per_node: int  # ranks that follow one another
-    most: int | None = None  # assignments that a rank may compute
-    # (expert, rank) of copies that keep their slots, used or not: backward passes need them
+    replica_slots: int  # replicas of the layer's experts that a rank may hold
+    ranks_per_node: int  # consecutive ranks
+    most: int | None = None  # most assignments of a rank
+    # (expert, rank) of replicas that keep their slots, used or not: backward passes need them
     pinned: frozenset[tuple[int, int]] = frozenset()
 
 
 class QuotaPlanner(Protocol):
-    """One policy."""
+    """A planner of quotas."""
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
-        """quotas_ER: of each expert as many as there are assignments, on its home and on `limits.slots` copies a rank
-        at most."""
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
+        """Return quotas_ER: all assignments of each expert, on its primary and on replicas within the limits."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call's quotas come to."""
+    """The loads, new replicas and time of a call with some quotas."""
 
     loads_R: Integers  # assignments that each rank computes
-    new_R: Integers  # weights that must travel to each rank
-    new_copies: int  # all of them
+    new_R: Integers  # replicas whose weights must be sent to each rank
+    new_replicas: int  # their sum
     new_between: int  # those of them between nodes
     seconds: int  # of the busiest rank, in the unit of Costs
 
     @property
     def imbalance(self) -> float:
-        """Assignments of the busiest rank by those of the mean one."""
+        """Assignments of the busiest rank over the mean of all ranks."""
         return float(self.loads_R.max() / max(self.loads_R.mean(), 1e-9))
 
 
-def at_home(counts_RE: Integers, placement: PlacementMap) -> Integers:
-    """quotas_ER of the static map: every expert is computed at its home."""
+def at_primaries(counts_RE: Integers, placement: PlacementMap) -> Integers:
+    """Return quotas_ER of the static map: every expert is computed on its primary rank."""
     quotas_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
-    quotas_ER[np.arange(placement.num_experts), placement.home_ranks] = counts_RE.sum(0)
+    quotas_ER[np.arange(placement.num_experts), placement.primary_ranks] = counts_RE.sum(0)
     return quotas_ER
 
 
 def held(placement: PlacementMap) -> np.ndarray:
-    """bool [E, R]: where an expert's weights are without copying any."""
+    """Return bool [E, R]: the ranks that have the weights of each expert before any are sent."""
     held_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=bool)
-    held_ER[np.arange(placement.num_experts), placement.home_ranks] = True
-    for expert, rank in placement.copies:
+    held_ER[np.arange(placement.num_experts), placement.primary_ranks] = True
+    for expert, rank in placement.replicas:
         held_ER[expert, rank] = True
     return held_ER
 
 
 def check(
-    quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: CopyLimits, with_pinned: bool = False
+    quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: ReplicaLimits, with_pinned: bool = False
 ) -> None:
-    """Raises AssertionError where a planner's answer is none. `with_pinned`: it knows that pinned copies keep their
-    slots; of another's answer the layer sends home what finds none."""
+    """Raise AssertionError if a planner's answer is not valid.
+
+    `with_pinned`: the planner counts the slots of pinned replicas. For other planners the layer computes assignments on
+    the primary if a replica has no slot left.
+    """
     assert (quotas_ER >= 0).all() and (quotas_ER.sum(1) == counts_RE.sum(0)).all()
-    is_copy = quotas_ER > 0
-    is_copy[np.arange(placement.num_experts), placement.home_ranks] = False
+    is_replica = quotas_ER > 0
+    is_replica[np.arange(placement.num_experts), placement.primary_ranks] = False
     for expert, rank in limits.pinned if with_pinned else ():
-        is_copy[expert, rank] = True
-    assert (is_copy.sum(0) <= limits.slots).all(), is_copy.sum(0)
+        is_replica[expert, rank] = True
+    assert (is_replica.sum(0) <= limits.replica_slots).all(), is_replica.sum(0)
 
 
-def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Outcome:
-    """What a planner's answer comes to; the costs are those of a call."""
+def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Outcome:
+    """Return the outcome of a planner's answer; the costs are those of a call."""
     used = quotas_ER > 0
-    experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.home_ranks[:, None]))
-    homes, num_ranks = placement.home_ranks[experts], placement.num_ranks
-    between = homes // limits.ranks_per_node != ranks // limits.ranks_per_node
+    experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.primary_ranks[:, None]))
+    primaries, num_ranks = placement.primary_ranks[experts], placement.num_ranks
+    between = primaries // limits.ranks_per_node != ranks // limits.ranks_per_node
     is_new = ~held(placement)[experts, ranks]
-    seconds = costs.of_copy(between, is_new, quotas_ER[experts, ranks])
+    # of the rank of each replica, and equally of its primary's
+    seconds = np.where(between, costs.replica_between or 0, costs.replica_in_node) * is_new
+    if costs.block_rows:
+        num_blocks = -(-quotas_ER[experts, ranks] // costs.block_rows)
+        seconds = seconds + np.where(between, costs.grad_between, costs.grad_in_node) * num_blocks
     loads_R = quotas_ER.sum(0)
-    work_R = loads_R + costs.piece * used.sum(0)
-    copying_R = np.bincount(ranks, seconds, num_ranks) + np.bincount(homes, seconds, num_ranks)
+    work_R = loads_R + costs.expert_overhead * used.sum(0)
+    copying_R = np.bincount(ranks, seconds, num_ranks) + np.bincount(primaries, seconds, num_ranks)
     return Outcome(
         loads_R,
         np.bincount(ranks[is_new], minlength=num_ranks),
@@ -134,34 +149,41 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
 
 
 def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:
-    """[E, R]: how many of a rank's assignments of an expert go to which rank. A rank's own stay as far as the quota
-    lasts, then those of its node, then what is left: both sides one rank after the other."""
+    """Return [E, R]: how many of a rank's assignments of each expert are sent to each rank.
+
+    A rank's own
+    assignments use its quota first, then those of ranks in its node, then all others; each round assigns what is left
+    greedily in rank order.
+    """
     num_experts, num_ranks = quotas_ER.shape
     assert num_ranks % ranks_per_node == 0
-    demand_ER, room_ER = counts_RE.T.copy(), quotas_ER.copy()
-    stays_ER = np.minimum(demand_ER, room_ER)
+    demand_ER, left_ER = counts_RE.T.copy(), quotas_ER.copy()
+    stays_ER = np.minimum(demand_ER, left_ER)
     demand_ER -= stays_ER
-    room_ER -= stays_ER
+    left_ER -= stays_ER
     mine_ER = np.zeros_like(quotas_ER)
     mine_ER[:, rank] = stays_ER[:, rank]
     for size in dict.fromkeys((ranks_per_node, num_ranks)):
         groups = num_experts, num_ranks // size, size  # of ranks, all at once
-        demand, room, mine = (each.reshape(groups) for each in (demand_ER, room_ER, mine_ER))
-        demand_end, room_end = demand.cumsum(2), room.cumsum(2)
-        demand_begin, room_begin = demand_end - demand, room_end - room
-        own, place = rank // size, rank % size
-        low = np.maximum(room_begin[:, own], demand_begin[:, own, place, None])
-        high = np.minimum(room_end[:, own], demand_end[:, own, place, None])
+        demand, quota, mine = (each.reshape(groups) for each in (demand_ER, left_ER, mine_ER))
+        demand_end, quota_end = demand.cumsum(2), quota.cumsum(2)
+        demand_begin, quota_begin = demand_end - demand, quota_end - quota
+        own, position = rank // size, rank % size
+        low = np.maximum(quota_begin[:, own], demand_begin[:, own, position, None])
+        high = np.minimum(quota_end[:, own], demand_end[:, own, position, None])
         mine[:, own] += np.maximum(high - low, 0)
-        met = np.minimum(demand_end[:, :, -1:], room_end[:, :, -1:])
+        met = np.minimum(demand_end[:, :, -1:], quota_end[:, :, -1:])
         demand -= np.clip(met - demand_begin, 0, demand)
-        room -= np.clip(met - room_begin, 0, room)
+        quota -= np.clip(met - quota_begin, 0, quota)
     return mine_ER
 
 
 def interleave(codes: Integers, shares_ER: Integers) -> None:
-    """Spread the places of an expert's assignments, or blocks, over its tokens, so that each chunk of consecutive
-    tokens has its share of each: assignment i takes the place that stood at i times a stride of the golden section."""
+    """Distribute the destinations of an expert's assignments, or blocks, evenly over its tokens, in place.
+
+    Each chunk of consecutive tokens then has its share of each destination: assignment i takes the destination at
+    position i times a stride of the golden section.
+    """
     counts = shares_ER.sum(1)
     starts = counts.cumsum() - counts
     several = np.flatnonzero((shares_ER > 0).sum(1) > 1)

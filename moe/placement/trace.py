@@ -1,9 +1,9 @@
-"""A file of routing counts, as a run of an MoE model made them: by step, MoE layer, micro-batch, rank and expert.
+"""Files of routing counts of an MoE model's run, by step, MoE layer, micro-batch, rank and expert.
 
-The first line is a JSON header. Then each step is one frame: its length and its checksum (4 bytes each), and
-compressed, the step and the shape (8 and 4 x 2 bytes), the bytes of a count, and all counts, byte by byte of each. So a
-file whose writer was killed reads up to its last whole frame, and a resumed run goes on behind the step that it resumed
-from. Bytes that are no frame are passed over to the next that is one, and said.
+The first line is a JSON header. Then each step is one frame: its length and its checksum (4 bytes each) and a
+compressed payload, which has the step and the shape (8 and 4 x 2 bytes), the number of bytes of a count, and all counts
+as byte planes. If the writer was killed, the file is read up to its last complete frame, and a resumed run continues
+after the step that it resumed from. Damaged bytes are skipped up to the next frame, and reported.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,20 +28,20 @@ from moe.placement_map import Integers
 FORMAT = "mixtrain routing counts 1"
 _FRAME = struct.Struct("<II")
 _STEP = struct.Struct("<Q5H")
-_COMPRESSED = zlib.compress(b"", 9)[:2]  # how each payload begins
+_COMPRESSED = zlib.compress(b"", 9)[:2]  # first bytes of each payload
 _OUR_HEADER = json.dumps({"format": FORMAT})[:-1].encode()
 _HEADER_BYTES = 1 << 16  # at most
-_START_BYTES = 1 << 12  # of a payload, in which the step lies
+_START_BYTES = 1 << 12  # of a payload, which contain the step
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a trace is of."""
+    """The model and layout of a trace."""
 
     name: str
     num_experts: int
     top_k: int
-    num_ranks: int  # of the expert parallel group when the run began; a frame may have another number
+    num_ranks: int  # of the expert parallel group at the first start of the run; a frame may have another number
 
 
 @dataclass(frozen=True)
@@ -53,16 +54,16 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Damage:
-    """Bytes [start, end) that are no frame."""
+    """Damaged bytes [start, end), which are not a frame."""
 
     start: int
     end: int
-    kept: int  # steps in front of it that can be read
-    last: int  # the last of them; 0: none
-    next: int | None  # the first step behind it; None: it is at the end
+    kept: int  # number of readable steps before them
+    last: int  # the last of these steps; 0: none
+    next: int | None  # the first step after them; None: they are at the end
 
     def text(self, path: Path, first: int) -> str:
-        """What is said of it; `first` is the first step that is not lost."""
+        """Return a message on the damage; `first` is the first step that is not lost."""
         if self.last + 1 == first:
             lost = "no step is lost"
         elif self.last + 2 == first:
@@ -74,18 +75,18 @@ class _Damage:
 
 
 class TraceWriter:
-    """Appends to a trace, which it begins where there is none. Its disk's errors are said, and end nothing.
+    """Writer of a trace, which appends to the file or creates it. Disk errors are reported and do not end the run.
 
-    `after` is the last step that the run has: what the file says of later ones is cut off, as is a frame at the end
-    that is not whole. Raises ConfigError where the file is of other experts, or no trace.
+    `after` is the last step of the run: later steps in the file are cut off, as is an incomplete frame at its end.
+    Raises ConfigError if the file has another number of experts, or is not a trace.
     """
 
     def __init__(self, path: Path, header: TraceHeader, after: int = 0) -> None:
-        self.missing: list[str] = []  # what the file lacks, a line each
+        self.missing: list[str] = []  # messages on steps that the file lacks
         self._header = header
-        self._log = SideLog(path, lambda: self._begin(path, after))
+        self._log = SideLog(path, lambda: self._open(path, after))
 
-    def _begin(self, path: Path, after: int) -> None:
+    def _open(self, path: Path, after: int) -> None:
         is_new = not path.exists()
         if is_new or _is_cut_header(path):
             path.write_text(json.dumps({"format": FORMAT, **asdict(self._header)}) + "\n", encoding="utf-8")
@@ -99,23 +100,22 @@ class TraceWriter:
                 if here != now:
                     raise ConfigError(f"{path} has {field}={here}, and the run {now}. Move the file away.")
             end, last = file.tell(), 0
-            for part in _parts(file):
-                if isinstance(part, _Damage):
-                    first = min(part.next or after + 1, after + 1)
-                    if first > part.last + 1:  # else it is of steps that come again
-                        self.missing.append(part.text(path, first))
+            for section in _sections(file):
+                if isinstance(section, _Damage):
+                    first = min(section.next or after + 1, after + 1)
+                    if first > section.last + 1:  # else only steps are damaged that the run repeats
+                        self.missing.append(section.text(path, first))
                         last = first - 1
-                elif part.step > after:
+                elif section.step > after:
                     break
                 else:
-                    end, last = part.end, part.step
+                    end, last = section.end, section.step
             if (line := missing(path, last, after)) is not None:
                 self.missing.append(line)
             file.truncate(end)
 
     def append(self, step: int, counts: Integers) -> None:
-        """The counts of a step's assignments [L, M, R, E]: MoE layers, micro-batches, ranks whose tokens they are,
-        experts."""
+        """Append the counts of a step's assignments [L, M, R, E]: MoE layers, micro-batches, source ranks, experts."""
         assert counts.ndim == 4 and counts.shape[3] == self._header.num_experts and counts.min(initial=0) >= 0
         small = np.ascontiguousarray(counts, dtype=np.min_scalar_type(int(counts.max(initial=0))))
         size = small.dtype.itemsize
@@ -128,36 +128,35 @@ class TraceWriter:
 
 
 def read_header(path: Path) -> TraceHeader:
-    """Raises ConfigError where the file is no trace."""
+    """Return the header of a trace. Raises ConfigError if the file is not a trace."""
     with path.open("rb") as file:
         return _read_header(file, path)
 
 
-def read(path: Path, say: Callable[[str], None] | None = None) -> Iterator[tuple[int, Integers]]:
-    """The steps and their counts [L, M, R, E]. `say` is told of bytes that are no step; None: on standard error.
-    Raises ConfigError where the file is no trace."""
+def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple[int, Integers]]:
+    """Yield the steps and their counts [L, M, R, E]. Raises ConfigError if the file is not a trace.
+
+    `log` gets messages on damaged bytes; None: they are printed on standard error.
+    """
+    log = log or partial(print, file=sys.stderr, flush=True)
     with path.open("rb") as file:
         header, kept = _read_header(file, path), 0
-        for part in _parts(file):
-            if isinstance(part, _Damage):
-                text = part.text(path, part.last + 1 if part.next is None else part.next)
-                if part.next is None:
+        for section in _sections(file):
+            if isinstance(section, _Damage):
+                text = section.text(path, section.last + 1 if section.next is None else section.next)
+                if section.next is None:
                     text = (
-                        f"{path}: bytes {part.start} to {part.end - 1} at the end are no whole step: what was behind "
-                        f"step {part.last} is lost, {kept} steps are kept"
+                        f"{path}: bytes {section.start} to {section.end - 1} at the end are no whole step: what was "
+                        f"behind step {section.last} is lost, {kept} steps are kept"
                     )
-                (say or _on_stderr)(text)
+                log(text)
                 continue
             kept += 1
-            yield part.step, _counts(part, header, path)
-
-
-def _on_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+            yield section.step, _counts(section, header, path)
 
 
 def _is_cut_header(path: Path) -> bool:
-    """Whether a file is the beginning of a trace's first line and nothing more: its writer was killed."""
+    """Whether a file has only the start of a trace's first line, as its writer was killed."""
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     return b"\n" not in start and (start.startswith(_OUR_HEADER) or _OUR_HEADER.startswith(start))
@@ -179,15 +178,15 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
     )
 
 
-def _parts(file: BinaryIO) -> Iterator[_Frame | _Damage]:
-    """What follows the header, in order, steps ascending."""
+def _sections(file: BinaryIO) -> Iterator[_Frame | _Damage]:
+    """Yield the frames and damaged sections after the header, in order of the file; steps ascend."""
     position, last, kept, bad = file.tell(), 0, 0, None
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while position < len(data):
             frame = _frame_at(data, position, last)
             if frame is None:
                 bad = position if bad is None else bad
-                # A payload's first bytes tell where one may be.
+                # Search for the first bytes of a payload.
                 found = data.find(_COMPRESSED, position + 1 + _FRAME.size)
                 position = len(data) if found < 0 else found - _FRAME.size
                 continue
@@ -201,7 +200,7 @@ def _parts(file: BinaryIO) -> Iterator[_Frame | _Damage]:
 
 
 def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
-    """The frame of a later step than `last` that begins at a byte; None where there is none."""
+    """Return the frame of a step after `last` that starts at a byte; None if there is none."""
     begin = start + _FRAME.size
     if begin > len(data):
         return None
@@ -219,7 +218,7 @@ def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
 
 
 def _counts(frame: _Frame, header: TraceHeader, path: Path) -> Integers:
-    """[L, M, R, E]. Raises ConfigError."""
+    """Return the counts [L, M, R, E] of a frame. Raises ConfigError if they cannot be read."""
     try:
         data = zlib.decompress(frame.payload)
         _, *shape, size = _STEP.unpack_from(data)

@@ -1,8 +1,8 @@
-"""The bytes of a call: goes through its programs (schedule/program.py), buffer by buffer, without computing anything.
+"""Device memory of a call: an interpreter of its programs (schedule/program.py) that only counts buffers.
 
-Tests hold the result to what a tracker of live tensors counts. Bytes on the busiest rank, beyond the layer's input,
-weights and their gradients. What is offloaded is elsewhere. Chunks are taken to be equal: with random routing what is
-measured is 0.98 to 1.002 of this.
+Tests compare the result with a tracker of live tensors. Bytes are those of the busiest rank, beyond the layer's input,
+weights and their gradients, without offloaded tensors. Chunks are assumed to be equal: with random routing the measured
+memory is 0.98 to 1.002 of the result.
 """
 
 from __future__ import annotations
@@ -17,34 +17,29 @@ from moe.experts.sizes import SPARE_ROWS
 from moe.schedule import program
 from moe.schedule.program import Operation
 
-INDEX_BYTES = 190  # of an assignment: who goes where, in all the forms that both passes need
-LOCAL_INDEX_BYTES = 56  # of one that does not travel
+INDEX_BYTES = 190  # per assignment: its token, rank and expert slot, in all the forms that both passes need
+LOCAL_INDEX_BYTES = 56  # per assignment that stays on its rank
 
-# USE: take and give back at once. FLY: an exchange has begun, after which the oldest may be over
+# USE: take and give back at once. FLY: an exchange is started, after which the oldest one may be finished.
 TAKE, GIVE, USE, FLY = range(4)
-Step = tuple[int, str]  # what is done with a buffer, and its name among the sizes
-Sizes = dict[str, int]  # by name: numbers of the load's kind
-
-
-def _sum_combine(operation: program.SumCombine) -> list[Step]:
-    # The result exists from the first part on.
-    return [*([(TAKE, "output")] if operation.chunk == 0 else []), (USE, "part"), (GIVE, "sums")]
+Step = tuple[int, str]  # a kind of access to a buffer, and its name among the sizes
+Sizes = dict[str, int]  # by name: numbers of the load's dtype
 
 
 def _local(operation: program.LocalExperts | program.LocalGrads) -> list[Step]:
     result = [(TAKE, "output")] if operation.chunk == 0 else []
-    computed = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (USE, "part"), (GIVE, "expert_rows")]
+    computed = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (USE, "chunk_sum"), (GIVE, "expert_rows")]
     return [*result, (TAKE, "regrouped"), *computed]
 
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
-    # Slots and the link are the rank's, not the layer's: simulator/clock/streams.py counts what comes and goes.
+    # Slots and the link belong to the rank, not to the layer: simulator/clock/streams.py counts these transfers.
     program.FetchExpert: lambda operation: [],
     program.WaitExpert: lambda operation: [],
     program.StoreExpert: lambda operation: [],
-    # What is sent is packed, and what comes is taken apart.
-    program.FetchCopies: lambda operation: [(TAKE, "copies")],
-    program.WaitCopies: lambda operation: [(GIVE, "copies")],
+    # Messages are packed before they are sent and unpacked after they arrive.
+    program.FetchReplicas: lambda operation: [(TAKE, "copies")],
+    program.WaitReplicas: lambda operation: [(GIVE, "copies")],
     program.ReturnGrads: lambda operation: [(GIVE, "new_copy_grads"), (TAKE, "copy_grads")],
     program.WaitGrads: lambda operation: [(GIVE, "copy_grads")],
     program.SendAssignments: lambda operation: [(FLY, "nothing")],
@@ -60,10 +55,15 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
         (TAKE, "sums"),
         (GIVE, "expert_rows"),
     ],
-    # room for those that come home; those that are there set out
+    # a buffer for the rows that return; the computed ones are sent
     program.Combine: lambda operation: [(TAKE, "sums"), (FLY, "sums")],
     program.Offload: lambda operation: [],
-    program.SumCombine: _sum_combine,
+    # The result exists from the first chunk on.
+    program.SumCombine: lambda operation: [
+        *([(TAKE, "output")] if operation.chunk == 0 else []),
+        (USE, "chunk_sum"),
+        (GIVE, "sums"),
+    ],
     program.Fetch: lambda operation: [(TAKE, "fetched")],
     program.SharedExpertGrad: lambda operation: [],
     program.InputGrads: lambda operation: [
@@ -89,43 +89,31 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
 
 
 def ledger(operations: Sequence[Operation]) -> tuple[Step, ...]:
-    """The buffers that a program takes and gives back. Raises UnknownOperation for an operation that has no line
-    here."""
+    """Return the buffers that a program takes and gives back.
+
+    Raises UnknownOperation for an operation that has no line here.
+    """
     steps: list[Step] = []
-    flying: list[str] = []
+    in_flight: list[str] = []
     for operation in operations:
         for kind, name in program.line_for(LINES, operation, "planning/footprint.py")(operation):
             if kind != FLY:
                 steps.append((kind, name))
                 continue
-            flying.append(name)
-            if len(flying) > MAX_IN_FLIGHT:
-                steps.append((GIVE, flying.pop(0)))
+            in_flight.append(name)
+            if len(in_flight) > MAX_IN_FLIGHT:
+                steps.append((GIVE, in_flight.pop(0)))
     return tuple(steps)
 
 
 @cache
-def _forward_ledger(degree: int, strategy: Strategy, copies: bool) -> tuple[Step, ...]:
-    return ledger(program.forward(degree, strategy, copies))
-
-
-@cache
-def _backward_ledger(degree: int, strategy: Strategy, lag: int, copies: bool) -> tuple[Step, ...]:
-    return ledger(program.backward(degree, strategy, lag, copies))
-
-
-@cache
-def _local_forward_ledger(degree: int, strategy: Strategy) -> tuple[Step, ...]:
-    return ledger(program.local_forward(degree, strategy))
-
-
-@cache
-def _local_backward_ledger(degree: int, strategy: Strategy) -> tuple[Step, ...]:
-    return ledger(program.local_backward(degree, strategy))
+def _ledger(make_program: Callable[..., Sequence[Operation]], *arguments: Any) -> tuple[Step, ...]:
+    """Return the ledger of a program, computed once per program and arguments."""
+    return ledger(make_program(*arguments))
 
 
 def peak(steps: Sequence[Step], sizes: Mapping[str, int]) -> int:
-    """The most that is in use at once."""
+    """Return the greatest sum of buffers that are in use at once, in numbers."""
     now = most = 0
     for kind, name in steps:
         if kind == TAKE:
@@ -145,48 +133,52 @@ def peak(steps: Sequence[Step], sizes: Mapping[str, int]) -> int:
 
 
 def kept_bytes(load: LayerLoad, strategy: Strategy) -> int:
-    """What lives from the forward to the backward pass."""
-    rows = load.rows * load.hidden_size if strategy.rows == "keep" else 0
+    """Return the bytes that are kept from the forward to the backward pass."""
+    token_rows = load.token_rows * load.hidden_size if strategy.token_rows == "keep" else 0
     preactivations = (load.assignments + _spare(load)) * load.hidden_columns if strategy.preactivations == "keep" else 0
-    return (rows + preactivations) * load.element_size + load.assignments * INDEX_BYTES
+    return (token_rows + preactivations) * load.element_size + load.assignments * INDEX_BYTES
 
 
 def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
-    """The most that the forward pass has beside that."""
+    """Return the peak bytes of the forward pass in addition to `kept_bytes`."""
     chunk = _Chunk(load, degree)
-    received = 0 if strategy.rows == "keep" else chunk.rows
+    received = 0 if strategy.token_rows == "keep" else chunk.token_rows
     sizes = chunk.sizes | {
         "received": received,
         "released": received,
         "offloaded": chunk.preactivations if strategy.preactivations == "offload" else 0,
         "scratch": expert_sizes.forward_scratch(load, chunk.block, strategy.preactivations == "recompute"),
     }
-    return peak(_forward_ledger(degree, strategy, load.has_copies), sizes) * load.element_size
+    return peak(_ledger(program.forward, degree, strategy, load.has_replicas), sizes) * load.element_size
 
 
 def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
-    """The most that the backward pass has beside that; `same`: the forward pass had as many chunks."""
+    """Return the peak bytes of the backward pass in addition to `kept_bytes`; `same`: equal degrees in both passes."""
     chunk = _Chunk(load, degree)
     offloaded = chunk.preactivations if strategy.preactivations == "offload" else 0
     copied = chunk.assignments * load.hidden_columns + 16 * load.assignments // load.element_size
     regrouped = 0 if same or strategy.preactivations != "keep" else copied
     sizes = chunk.sizes | {
-        "received": chunk.rows,
+        "received": chunk.token_rows,
         "offloaded": offloaded,
-        "fetched": (chunk.rows if strategy.rows == "offload" else 0) + offloaded,
+        "fetched": (chunk.token_rows if strategy.token_rows == "offload" else 0) + offloaded,
         "regrouped": regrouped,
         "released": regrouped,
         "scratch": expert_sizes.input_scratch(load, chunk.block, strategy.preactivations == "recompute"),
         "work": (chunk.assignments + _spare(load)) * (load.hidden_columns + load.width),
-        "read": chunk.rows * (1 if strategy.rows == "keep" else 2),  # gradients, and rows that nobody else keeps
+        "read": chunk.token_rows
+        * (1 if strategy.token_rows == "keep" else 2),  # gradients, and token rows that are not kept
         "weight_scratch": expert_sizes.weight_scratch(load, chunk.block),
     }
-    return peak(_backward_ledger(degree, strategy, weight_lag, load.has_copies), sizes) * load.element_size
+    return peak(_ledger(program.backward, degree, strategy, weight_lag, load.has_replicas), sizes) * load.element_size
 
 
 def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
-    """Peak bytes of buffers on the busiest rank: what `live_calls` calls keep between their passes, and the workspaces
-    of one of their passes, the larger one's: passes follow one another."""
+    """Return the peak bytes of buffers on the busiest rank.
+
+    `live_calls` calls keep tensors between their passes; one pass runs at a time, and the larger one's workspace
+    counts.
+    """
     strategy, same = STRATEGIES[plan.memory_strategy], plan.degree == plan.backward_degree
     forward = forward_bytes(load, strategy, plan.degree)
     backward = backward_bytes(load, strategy, plan.backward_degree, plan.weight_lag, same)
@@ -199,8 +191,10 @@ def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
 
 
 def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
-    """(what lives from the forward to the backward pass, the most of the forward pass, of the backward pass beside the
-    weights' gradients) of a call without other ranks."""
+    """Return (bytes kept between the passes, peak of the forward, peak of the backward pass) of a call on one rank.
+
+    The gradients of weights are not included.
+    """
     strategy, element = STRATEGIES[plan.memory_strategy], load.element_size
     keeps = strategy.preactivations == "keep"
     preactivations = (load.assignments + _spare(load)) * load.hidden_columns if keeps else 0
@@ -219,7 +213,7 @@ def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
             "regrouped": regrouped,
             "released": regrouped,
         }
-        # The only chunk's sums are the result; of several, the result is there before the first.
+        # With one chunk its sums are the result; with several, the result exists before the first.
         result |= {"sums": chunk.sizes["output"], "output": 0} if degree == 1 else {"sums": 0}
         return result | {"scratch": scratch(load, chunk.block, computes_again)}
 
@@ -230,8 +224,8 @@ def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
     forward = sizes(degree, 0, expert_sizes.forward_scratch, not keeps)
     backward = sizes(backward_degree, regrouped, expert_sizes.both_scratch, not keeps)
     most = (
-        peak(_local_forward_ledger(degree, strategy), forward),
-        peak(_local_backward_ledger(backward_degree, strategy), backward),
+        peak(_ledger(program.local_forward, degree, strategy), forward),
+        peak(_ledger(program.local_backward, backward_degree, strategy), backward),
     )
     return kept, most[0] * element, most[1] * element
 
@@ -241,12 +235,12 @@ def _spare(load: LayerLoad) -> int:
 
 
 class _Chunk:
-    """Numbers in the buffers of one of `degree` chunks."""
+    """Sizes of the buffers of one of `degree` equal chunks, in numbers."""
 
     def __init__(self, load: LayerLoad, degree: int) -> None:
         self.assignments = -(-load.assignments // degree)
-        self.rows = -(-load.rows // degree) * load.hidden_size
-        # of one expert, or of all where one product takes them all
+        self.token_rows = -(-load.token_rows // degree) * load.hidden_size
+        # of one expert, or of all if one grouped product computes all experts
         of_expert = min(self.assignments, load.block, -(-load.expert_assignments // degree))
         self.block = self.assignments if load.block == WHOLE else of_expert
         with_spare = self.assignments + _spare(load)
@@ -254,13 +248,13 @@ class _Chunk:
         output = load.tokens * load.hidden_size
         self.sizes: Sizes = {
             "nothing": 0,
-            "copies": 2 * load.slot_numbers,
-            "new_copy_grads": load.slot_numbers,
-            "copy_grads": 2 * load.slot_numbers * max(load.element_size, FP32) // load.element_size,
+            "copies": 2 * load.replica_numbers,
+            "new_copy_grads": load.replica_numbers,
+            "copy_grads": 2 * load.replica_numbers * max(load.element_size, FP32) // load.element_size,
             "sent": -(-load.away_rows // degree) * load.hidden_size,
-            "sums": self.rows,
+            "sums": self.token_rows,
             "expert_rows": with_spare * load.hidden_size,
             "output": output,
-            # A part of it that is not added up in its place, as it is on the host.
-            "part": output // degree if degree > 1 and load.block == WHOLE else 0,
+            # A chunk's sum that is not added in place, as it is on the host.
+            "chunk_sum": output // degree if degree > 1 and load.block == WHOLE else 0,
         }

@@ -1,4 +1,4 @@
-"""What the planner is given, from the configuration alone: so a run and its plan ask for the same."""
+"""Input of the layer planner from the configuration alone, so that a run and its `plan=true` plan alike."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from parallel.pipeline import layers_of_stage, most_in_flight
 
 
 def initial_plan(config: Config) -> Plan:
-    """The plan that the MoE layers are built with: what the config fixes; what is left to the planner begins as
-    few chunks, one without moe.token_budget, that are kept."""
+    """Return the plan that MoE layers are built with.
+
+    It has the values that the config fixes. The others start with the fewest chunks (one without moe.token_budget) and
+    the strategy "keep".
+    """
     degree, backward_degree = derived.pipeline_degrees(config)
     strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
     least = derived.least_pipeline_degree(config)
@@ -22,8 +25,14 @@ def initial_plan(config: Config) -> Plan:
 
 
 def layer_shape(config: Config, device: str) -> Shape:
-    """What one call of an MoE layer gets on one rank; `device` is "cpu" or "cuda"."""
+    """Return the constant properties of an MoE layer on one rank; `device` is "cpu" or "cuda"."""
     width = derived.expert_ffn_hidden_size(config) // derived.expert_tensor_size(config)
+    is_tiled = False
+    if device == "cpu":  # the compiled kernels may compute experts in tiles; these modules import torch
+        from moe.experts import blocks
+        from parallel.dtypes import DTYPES
+
+        is_tiled = blocks.are_tiled("cpu", DTYPES[config.training.precision], config.model.hidden_size, width)
     return Shape(
         tokens=derived.tokens_per_call(config),
         num_experts=config.moe.num_experts or 0,
@@ -34,67 +43,59 @@ def layer_shape(config: Config, device: str) -> Shape:
         gated=config.model.activation == "swiglu",
         element_size=derived.element_size(config),
         whole=device == "cuda",
-        tiled=device == "cpu" and _are_tiled(config, width),
+        tiled=is_tiled,
         block_rows=derived.block_rows(config),
-        slots=config.moe.placement.extra_slots if derived.places_experts(config) else 0,
-        expert_numbers=derived.expert_numbers(config) if derived.is_moe(config) else 0,
+        replica_slots=config.moe.placement.extra_slots if derived.places_experts(config) else 0,
+        expert_numel=derived.expert_numel(config) if derived.is_moe(config) else 0,
     )
 
 
-def _are_tiled(config: Config, width: int) -> bool:
-    """Whether the compiled kernels compute the host's experts by tiles; torch is imported to ask them."""
-    from moe.experts import blocks
-    from parallel.dtypes import DTYPES
-
-    return blocks.are_tiled("cpu", DTYPES[config.training.precision], config.model.hidden_size, width)
-
-
 def even_load(config: Config, device: str) -> LayerLoad:
-    """A call where every expert gets as many tokens, less what its capacity drops."""
+    """Return the load of a call in which all experts get the same number of tokens, minus those that capacity drops."""
     return layer_shape(config, device).even(derived.kept_share(config))
 
 
 def fullest_load(config: Config, device: str) -> LayerLoad:
-    """The call of the busiest rank: moe.placement.max_load times the mean rank's assignments; without a limit an even
-    one."""
+    """Return the load with moe.placement.max_load times the mean assignments; without a limit an even load."""
     limit = config.moe.placement.max_load
     if limit is None or not derived.limits_load(config):
         return even_load(config, device)
     shape, ranks = layer_shape(config, device), config.parallel.expert
-    limit, homes = min(limit, ranks), shape.num_experts // ranks
-    counts = [limit] * homes + [(ranks - limit) / (ranks - 1)] * (homes * (ranks - 1))
-    return shape.at_home(counts, PlacementMap(shape.num_experts, ranks))
+    limit, per_rank = min(limit, ranks), shape.num_experts // ranks
+    counts = [limit] * per_rank + [(ranks - limit) / (ranks - 1)] * (per_rank * (ranks - 1))
+    return shape.at_primaries(counts, PlacementMap(shape.num_experts, ranks))
 
 
 def moe_layers(config: Config, stage: int) -> list[int]:
-    """How many MoE layers each of a stage's model chunks has."""
+    """Return the number of MoE layers of each model chunk of a pipeline stage."""
     pattern = derived.moe_layer_pattern(config)
     return [sum(pattern[number] for number in chunk) for chunk in layers_of_stage(config, stage)]
 
 
 def live_calls(config: Config, world_size: int, stage: int) -> int:
-    """Calls of MoE layers (layers times micro-batches in flight) that hold something between their passes at once on a
-    stage's ranks."""
+    """Return the greatest number of MoE calls (layers times micro-batches) of a stage between their two passes."""
     if config.training.recompute == "full":
         return 1  # a layer's forward pass runs again just before its backward pass
     return max(1, most_in_flight(config, world_size, stage, moe_layers(config, stage)))
 
 
-def slot_bytes(config: Config, stage: int) -> int:
-    """What slots for copies of experts take on a stage's rank: weights and, unless blocks' gradients travel by
-    themselves, gradients in fp32."""
+def replica_bytes(config: Config, stage: int) -> int:
+    """Return the bytes for replicas of experts on a rank of a stage.
+
+    They are weights and, unless gradients are returned block by block, gradients in fp32.
+    """
     if not derived.places_experts(config):
         return 0
     element = derived.element_size(config)
     each = element if derived.block_rows(config) is not None else element + max(element, FP32)
-    return sum(moe_layers(config, stage)) * derived.copy_bytes(config) // element * each
+    return sum(moe_layers(config, stage)) * derived.replica_bytes(config) // element * each
 
 
 def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
-    """What the planner of a pipeline stage may choose, where the config leaves it something."""
+    """Return the limits of a pipeline stage's planner: what the config does not fix."""
     moe = config.moe
     degree, backward_degree = derived.pipeline_degrees(config)
-    # On a host there is no faster memory to bring things back to.
+    # On a CPU, offloading to the host frees nothing.
     automatic = tuple(name for name, strategy in STRATEGIES.items() if device != "cpu" or not strategy.offloads)
     return Limits(
         degrees=_degrees(config) if degree is None else (degree,),
@@ -102,17 +103,16 @@ def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
         strategies=automatic if moe.memory_strategy == "auto" else (moe.memory_strategy,),
         memory_budget=None if moe.memory_budget is None else int(moe.memory_budget * 2**20),
         live_calls=live_calls(config, world_size, stage),
-        slot_bytes=slot_bytes(config, stage),
+        replica_bytes=replica_bytes(config, stage),
     )
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
-    """What may be chosen, with chunks within moe.token_budget."""
+    """Return the degrees to choose from, whose chunks are within moe.token_budget."""
     least = derived.least_pipeline_degree(config)
     return (least, *(degree for degree in DEGREES if degree > least))
 
 
 def trial_policy(config: Config) -> TrialPolicy:
-    """How plans are tried in the first steps. What is tried is judged by the clock, so a deterministic run tries
-    nothing."""
+    """Return the policy for trials in the first steps. They depend on time, so a deterministic run makes none."""
     return TrialPolicy(most_plans=1) if config.training.deterministic else TrialPolicy()

@@ -1,9 +1,9 @@
-"""The seconds of a plan: goes through its programs (schedule/program.py), operation by operation.
+"""Predicted seconds of a plan: an interpreter of its programs (schedule/program.py) with a clock.
 
-Two things run at once. The program is what one rank does in order: it computes, starts exchanges and waits for them.
-The link carries the exchanges one after the other, in the order in which they were started. While both are busy, the
-program runs `compute_slowdown` times slower and the link `exchange_slowdown` times. Copies to and from the host run on
-an engine of their own. All numbers are those of the busiest rank, and its chunks are equal parts.
+Two resources run concurrently. The program is the sequence of one rank: it computes, starts exchanges and waits for
+them. The link carries the exchanges one after the other, in the order in which they were started. While both are busy,
+the program runs `compute_slowdown` times slower and the link `exchange_slowdown` times. Copies to and from the host run
+on an engine of their own. All numbers are those of the busiest rank, and its chunks are equal.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from moe.planning.costs import LayerCosts
 from moe.schedule import program
 from moe.schedule.program import Operation
 
-# What travels of each assignment beside its row: packed id and probability; the probability's gradient.
+# Bytes sent per assignment in addition to its token row: packed id and probability; the probability's gradient.
 ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES = 8, 4
 
-COMPUTE, SEND, WAIT, COPY, WAIT_COPY = range(5)
-# What the machine does, and for how long (the name of some seconds), or what it waits for (an operation, then the
-# number of its exchange).
+COMPUTE, SEND, WAIT, COPY_HOST, WAIT_COPY = range(5)
+# A kind of step, and its duration (a name in `Seconds`) or what it waits for (an operation, later the number of its
+# exchange or copy).
 Step = tuple[int, Any]
-Seconds = dict[str, float]  # by name: what a step takes
+Seconds = dict[str, float]  # durations of steps, by name
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
-    # Slots and the link are the rank's, not the layer's: simulator/clock/streams.py counts what comes and goes.
+    # Slots and the link belong to the rank, not to the layer: simulator/clock/streams.py counts these transfers.
     program.FetchExpert: lambda operation: [],
     program.WaitExpert: lambda operation: [],
     program.StoreExpert: lambda operation: [],
-    program.FetchCopies: lambda operation: [(SEND, "copies")],
-    program.WaitCopies: lambda operation: [(WAIT, program.FetchCopies())],
+    program.FetchReplicas: lambda operation: [(SEND, "copies")],
+    program.WaitReplicas: lambda operation: [(WAIT, program.FetchReplicas())],
     program.ReturnGrads: lambda operation: [(SEND, "copy_grads")],
     program.WaitGrads: lambda operation: [(WAIT, program.ReturnGrads())],
     program.SendAssignments: lambda operation: [(SEND, "assignments")],
@@ -44,9 +44,9 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
     program.WaitDispatch: lambda operation: [(WAIT, program.Dispatch(operation.chunk, operation.tensor))],
     program.Experts: lambda operation: [(COMPUTE, "experts")],
     program.Combine: lambda operation: [(SEND, "exchange"), (COMPUTE, "post")],
-    program.Offload: lambda operation: [(COMPUTE, "program_copy"), (COPY, "copy")],
+    program.Offload: lambda operation: [(COMPUTE, "program_copy"), (COPY_HOST, "copy")],
     program.SumCombine: lambda operation: [(WAIT, program.Combine(operation.chunk)), (COMPUTE, "combine_sum")],
-    program.Fetch: lambda operation: [(COMPUTE, "program_copy"), (COPY, "copy")],
+    program.Fetch: lambda operation: [(COMPUTE, "program_copy"), (COPY_HOST, "copy")],
     program.SharedExpertGrad: lambda operation: [(COMPUTE, "shared_expert")],
     program.InputGrads: lambda operation: [(WAIT_COPY, program.Fetch(operation.chunk)), (COMPUTE, "input_grads")],
     program.Release: lambda operation: [],
@@ -63,66 +63,61 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
 
 
 class Timeline(NamedTuple):
-    """A program as steps, and what each resource has to do in all of it: names of seconds, and how often."""
+    """A program as steps, and the total work of each resource: names of durations, and how often each occurs."""
 
     steps: tuple[Step, ...]
     computed: tuple[tuple[str, int], ...]
     sent: tuple[tuple[str, int], ...]
     copied: tuple[tuple[str, int], ...]
-    last: tuple[str, ...]  # computed when nothing is on its way any more
+    last: tuple[str, ...]  # computed after the last exchange or copy
 
 
 def timeline(operations: Sequence[Operation]) -> Timeline:
-    """The steps of a program. Raises UnknownOperation for an operation that has no line here."""
+    """Return the timeline of a program. Raises UnknownOperation for an operation that has no line here."""
     steps: list[Step] = []
     exchanges: dict[Operation, int] = {}
-    copies: dict[Operation, int] = {}
+    host_copies: dict[Operation, int] = {}
     for operation in operations:
         for kind, what in program.line_for(LINES, operation, "planning/timing.py")(operation):
             if kind == WAIT:
                 what = exchanges[what]
             elif kind == WAIT_COPY:
-                if what not in copies:
-                    continue  # nothing is on the host
-                what = copies[what]
-            elif kind in (SEND, COPY):
-                started = exchanges if kind == SEND else copies
+                if what not in host_copies:
+                    continue  # nothing was offloaded
+                what = host_copies[what]
+            elif kind in (SEND, COPY_HOST):
+                started = exchanges if kind == SEND else host_copies
                 started[operation] = len(started)
             steps.append((kind, what))
     counts = {
-        kind: tuple(Counter(what for each, what in steps if each == kind).items()) for kind in (COMPUTE, SEND, COPY)
+        kind: tuple(Counter(what for each, what in steps if each == kind).items())
+        for kind in (COMPUTE, SEND, COPY_HOST)
     }
     last: list[str] = []
     for kind, what in reversed(steps):
         if kind != COMPUTE:
             break
         last.append(what)
-    return Timeline(tuple(steps), counts[COMPUTE], counts[SEND], counts[COPY], tuple(last))
+    return Timeline(tuple(steps), counts[COMPUTE], counts[SEND], counts[COPY_HOST], tuple(last))
 
 
 @cache
-def forward_timeline(degree: int, strategy: Strategy, copies: bool) -> Timeline:
-    """The timeline of a forward pass; `copies`: experts may have some."""
-    return timeline(program.forward(degree, strategy, copies))
-
-
-@cache
-def backward_timeline(degree: int, strategy: Strategy, lag: int, copies: bool) -> Timeline:
-    """The timeline of a backward pass."""
-    return timeline(program.backward(degree, strategy, lag, copies))
+def _timeline(make_program: Callable[..., Sequence[Operation]], *arguments: Any) -> Timeline:
+    """Return the timeline of a program, computed once per program and arguments."""
+    return timeline(make_program(*arguments))
 
 
 def run(
     steps: Sequence[Step], seconds: Mapping[str, float], slow_program: float, slow_link: float, now: float
 ) -> float:
-    """When a program that begins at `now` and its last copy are over.
+    """Return the time at which a program that starts at `now` and its last copy are finished.
 
-    Exchanges follow one another, so the sum of what the link has yet to carry says all of it.
+    The link carries one exchange after the other, so its state is the sum of the seconds that it has yet to carry.
     """
-    compute, send, wait, copy = COMPUTE, SEND, WAIT, COPY
+    compute, send, wait, copy_host = COMPUTE, SEND, WAIT, COPY_HOST
     backlog = sent = copies_end = 0.0
-    ends: list[float] = []  # of the exchanges: what was sent up to each
-    copies: list[float] = []
+    ends: list[float] = []  # seconds of exchanges up to and including each
+    copy_ends: list[float] = []
     for kind, what in steps:
         if kind == compute:
             work = seconds[what]
@@ -145,17 +140,17 @@ def run(
             if ahead > 0.0:
                 backlog -= ahead
                 now += ahead
-        elif kind == copy:
+        elif kind == copy_host:
             copies_end = max(copies_end, now) + seconds[what]
-            copies.append(copies_end)
-        elif copies[what] > now:
-            backlog = max(0.0, backlog - (copies[what] - now))
-            now = copies[what]
+            copy_ends.append(copies_end)
+        elif copy_ends[what] > now:
+            backlog = max(0.0, backlog - (copy_ends[what] - now))
+            now = copy_ends[what]
     return max(now, copies_end)
 
 
 def _least(line: Timeline, seconds: Mapping[str, float]) -> float:
-    """No more than `run`: what each resource has to do at least."""
+    """Return a lower bound of `run`: the time of the resource with the most work."""
     computed = sent = copied = 0.0
     for name, count in line.computed:
         computed += count * seconds[name]
@@ -169,101 +164,105 @@ def _least(line: Timeline, seconds: Mapping[str, float]) -> float:
 
 
 class ChunkSeconds:
-    """What the operations of a chunk take where the load is cut into `degree` chunks."""
+    """Seconds of the operations of one chunk if the load is split into `degree` equal chunks."""
 
     def __init__(self, costs: LayerCosts, load: LayerLoad, degree: int) -> None:
-        rows, assignments = load.rows / degree, load.assignments / degree
+        token_rows, assignments = load.token_rows / degree, load.assignments / degree
         row_bytes = load.hidden_size * load.element_size
-        self.costs, self.degree, self.has_copies = costs, degree, load.has_copies
-        # Of the assignments the same share travels as of the rows.
-        travelling = load.assignments * load.away_rows / load.rows if load.rows else 0.0
+        self.costs, self.degree, self.has_replicas = costs, degree, load.has_replicas
+        # The share of assignments that is sent is that of the token rows.
+        away_assignments = load.assignments * load.away_rows / load.token_rows if load.token_rows else 0.0
         packed_ids, probs_grad = (
-            costs.exchange(size * travelling) for size in (ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES)
+            costs.exchange(size * away_assignments) for size in (ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES)
         )
         self.prepare, self.regroup = costs.prepare(assignments), costs.regroup(assignments)
         self.recompute, self.input_grads = costs.recompute(assignments), costs.input_gradients(assignments)
         preactivation_bytes = assignments * load.hidden_columns * load.element_size
-        self._copy_out = costs.copy_out(rows * row_bytes), costs.copy_out(preactivation_bytes)
-        self._copy_in = costs.copy_in(rows * row_bytes), costs.copy_in(preactivation_bytes)
+        self._copy_out = costs.copy_out(token_rows * row_bytes), costs.copy_out(preactivation_bytes)
+        self._copy_in = costs.copy_in(token_rows * row_bytes), costs.copy_in(preactivation_bytes)
         shared: Seconds = {
             "exchange": costs.exchange(load.away_rows / degree * row_bytes),
-            "gather": costs.gather(rows),
-            "post": costs.post(rows),
-            "combine_sum": costs.combine_sum(rows),
+            "gather": costs.gather(token_rows),
+            "post": costs.post(token_rows),
+            "combine_sum": costs.combine_sum(token_rows),
         }
         experts, weight_grads = costs.forward(assignments), costs.weight_gradients(assignments)
-        fetched, returned = (
-            costs.exchange(each) if each else 0.0 for each in (load.fetched_bytes, load.returned_bytes)
-        )
+        fetched, returned = (costs.exchange(n) if n else 0.0 for n in (load.fetched_bytes, load.returned_bytes))
         first = {"assignments": packed_ids, "shared_expert": costs.shared_forward, "copies": fetched}
         self._forward = {**shared, **first, "experts": experts, "prepare": degree * self.prepare}
         last = {"assignments": probs_grad, "shared_expert": costs.shared_backward, "copy_grads": returned}
         self._backward = {**shared, **last, "weight_grads": weight_grads, "input_grads": self.input_grads}
-        self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by what is copied
+        self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by the tensors that are offloaded
 
     def forward(self, strategy: Strategy, other: ChunkSeconds | None = None) -> Seconds:
-        """Seconds of the forward pass; `other` is the backward pass, whose chunks are prepared too where they are not
-        the same."""
+        """Return the seconds of the forward pass's steps.
+
+        `other`: the chunks of the backward pass, which are prepared here as well if their number differs.
+        """
         seconds = self._forward.copy()
         if other is not None and other.degree != self.degree:
             seconds["prepare"] += other.degree * other.prepare
         if strategy.offloads:
-            seconds |= self._copies(self._copy_out, strategy)
+            seconds |= self._copy_seconds(self._copy_out, strategy)
         return seconds
 
     def backward(self, strategy: Strategy, same: bool) -> Seconds:
-        """Seconds of the backward pass; `same`: the forward pass had as many chunks."""
+        """Return the seconds of the backward pass's steps; `same`: the forward pass had as many chunks."""
         seconds = self._backward.copy()
-        # With what it takes to have the preactivations in this pass's chunks.
+        # Including the time to bring the preactivations into this pass's chunks.
         if strategy.preactivations == "recompute":
             seconds["input_grads"] = self.recompute + self.input_grads
         elif strategy.preactivations == "keep" and not same:
             seconds["input_grads"] = self.regroup + self.input_grads
         if strategy.offloads:
-            seconds |= self._copies(self._copy_in, strategy)
+            seconds |= self._copy_seconds(self._copy_in, strategy)
         return seconds
 
     def forward_bound(self, strategy: Strategy) -> float:
-        """No more than `forward_of`, whatever the backward pass's chunks."""
-        copied = strategy.rows == "offload", strategy.preactivations == "offload"
+        """Return a lower bound of `forward_of` for any number of chunks of the backward pass."""
+        copied = strategy.token_rows == "offload", strategy.preactivations == "offload"
         bound = self._bounds.get(copied)
         if bound is None:
-            least = _least(forward_timeline(self.degree, strategy, self.has_copies), self.forward(strategy))
+            least = _least(_timeline(program.forward, self.degree, strategy, self.has_replicas), self.forward(strategy))
             rest = self.costs.count_exchange + self.costs.forward_rest(self.degree)
             bound = self._bounds[copied] = max(least + rest, 0.0)
         return bound
 
     def backward_bound(self, strategy: Strategy, same: bool) -> float:
-        """No more than `backward_of` with any lag."""
-        least = _least(backward_timeline(self.degree, strategy, 0, self.has_copies), self.backward(strategy, same))
+        """Return a lower bound of `backward_of` for any lag."""
+        line = _timeline(program.backward, self.degree, strategy, 0, self.has_replicas)
+        least = _least(line, self.backward(strategy, same))
         return max(least + self.costs.backward_rest(self.degree), 0.0)
 
-    def _copies(self, of_both: tuple[float, float], strategy: Strategy) -> Seconds:
-        rows, preactivations = of_both
-        copy = (rows if strategy.rows == "offload" else 0.0) + (
+    def _copy_seconds(self, both: tuple[float, float], strategy: Strategy) -> Seconds:
+        token_rows, preactivations = both
+        seconds = (token_rows if strategy.token_rows == "offload" else 0.0) + (
             preactivations if strategy.preactivations == "offload" else 0.0
         )
         by_program = self.costs.copies_by_program
-        return {"program_copy": copy if by_program else 0.0, "copy": 0.0 if by_program else copy}
+        return {"program_copy": seconds if by_program else 0.0, "copy": 0.0 if by_program else seconds}
 
 
 def forward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
-    """Seconds of the forward pass, until the output is there and, if it offloads, the last copy is out."""
+    """Return the seconds of the forward pass until the output exists and, if it offloads, the last copy is finished."""
     chunk, other = ChunkSeconds(costs, load, plan.degree), ChunkSeconds(costs, load, plan.backward_degree)
     return forward_of(chunk, other, STRATEGIES[plan.memory_strategy])
 
 
 def forward_of(chunk: ChunkSeconds, other: ChunkSeconds, strategy: Strategy) -> float:
-    """The same, `other` being the backward pass's chunks."""
+    """Return the seconds of the forward pass; `other`: the chunks of the backward pass."""
     costs, degree = chunk.costs, chunk.degree
-    steps, seconds = forward_timeline(degree, strategy, chunk.has_copies).steps, chunk.forward(strategy, other)
+    steps, seconds = (
+        _timeline(program.forward, degree, strategy, chunk.has_replicas).steps,
+        chunk.forward(strategy, other),
+    )
     end = run(steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, costs.count_exchange)
     mixed = costs.mixed_rest if other.degree != degree else 0.0
     return max(end + costs.forward_rest(degree) + mixed, 0.0)
 
 
 def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
-    """Seconds of the backward pass."""
+    """Return the seconds of the backward pass of a plan."""
     same = plan.degree == plan.backward_degree
     return backward_of(
         ChunkSeconds(costs, load, plan.backward_degree), STRATEGIES[plan.memory_strategy], plan.weight_lag, same
@@ -271,8 +270,8 @@ def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 
 
 def backward_of(chunk: ChunkSeconds, strategy: Strategy, lag: int, same: bool) -> float:
-    """The same; `same`: the forward pass had as many chunks."""
-    costs = chunk.costs
-    line, seconds = backward_timeline(chunk.degree, strategy, lag, chunk.has_copies), chunk.backward(strategy, same)
+    """Return the seconds of the backward pass; `same`: the forward pass had as many chunks."""
+    costs, seconds = chunk.costs, chunk.backward(strategy, same)
+    line = _timeline(program.backward, chunk.degree, strategy, lag, chunk.has_replicas)
     end = run(line.steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, 0.0)
     return max(end + costs.backward_rest(chunk.degree), 0.0)

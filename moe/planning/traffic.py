@@ -1,6 +1,6 @@
-"""The bytes that a rank sends in a call: goes through its programs (schedule/program.py), operation by operation.
+"""Bytes that a rank sends in a call: the sum over the operations of its programs (schedule/program.py).
 
-Numbers are the busiest rank's, as `LayerLoad` has them.
+All numbers are those of the busiest rank, as in `LayerLoad`.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ from moe.planning.timing import ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES
 from moe.schedule import program
 from moe.schedule.program import Operation, Program
 
-ROWS, COPIES = "expert_all_to_all", "expert_copies"  # kinds
-Sent = tuple[str, float]  # of a kind so many bytes
-_NOTHING: Callable[[Any, LayerLoad, int], Sent] = lambda operation, load, degree: (ROWS, 0.0)  # noqa: E731
+TOKEN_ROWS, REPLICAS = "expert_all_to_all", "expert_copies"  # kinds of traffic
+Sent = tuple[str, float]  # a kind of traffic, and its bytes
+_NOTHING: Callable[[Any, LayerLoad, int], Sent] = lambda operation, load, degree: (TOKEN_ROWS, 0.0)  # noqa: E731
 
 
-def _rows(operation: Any, load: LayerLoad, degree: int) -> Sent:
-    return ROWS, load.away_rows * load.hidden_size * load.element_size / degree
+def _token_rows(operation: Any, load: LayerLoad, degree: int) -> Sent:
+    return TOKEN_ROWS, load.away_rows * load.hidden_size * load.element_size / degree
 
 
 def _of_assignments(num_bytes: int) -> Callable[[Any, LayerLoad, int], Sent]:
-    # Of the assignments the same share travels as of the rows.
-    return lambda operation, load, degree: (ROWS, load.assignments * load.away_rows / max(load.rows, 1) * num_bytes)
+    # The share of assignments that is sent is that of the token rows.
+    return lambda operation, load, degree: (
+        TOKEN_ROWS,
+        load.assignments * load.away_rows / max(load.token_rows, 1) * num_bytes,
+    )
 
 
 LINES: dict[type[Operation], Callable[[Any, LayerLoad, int], Sent]] = {
-    # Weights off the device come over the link, or from ranks that hold the same: simulator/clock/streams.py.
+    # Offloaded weights are read over the link, or from ranks that hold the same: simulator/clock/streams.py.
     program.FetchExpert: _NOTHING,
     program.WaitExpert: _NOTHING,
     program.StoreExpert: _NOTHING,
-    program.FetchCopies: lambda operation, load, degree: (COPIES, load.fetched_bytes),
-    program.WaitCopies: _NOTHING,
-    program.ReturnGrads: lambda operation, load, degree: (COPIES, load.returned_bytes),
+    program.FetchReplicas: lambda operation, load, degree: (REPLICAS, load.fetched_bytes),
+    program.WaitReplicas: _NOTHING,
+    program.ReturnGrads: lambda operation, load, degree: (REPLICAS, load.returned_bytes),
     program.WaitGrads: _NOTHING,
     program.SendAssignments: _of_assignments(ASSIGNMENT_BYTES),
     program.Expect: _NOTHING,
-    program.Dispatch: _rows,
+    program.Dispatch: _token_rows,
     program.SharedExpert: _NOTHING,
     program.TakeAssignments: _NOTHING,
     program.WaitDispatch: _NOTHING,
     program.Experts: _NOTHING,
-    program.Combine: _rows,
+    program.Combine: _token_rows,
     program.Offload: _NOTHING,
     program.SumCombine: _NOTHING,
     program.Fetch: _NOTHING,
@@ -60,7 +63,10 @@ LINES: dict[type[Operation], Callable[[Any, LayerLoad, int], Sent]] = {
 
 
 def sent(operations: Program, load: LayerLoad, degree: int) -> Counter[str]:
-    """Bytes by kind of a program in `degree` chunks. Raises UnknownOperation for an operation that has no line here."""
+    """Return the bytes that a program in `degree` chunks sends, by kind.
+
+    Raises UnknownOperation for an operation that has no line here.
+    """
     result: Counter[str] = Counter()
     for operation in operations:
         kind, number = program.line_for(LINES, operation, "planning/traffic.py")(operation, load, degree)

@@ -1,9 +1,8 @@
-"""Which of a few plans that are predicted to be about as fast is the fastest: they run in turn in a training's first
-steps.
+"""Trials: plans that are predicted to be about equally fast run in turn in the first steps, and the fastest is kept.
 
-A model of costs is right to some percent, and the best plans differ by less. What decides between them is to run them;
-it costs a training next to nothing, since any of them computes the same. Each pass is learned by itself, so that the
-best forward pass of one plan and the best backward pass of another make the plan that stays.
+The cost model has an error of some percent, and the best plans differ by less, so they are run. This costs a training
+next to nothing, since all of them compute the same. Each pass is measured separately, so that the final plan may
+combine the forward pass of one plan with the backward pass of another.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ from dataclasses import dataclass
 
 from moe.chunk_plan import PassPlan, pass_plans
 from moe.planning.costs import Decision
-from moe.planning.search import CLOSE, total, unseen
+from moe.planning.planner import CLOSE, total, unseen
 
-LEAST = 1e-9  # seconds that a pass is predicted to take, at least
-DEVIATION = 1.48  # standard deviations in a median of deviations, of the normal distribution
-MEDIAN_ERROR = 1.25  # standard deviations, times the root of the number of samples
+LEAST = 1e-9  # lower bound of the predicted seconds of a pass
+DEVIATION = 1.48  # standard deviation over median absolute deviation, of the normal distribution
+MEDIAN_ERROR = 1.25  # standard error of a median: times the standard deviation over the root of the sample count
 
-PlanChoice = tuple[str, Decision]  # of an all-to-all and a plan for it
+PlanChoice = tuple[str, Decision]  # name of an all-to-all, and a plan for it
 Passes = tuple[float, float]  # seconds of the forward and the backward pass
 
 
 @dataclass(frozen=True)
 class TrialPolicy:
-    """How much a trial tries, and what it believes."""
+    """The extent of a trial, and its tolerance for noise."""
 
-    most_plans: int = 6  # that are tried; 1: there is nothing to try
-    within: float = CLOSE  # plans that are predicted to take up to so much longer than the best one are tried
-    steps: int = 2  # that a plan runs at a time; the last one is measured
-    rounds: int = 3  # in each of which all plans run, at least
-    turns: int = 8  # calls of each plan that count, at least; and rounds, at most
-    quiet: float = 0.01  # standard error of what was learned that is small enough to stop
-    doubt: float = 1.5  # standard errors of what was learned that are taken for noise
+    most_plans: int = 6  # number of plans that are tried; 1: there is no trial
+    within: float = CLOSE  # plans are tried whose predicted time is up to this share above the best one's
+    steps: int = 2  # consecutive steps of a plan; the last one is measured
+    rounds: int = 3  # least number of rounds, in each of which all plans run
+    turns: int = 8  # least number of measured calls of each plan, and most rounds
+    quiet: float = 0.01  # standard error of the measured factors at which the trial ends
+    doubt: float = 1.5  # standard errors of a measured factor that are treated as noise
 
 
 class Trial:
-    """All layers run one of the plans, then all the next one, and so on, in some rounds. What a plan takes in a round
-    is compared with what all take in that round, so that a machine that becomes slower does not matter.
+    """A trial of plans in rounds: all layers run the first plan, then the second one, and so on.
 
-    A plan's first step makes its buffers (and drops those of the plan before): it should run at least two steps, of
-    which the last counts.
+    The time of a plan in a round is compared with the mean of that round, so that a machine that becomes slower does
+    not matter. The first step of a plan allocates its buffers (and frees those of the plan before), so a plan should
+    run at least two steps, of which the last counts.
     """
 
     def __init__(self, choices: Sequence[PlanChoice], num_layers: int, policy: TrialPolicy | None = None) -> None:
@@ -56,65 +55,69 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to try."""
+        """Whether the trial is finished."""
         return len(self._seconds) >= self._num_rounds * len(self.choices)
 
     @property
     def choice(self) -> PlanChoice:
-        """What all layers run now."""
+        """The plan that all layers run now."""
         return self.choices[len(self._seconds) % len(self.choices)]
 
     def took(self, seconds: Sequence[Passes]) -> None:
-        """A plan's turn is over; `seconds` of the forward and the backward pass of a call of each layer, the same on
-        all ranks."""
+        """Record the times of the current plan and go on to the next.
+
+        `seconds`: of the forward and the backward pass of a call of each layer, the same on all ranks.
+        """
         self._seconds.append(list(seconds))
         if self.is_over and self._num_rounds < self.policy.turns:
-            error = max(error for part in (0, 1) for _, error in self._of_pass(part).values())
+            error = max(error for index in (0, 1) for _, error in self._deviations(index).values())
             self._num_rounds += error > self.policy.quiet
 
     def stop(self) -> None:
-        """Try no more."""
+        """End the trial."""
         self._num_rounds = 0
 
     def factors(self, kind: str) -> dict[PassPlan, float]:
-        """What each pass with this all-to-all took by what was predicted, by the middle of all forward or all backward
-        passes: the median of its turns, or what was expected where the difference may be noise."""
+        """Return measured over predicted time of each pass with this all-to-all, relative to the median of all passes.
+
+        The forward and the backward passes have medians of their own. A factor is the median over the rounds, or the
+        expected one if the difference may be noise.
+        """
         if len(self.choices) < 2:
             return {}
         return {
-            pass_plan: (1.0 + unseen(pass_plan)) * (1.0 + _beyond(off, self.policy.doubt * error))
-            for part in (0, 1)
-            for (of, pass_plan), (off, error) in self._of_pass(part).items()
+            # the deviation, nearer to zero by its noise but not past it
+            pass_plan: (1.0 + unseen(pass_plan))
+            * (1.0 + math.copysign(max(abs(off) - self.policy.doubt * error, 0.0), off))
+            for index in (0, 1)
+            for (of, pass_plan), (off, error) in self._deviations(index).items()
             if of == kind
         }
 
-    def _of_pass(self, part: int) -> dict[tuple[str, PassPlan], tuple[float, float]]:
-        """By how much of what was expected each forward or each backward pass took more than their middle, and the
-        standard error."""
+    def _deviations(self, index: int) -> dict[tuple[str, PassPlan], tuple[float, float]]:
+        """Return relative deviation and standard error of each forward (`index` 0) or backward pass (1).
+
+        The deviation is that of measured over expected time from the median of all passes.
+        """
         ratios: dict[tuple[str, PassPlan], list[float]] = {}
         for start in range(0, len(self._seconds), len(self.choices)):
             this_round = self._seconds[start : start + len(self.choices)]
             means = [
-                statistics.fmean(of_plan[part] for of_plan in of_layer) for of_layer in zip(*this_round, strict=True)
+                statistics.fmean(of_plan[index] for of_plan in of_layer) for of_layer in zip(*this_round, strict=True)
             ]
             for (kind, decision), of_plan in zip(self.choices, this_round, strict=True):
-                pass_plan = pass_plans(decision.plan)[part]
-                expected = max((decision.prediction.forward, decision.prediction.backward)[part], LEAST) * (
+                pass_plan = pass_plans(decision.plan)[index]
+                expected = max((decision.prediction.forward, decision.prediction.backward)[index], LEAST) * (
                     1.0 + unseen(pass_plan)
                 )
-                relative = [seconds[part] / mean / expected for seconds, mean in zip(of_plan, means, strict=True)]
+                relative = [seconds[index] / mean / expected for seconds, mean in zip(of_plan, means, strict=True)]
                 ratios.setdefault((kind, pass_plan), []).extend(relative)
         factors = {key: statistics.median(of_key) for key, of_key in ratios.items()}
         middle = statistics.median(factors.values())
         deviations = sorted(abs(ratio / factors[key] - 1.0) for key, of_key in ratios.items() for ratio in of_key)
-        # as many are medians, which do not deviate
+        # as many entries are the medians themselves, which do not deviate
         noise = DEVIATION * statistics.median(deviations[len(factors) :] or [0.0])
         return {
             key: (factors[key] / middle - 1.0, MEDIAN_ERROR * noise / math.sqrt(len(of_key)))
             for key, of_key in ratios.items()
         }
-
-
-def _beyond(value: float, error: float) -> float:
-    """`value`, nearer to zero by `error` but not past it."""
-    return math.copysign(max(abs(value) - error, 0.0), value)

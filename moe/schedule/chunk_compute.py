@@ -1,10 +1,12 @@
-"""What one rank computes of its chunks, and results that chunks make up.
+"""Computation of a chunk on one rank, results composed of chunks, and the operations of offloaded experts.
 
 Shapes: N rows of a buffer, R rows of the chunk, n its assignments, Q all assignments that this rank computes, T tokens,
 H hidden size.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -13,19 +15,20 @@ from moe import route
 from moe.experts.compute import ExpertCompute, is_grouped
 from moe.experts.weights import Assignments, ChunkInputs, GradInputs, WeightGrads, Weights, WeightWork
 from moe.route import Chunk, Chunks
+from moe.schedule import program
 from parallel.trace import span
 
 
 class ChunkCompute:
-    """A pass's experts: their weights, and the probabilities of all assignments that this rank computes."""
+    """Computes a pass's chunks, with the experts' weights and the probabilities of all assignments of this rank."""
 
     def __init__(
         self, experts: ExpertCompute, weights: Weights, probs_Q: torch.Tensor, dtype: torch.dtype, chunks: Chunks
     ) -> None:
         self.experts, self.weights, self._ids_Q = experts, weights, chunks.ids_Q
-        # In fp32 also where rows, which are of `dtype`, are in half precision.
+        # In fp32 even if rows, which have `dtype`, are in half precision.
         self.probs_Q = probs_Q.to(torch.promote_types(dtype, torch.float32))
-        # As the chunks' experts compute them.
+        # In the order in which the chunks' experts compute them.
         self._sorted_probs_Q = self.probs_Q.index_select(0, chunks.ids_Q)
         self._sorted_grads_Q: torch.Tensor | None = None
 
@@ -37,15 +40,16 @@ class ChunkCompute:
         preactivation: torch.Tensor | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The chunk's weighted sums [R, H], in `out_RH` if given; its assignments read `rows_n` of the source.
+        """Return the chunk's weighted sums [R, H], in `out_RH` if given, and its preactivations.
 
-        And its preactivations: in `preactivation`, or where the products have made them.
+        Its assignments read `rows_n` of the source. The preactivations are `preactivation`, if given, or a tensor that
+        the products have made.
         """
         with span("experts"):
             output, preactivation = self.experts.forward(self._inputs(source_NH, rows_n, chunk), preactivation)
         with span("combine"):
-            # Grouped experts have multiplied already.
-            probs_n = None if is_grouped(self.weights.home) else chunk.in_row_order(self.probs_Q)
+            # Grouped experts have multiplied by the probabilities already.
+            probs_n = None if is_grouped(self.weights.primaries) else route.cut_list(self.probs_Q, chunk.slices)
             sums_RH = route.add_up(output, chunk.sums, probs_n, out_RH)
         WORKSPACE.give(output)
         return sums_RH, preactivation
@@ -61,10 +65,11 @@ class ChunkCompute:
         grads: WeightGrads | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
-        """The gradient of the chunk's rows [R, H], in `out_RH` if given; `probs_grad_Q` has its part then.
+        """Return the gradient of the chunk's rows [R, H], in `out_RH` if given; also compute its share of
+        `probs_grad_Q`.
 
-        `sums_rows_n` says which row of `sums_grad_RH` belongs to each assignment. With `grads` the weight gradients are
-        added at once, else the second result is what is left to do for them.
+        `sums_rows_n` is the row of `sums_grad_RH` of each assignment. With `grads` the weight gradients are added at
+        once, else the second result is the remaining work for them.
         """
         with span("experts backward"):
             given = GradInputs(self._inputs(source_NH, rows_n, chunk), sums_grad_RH, sums_rows_n)
@@ -72,13 +77,13 @@ class ChunkCompute:
         with span("combine"):
             if self._sorted_grads_Q is None:
                 self._sorted_grads_Q = torch.empty_like(self._sorted_probs_Q)
-            self._sorted_grads_Q[chunk.part] = probs_grad_n
+            self._sorted_grads_Q[chunk.span] = probs_grad_n
             rows_grad_RH = route.add_up(row_grads, chunk.sums, out=out_RH)
         WORKSPACE.give(row_grads, probs_grad_n)
         return rows_grad_RH, work
 
     def probs_grad_Q(self) -> torch.Tensor:
-        """The gradients of all probabilities, once every chunk's are there; zero where no chunk has the assignment."""
+        """Return the gradients of all probabilities after the last chunk; zero for an assignment without a chunk."""
         assert self._sorted_grads_Q is not None
         complete = len(self._ids_Q) == len(self.probs_Q)
         probs_grad_Q = torch.empty_like(self.probs_Q) if complete else torch.zeros_like(self.probs_Q)
@@ -86,40 +91,56 @@ class ChunkCompute:
         return probs_grad_Q
 
     def _inputs(self, source_NH: torch.Tensor, rows_n: torch.Tensor, chunk: Chunk) -> ChunkInputs:
-        probs_n = self._sorted_probs_Q[chunk.part]
-        assignments = Assignments(rows_n, probs_n, chunk.ends, chunk.host_ends, chunk.num_home)
+        probs_n = self._sorted_probs_Q[chunk.span]
+        assignments = Assignments(rows_n, probs_n, chunk.ends, chunk.host_ends, chunk.num_primary_assignments)
         return ChunkInputs(self.weights, source_NH, assignments)
 
 
 class ChunkedResult:
-    """A tensor like `like` [T, H] that chunks of rows make up; where there is one chunk, that is it. `turns_T`: where
-    rows go that are counted by turns."""
+    """A tensor like `like` [T, H] that is composed of chunks of rows; a single chunk is the result itself.
 
-    def __init__(self, like: torch.Tensor, turns_T: torch.Tensor | None = None) -> None:
-        self._like, self._turns_T = like, turns_T
+    `order_T`: the row of the result of each row of the chunks, if these are strided.
+    """
+
+    def __init__(self, like: torch.Tensor, order_T: torch.Tensor | None = None) -> None:
+        self._like, self._order_T = like, order_T
         self._result: torch.Tensor | None = None
-        self._first = 0  # of the rows that `room` was asked for
+        self._first = 0  # first row of the last `output`
 
-    def room(self, first: int, count: int) -> torch.Tensor | None:
-        """Where `count` rows from `first` on are to be written; None where they are all: anywhere."""
+    def output(self, first: int, count: int) -> torch.Tensor | None:
+        """Return the memory for `count` rows from `first` on; None if these are all rows: any memory will do."""
         if self._result is None:
-            if count == len(self._like) and self._turns_T is None:
+            if count == len(self._like) and self._order_T is None:
                 return None
             self._result = WORKSPACE.lend(self._like.shape, self._like)
-        if self._turns_T is not None:
+        if self._order_T is not None:
             self._first = first
             return WORKSPACE.take((count, self._like.size(1)), self._like)
         return self._result[first : first + count]
 
-    def put(self, rows: torch.Tensor) -> None:
-        """Take rows that have been written: to `room`, or anywhere where they are all."""
+    def put(self, written_NH: torch.Tensor) -> None:
+        """Take rows that have been written to the memory of `output`."""
         if self._result is None:
-            self._result = rows
-        elif self._turns_T is not None:
-            self._result.index_copy_(0, self._turns_T[self._first : self._first + len(rows)], rows)
-            WORKSPACE.give(rows)
+            self._result = written_NH
+        elif self._order_T is not None:
+            self._result.index_copy_(0, self._order_T[self._first : self._first + len(written_NH)], written_NH)
+            WORKSPACE.give(written_NH)
 
     def tensor(self) -> torch.Tensor:
-        """All of them."""
+        """Return the complete result."""
         assert self._result is not None
         return self._result
+
+
+def _store_expert(state: Any, operation: program.StoreExpert) -> None:
+    if state.grads is not None:
+        replicas = state.call.replicas
+        state.call.streamed.store(state.grads.finish(), () if replicas is None else replicas.take_arrived())
+
+
+# The effect of each operation of offloaded experts (moe/experts/streamed.py) on the state of a pass.
+STREAMED: program.Lines = {
+    program.FetchExpert: lambda state, _: state.call.streamed.fetch(),
+    program.WaitExpert: lambda state, _: state.call.streamed.wait(),
+    program.StoreExpert: _store_expert,
+}

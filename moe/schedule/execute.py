@@ -1,30 +1,77 @@
-"""Runs a call of the routed experts as one operation of autograd: an explicit forward and an explicit backward pass.
+"""Run a call of the routed experts as one timed operation of autograd, with an explicit backward pass.
 
 Shapes: T tokens of this rank, H hidden size, P assignments of its tokens.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from moe.experts.bitwise import BlockGrads
+from moe.experts.blocks import BlockGrads
 from moe.experts.weights import Slab, WeightGrads, Weights
-from moe.placement.copies import CallCopies
+from moe.placement.replicas import CallReplicas
 from moe.schedule.on_one_rank import LocalCall
 from moe.schedule.over_ranks import SpreadCall
-from moe.schedule.pass_timer import PassTimer
+
+MOST_MEASURED = 256  # measurements of a pass that are kept until `take`
+
+
+class PassTimer:
+    """Seconds per pass ("forward", "backward"), which planners compare with their predictions.
+
+    On a GPU it records events on the current stream; nobody waits for them before `take`.
+    """
+
+    def __init__(self) -> None:
+        self._measured: dict[str, list[tuple[Any, Any]]] = {}
+
+    @contextmanager
+    def measure(self, name: str, device: torch.device) -> Iterator[None]:
+        """Measure the time of the block's computation."""
+        start = _now(device)
+        yield
+        measured = self._measured.setdefault(name, [])
+        measured.append((start, _now(device)))
+        del measured[:-MOST_MEASURED]
+
+    def take(self) -> dict[str, float]:
+        """Return the median of each pass since the last call; on a GPU the host waits for the last pass."""
+        result = {name: statistics.median(_seconds(*span) for span in spans) for name, spans in self._measured.items()}
+        self._measured.clear()
+        return result
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def run(
-    call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, home: Slab
+    call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, primaries: Slab
 ) -> torch.Tensor:
-    """The output [T, H] of a call, differentiable once in x, probs and the weights at home; the backward pass is
-    timed. Weights off the device are no part of autograd's graph: their gradients leave by the call."""
-    weights = home.parameters if call.streamed is None else (None,) * 4
-    return _Schedule.apply(call, timer, home, x_TH, probs_P, *weights)
+    """Return the output [T, H] of a call, differentiable once in x, probs and the primaries' weights.
+
+    The backward pass is timed. Offloaded weights are not in autograd's graph: the call itself stores their gradients.
+    """
+    weights = primaries.parameters if call.streamed is None else (None,) * 4
+    return _Schedule.apply(call, timer, primaries, x_TH, probs_P, *weights)
 
 
 class _Schedule(torch.autograd.Function):
@@ -33,8 +80,8 @@ class _Schedule(torch.autograd.Function):
         x_TH, probs_P, *matrices = tensors
         ctx.call, ctx.timer, ctx.kind = call, timer, (like.activation, like.block_rows)
         ctx.save_for_backward(*tensors)
-        home = like if call.streamed is not None else Slab(*matrices, *ctx.kind)
-        output_TH = call.forward(x_TH, probs_P, _weights(home, call.copies))
+        primaries = like if call.streamed is not None else Slab(*matrices, *ctx.kind)
+        output_TH = call.forward(x_TH, probs_P, _weights(primaries, call.replicas))
         if call.streamed is not None:
             call.streamed.leave()
         return output_TH
@@ -43,17 +90,21 @@ class _Schedule(torch.autograd.Function):
     def backward(ctx: Any, output_grad_TH: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x_TH, probs_P, *matrices = ctx.saved_tensors
         call, ctx.call = ctx.call, None
-        if call is None:  # its buffers are in use again
+        if call is None:  # its buffers are in use for other calls
             raise RuntimeError(
                 "an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph)."
             )
-        streamed, copies = call.streamed, call.copies
-        # What lies off the device has come to another place since the forward pass.
-        home = Slab(*matrices, *ctx.kind) if streamed is None else replace(streamed.open(), block_rows=ctx.kind[1])
-        weights, grads = _weights(home, copies), None
+        streamed, replicas = call.streamed, call.replicas
+        # Offloaded weights may be in another buffer of the device now than in the forward pass.
+        primaries = Slab(*matrices, *ctx.kind) if streamed is None else replace(streamed.open(), block_rows=ctx.kind[1])
+        weights, grads = _weights(primaries, replicas), None
         if streamed is not None or any(ctx.needs_input_grad[5:]):
-            by_blocks = home.block_rows is not None
-            grads = BlockGrads(weights, () if copies is None else copies.apart) if by_blocks else WeightGrads(weights)
+            by_blocks = primaries.block_rows is not None
+            grads = (
+                BlockGrads(weights, () if replicas is None else replicas.separate_experts)
+                if by_blocks
+                else WeightGrads(weights)
+            )
         with ctx.timer.measure("backward", x_TH.device):
             x_grad_TH, probs_grad_P = call.backward(x_TH, probs_P, weights, output_grad_TH.contiguous(), grads)
         if streamed is not None:
@@ -61,10 +112,10 @@ class _Schedule(torch.autograd.Function):
         parameter_grads: Any = (None,) * 4
         if grads is not None and streamed is None:
             parameter_grads = grads.finish()
-            if copies is not None:
-                parameter_grads = copies.add_arrived(home, parameter_grads)
+            if replicas is not None:
+                parameter_grads = replicas.add_arrived(primaries, parameter_grads)
         return None, None, None, x_grad_TH, probs_grad_P.to(probs_P.dtype), *parameter_grads
 
 
-def _weights(home: Slab, copies: CallCopies | None) -> Weights:
-    return Weights((home,)) if copies is None else copies.weights(home)
+def _weights(primaries: Slab, replicas: CallReplicas | None) -> Weights:
+    return Weights((primaries,)) if replicas is None else replicas.weights(primaries)

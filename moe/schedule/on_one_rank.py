@@ -1,6 +1,6 @@
-"""A call where this rank has all experts: goes through its programs (program.py) with tensors.
+"""A call on a rank that has all experts: runs its programs (program.py) with tensors.
 
-Nothing travels: the experts read the layer's own input and write its output.
+There is no exchange: the experts read the layer's own input and write its output.
 
 Shapes: T tokens of this rank, H hidden size, P assignments of its tokens, n those of a chunk.
 """
@@ -18,17 +18,17 @@ from moe.chunk_plan import Plan, Strategy, pass_degrees
 from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights
 from moe.route import Choice, Chunk, Chunks
-from moe.schedule import program, restore, streamed
-from moe.schedule.chunk_compute import ChunkCompute, ChunkedResult
+from moe.schedule import program, restore
+from moe.schedule.chunk_compute import STREAMED, ChunkCompute, ChunkedResult
 from parallel.trace import named
 
 INTERPRETER = "schedule/on_one_rank.py"
 
 
 class LocalCall:
-    """What a call's forward pass leaves to its backward pass; without `both` there is none."""
+    """A call's state between its forward and its backward pass; without `both` there is no backward pass."""
 
-    copies = None  # there are no other ranks
+    replicas = None  # of experts of other ranks
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class LocalCall:
         both: bool,
     ) -> None:
         self.streamed = experts.streamed
-        self.plan, self.strategy, self.experts, self.turns_T = plan, strategy, experts, choice.turns_T
+        self.plan, self.strategy, self.experts, self.order_T = plan, strategy, experts, choice.order_T
         passes = local_chunks(choice, pass_degrees(plan, both), weights.num_experts)
-        if needs_host_ends(weights.home):
+        if needs_host_ends(weights.primaries):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         self.chunks, self.backward_chunks = passes[0], passes[-1]
-        restored = restore.PREACTIVATIONS[strategy.preactivations]
-        width = weights.home.fc1.size(1)
+        restored = restore.PREACTIVATION_STRATEGIES[strategy.preactivations]
+        width = weights.primaries.fc1.size(1)
         self.preactivations = restored(self.chunks, self.backward_chunks, width, x_TH, experts.link)
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The weighted sums [T, H]."""
+        """Compute the weighted sums [T, H]."""
         output_TH = _LocalForward(self, x_TH, probs_P, weights).run()
-        self.chunks = self.backward_chunks  # the others' memory is free
+        self.chunks = self.backward_chunks  # the memory of the others is freed
         return output_TH
 
     def backward(
@@ -64,41 +64,41 @@ class LocalCall:
         output_grad_TH: torch.Tensor,
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of `x_TH` and `probs_P`; those of the weights are added to `grads`."""
+        """Compute the gradients of `x_TH` and `probs_P`; those of the weights are added to `grads`."""
         return _LocalBackward(self, x_TH, probs_P, weights, output_grad_TH, grads).run()
 
 
 @named("dispatch")
 def local_chunks(choice: Choice, degrees: Sequence[int], num_experts: int) -> list[Chunks]:
-    """Chunks of this rank's own tokens, for each degree."""
+    """Return the chunks of this rank's own tokens, for each degree."""
     cuts = [route.boundaries(choice.num_tokens, degree) for degree in degrees]
     device, each = choice.tokens.device, choice.assignments_per_token
     if each is not None:
-        places = [[token * each for token in cut] for cut in cuts]
+        offsets = [[token * each for token in cut] for cut in cuts]
     else:  # the host waits, once
         firsts = lists_to_device([[token for cut in cuts for token in cut]], device)[0]
         found = iter(torch.searchsorted(choice.tokens, firsts).tolist())
-        places = [[next(found) for _ in cut] for cut in cuts]
-    count = places[0][-1]
+        offsets = [[next(found) for _ in cut] for cut in cuts]
+    count = offsets[0][-1]
     tokens, experts = choice.tokens[:count], choice.experts[:count]
     made = []
-    for cut, ends in zip(cuts, places, strict=True):
+    for cut, ends in zip(cuts, offsets, strict=True):
         num_rows, numbers = ([end - start for start, end in pairwise(of)] for of in (cut, ends))
-        rows, of_chunk = tokens, None
+        rows_P, of_chunk = tokens, None
         if len(num_rows) > 1:
             *lists, counts = lists_to_device([*route.chunk_bases(numbers, num_experts), cut[:-1], numbers], device)
             chunk_of = torch.repeat_interleave(counts, output_size=count)
             of_chunk = torch.stack(lists).index_select(1, chunk_of)
-            rows = tokens - of_chunk[2]
-        slices = [[slice(*part)] for part in pairwise(ends)]
-        made.append(route.make_chunks(rows, experts, num_rows, slices, num_experts, of_chunk))
+            rows_P = tokens - of_chunk[2]
+        slices = [[slice(*bounds)] for bounds in pairwise(ends)]
+        made.append(route.make_chunks(rows_P, experts, num_rows, slices, num_experts, of_chunk))
     return made
 
 
 def _rows_of_layer(call: LocalCall, chunk: Chunk) -> torch.Tensor:
-    """The rows [n] of the chunk's assignments, counted from the layer's first."""
-    rows_n = chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
-    return rows_n if call.turns_T is None else call.turns_T.index_select(0, rows_n)
+    """Return the rows [n] of the chunk's assignments, counted from the layer's first row."""
+    rows_n = chunk.token_rows + chunk.first_row if chunk.first_row else chunk.token_rows
+    return rows_n if call.order_T is None else call.order_T.index_select(0, rows_n)
 
 
 class _LocalForward:
@@ -107,7 +107,7 @@ class _LocalForward:
     def __init__(self, call: LocalCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
         self.call, self.x_TH = call, x_TH
         self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.chunks)
-        self.result = ChunkedResult(x_TH, call.turns_T)
+        self.result = ChunkedResult(x_TH, call.order_T)
 
     def run(self) -> torch.Tensor:
         operations = program.local_forward(self.call.plan.degree, self.call.strategy, self.call.streamed is not None)
@@ -116,18 +116,12 @@ class _LocalForward:
 
     def experts(self, operation: program.LocalExperts) -> None:
         chunk, preactivation = self.call.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
-        room = self.result.room(chunk.first_row, chunk.num_rows)
+        out_RH = self.result.output(chunk.first_row, chunk.num_rows)
         sums_RH, preactivation = self.compute.sums(
-            self.x_TH, _rows_of_layer(self.call, chunk), chunk, preactivation, room
+            self.x_TH, _rows_of_layer(self.call, chunk), chunk, preactivation, out_RH
         )
         self.call.preactivations.put(operation.chunk, preactivation)
         self.result.put(sums_RH)
-
-    def offload(self, operation: program.Offload) -> None:
-        self.call.preactivations.offload(operation.chunk)
-
-    def release(self, operation: program.Release) -> None:
-        self.call.preactivations.written(operation.chunk)
 
 
 class _LocalBackward:
@@ -144,7 +138,7 @@ class _LocalBackward:
     ) -> None:
         self.call, self.x_TH, self.output_grad_TH, self.grads = call, x_TH, output_grad_TH, grads
         self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.backward_chunks)
-        self.result = ChunkedResult(x_TH, call.turns_T)
+        self.result = ChunkedResult(x_TH, call.order_T)
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,16 +148,13 @@ class _LocalBackward:
         self.call.preactivations.free()
         return self.result.tensor(), self.compute.probs_grad_Q()
 
-    def fetch(self, operation: program.Fetch) -> None:
-        self.call.preactivations.fetch(operation.chunk)
-
     def grads_of_chunk(self, operation: program.LocalGrads) -> None:
         chunk = self.call.backward_chunks[operation.chunk]
         self.preactivation = self.call.preactivations.get(operation.chunk, chunk)
         rows_n = _rows_of_layer(self.call, chunk)
-        room = self.result.room(chunk.first_row, chunk.num_rows)
+        out_RH = self.result.output(chunk.first_row, chunk.num_rows)
         rows_grad, work = self.compute.input_grads(
-            self.x_TH, rows_n, chunk, self.preactivation, self.output_grad_TH, rows_n, self.grads, room
+            self.x_TH, rows_n, chunk, self.preactivation, self.output_grad_TH, rows_n, self.grads, out_RH
         )
         self.result.put(rows_grad)
         if work is not None:
@@ -174,16 +165,16 @@ class _LocalBackward:
         self.call.preactivations.done(preactivation)
 
 
-# What each operation does to the state of a pass.
+# The effect of each operation on the state of a pass.
 FORWARD: program.Lines = {
-    **streamed.LINES,
+    **STREAMED,
     program.LocalExperts: _LocalForward.experts,
-    program.Offload: _LocalForward.offload,
-    program.Release: _LocalForward.release,
+    program.Offload: lambda state, operation: state.call.preactivations.offload(operation.chunk),
+    program.Release: lambda state, operation: state.call.preactivations.written(operation.chunk),
 }
 BACKWARD: program.Lines = {
-    **streamed.LINES,
-    program.Fetch: _LocalBackward.fetch,
+    **STREAMED,
+    program.Fetch: lambda state, operation: state.call.preactivations.fetch(operation.chunk),
     program.LocalGrads: _LocalBackward.grads_of_chunk,
     program.Release: _LocalBackward.release,
 }

@@ -1,13 +1,14 @@
-"""What the passes of an MoE layer's call do, in order: the one place that says so.
+"""Programs: the operations of an MoE layer's passes in order, defined here for all who compute or estimate them.
 
-Its interpreters go through a program: over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
-planning/footprint.py with bytes in memory, and planning/traffic.py with bytes that travel. Each has a table with a line
-for every operation; what it does not know it refuses by name. A program follows from
-the plan alone, and whether there may be copies, never from the load.
+Its interpreters run a program: over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
+planning/footprint.py with bytes in memory, and planning/traffic.py with bytes sent. Each has a table with an entry for
+every operation, and raises UnknownOperation for one without. A program depends on the plan and on whether there may be
+replicas, never on the load.
 
 The order is PipeMoE's (Shi et al., INFOCOM 2023) with a look-ahead of DEPTH chunks. Forward: while the experts compute
 chunk i, the next chunks are dispatched and the last ones combined; the shared expert fills the first wait. Backward is
-the same with gradients: a chunk's input gradients leave before its weight gradients are computed, which fill the waits.
+the same with gradients: a chunk's input gradients are sent before its weight gradients are computed, which fill the
+waits.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class ChunkOperation(Operation):
 
 @dataclass(frozen=True)
 class TransferOperation(ChunkOperation):
-    """One step of a chunk's dispatch. `tensor` says what travels: "rows" (the layer's input) or "grads" (of its
+    """One step of a chunk's dispatch. `tensor` is the dispatched tensor: "rows" (the layer's input) or "grads" (of its
     output)."""
 
     tensor: str
 
 
 class Expect(TransferOperation):
-    """Have a receive buffer ready."""
+    """Prepare a receive buffer."""
 
 
 class Dispatch(TransferOperation):
@@ -52,37 +53,36 @@ class Dispatch(TransferOperation):
 
 
 class WaitDispatch(TransferOperation):
-    """Wait for what the other ranks dispatched."""
+    """Wait for the rows that the other ranks dispatched."""
 
 
 class FetchExpert(Operation):
-    """Have the weights of the layers that are used next come to the device, where experts lie off it; this layer's are
-    on their way."""
+    """Start prefetching the next layers' offloaded expert weights to the device; this layer's are in flight."""
 
 
 class WaitExpert(Operation):
-    """Wait for this layer's."""
+    """Wait for this layer's offloaded expert weights."""
 
 
 class StoreExpert(Operation):
-    """Add the call's gradients of experts off the device to the step's; what is complete leaves."""
+    """Add the call's gradients of offloaded experts to the step's, and start copying complete ones off the device."""
 
 
-class FetchCopies(Operation):
-    """Send the weights of experts at home here whose copies others take up, receive those of copies here; and send home
-    the gradients of copies that lose their slots."""
+class FetchReplicas(Operation):
+    """Send weights of primaries to ranks that hold replicas of them, receive those of replicas here, and send gradients
+    of replicas that lose their slots to their primaries."""
 
 
-class WaitCopies(Operation):
-    """Wait for them."""
+class WaitReplicas(Operation):
+    """Wait for the weights of replicas."""
 
 
 class ReturnGrads(Operation):
-    """Add the call's gradients of copies to what earlier calls had, and send home what is complete."""
+    """Add the call's gradients of replicas to those of earlier calls, and send complete ones to the primaries."""
 
 
 class WaitGrads(Operation):
-    """Wait for what comes home."""
+    """Wait for the gradients of replicas of primaries here."""
 
 
 class SendAssignments(Operation):
@@ -90,7 +90,7 @@ class SendAssignments(Operation):
 
 
 class TakeAssignments(Operation):
-    """Wait for those of the other ranks, and sort them into both passes' chunks."""
+    """Wait for the other ranks' assignments, and sort them into both passes' chunks."""
 
 
 class SharedExpert(Operation):
@@ -98,7 +98,7 @@ class SharedExpert(Operation):
 
 
 class SharedExpertGrad(Operation):
-    """Its backward pass."""
+    """Compute the shared expert's gradients."""
 
 
 class Experts(ChunkOperation):
@@ -106,40 +106,39 @@ class Experts(ChunkOperation):
 
 
 class InputGrads(ChunkOperation):
-    """Compute the gradients of the chunk's rows and probabilities; the activations that it needs are there or computed
-    again."""
+    """Compute the gradients of the chunk's rows and probabilities, from kept or recomputed activations."""
 
 
 class ExpertWeightGrads(ChunkOperation):
-    """Compute what the chunk adds to the gradients of the experts' weights, and let go of what that reads."""
+    """Add the chunk's gradients of the experts' weights, and free their inputs."""
 
 
 class Combine(ChunkOperation):
-    """Send the chunk's sums (backward: the rows' gradients) home."""
+    """Send the chunk's sums (backward: the rows' gradients) to the tokens' ranks."""
 
 
 class SumCombine(ChunkOperation):
-    """Wait for what comes home of a chunk of this rank's tokens, and add it up per token."""
+    """Wait for the combined rows of a chunk of this rank's tokens, and add them up per token."""
 
 
 class Offload(ChunkOperation):
-    """Begin to copy to the host what the strategy keeps there."""
+    """Start copying the activations that the strategy keeps on the host."""
 
 
 class Fetch(ChunkOperation):
-    """Begin to bring back what is on the host."""
+    """Start copying a chunk's activations from the host to the device."""
 
 
 class Release(ChunkOperation):
-    """Let go of those of the chunk's buffers that nobody needs any more."""
+    """Free those of the chunk's buffers that no later operation reads."""
 
 
 class SendProbsGrad(Operation):
-    """Send the gradients of all probabilities home."""
+    """Send the gradients of all probabilities to the tokens' ranks."""
 
 
 class TakeProbsGrad(Operation):
-    """Wait for those of this rank's own assignments."""
+    """Wait for the gradients of the probabilities of this rank's own assignments."""
 
 
 class LocalExperts(ChunkOperation):
@@ -147,21 +146,23 @@ class LocalExperts(ChunkOperation):
 
 
 class LocalGrads(ChunkOperation):
-    """Compute all gradients of such a chunk."""
+    """Compute all gradients of a chunk where this rank has all experts."""
 
 
 Program = tuple[Operation, ...]
 
 
 @cache
-def forward(degree: int, strategy: Strategy, copies: bool = False, streamed: bool = False) -> Program:
-    """The forward pass in `degree` chunks over several ranks; `copies`: experts may have copies on other ranks;
-    `streamed`: their weights lie off the device."""
-    # What is kept has room for all chunks at once.
-    ahead = degree if strategy.rows == "keep" else AHEAD
+def forward(degree: int, strategy: Strategy, replicas: bool = False, streamed: bool = False) -> Program:
+    """Return the forward pass in `degree` chunks over several ranks.
+
+    `replicas`: experts may have replicas on other ranks; `streamed`: the experts' weights are offloaded.
+    """
+    # Kept rows have memory for all chunks at once.
+    ahead = degree if strategy.token_rows == "keep" else AHEAD
     program: list[Operation] = [FetchExpert()] if streamed else []
-    if copies:  # of what is at home, which must be here
-        program += [WaitExpert(), FetchCopies()] if streamed else [FetchCopies()]
+    if replicas:  # sent from primaries, whose weights must be on the device
+        program += [WaitExpert(), FetchReplicas()] if streamed else [FetchReplicas()]
     program.append(SendAssignments())
     program += [Expect(i, "rows") for i in range(min(ahead + 1, degree))]
     program += [Dispatch(i, "rows") for i in range(min(DEPTH, degree))]
@@ -172,9 +173,9 @@ def forward(degree: int, strategy: Strategy, copies: bool = False, streamed: boo
         if i > 0 and i + ahead < degree:
             program.append(Expect(i + ahead, "rows"))
         program.append(WaitDispatch(i, "rows"))
-        if copies and i == 0:  # every chunk has its share of each copy's assignments
-            program.append(WaitCopies())
-        if streamed and not copies and i == 0:
+        if replicas and i == 0:  # every chunk has a share of each replica's assignments
+            program.append(WaitReplicas())
+        if streamed and not replicas and i == 0:
             program.append(WaitExpert())
         program += [Experts(i), Combine(i)]
         if strategy.offloads:
@@ -187,10 +188,12 @@ def forward(degree: int, strategy: Strategy, copies: bool = False, streamed: boo
 
 
 @cache
-def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False, streamed: bool = False) -> Program:
-    """The backward pass in `degree` chunks over several ranks; the weight gradients of chunk i follow the input
-    gradients of i + `lag`. `copies`, `streamed`: see `forward`."""
-    again, fetches = strategy.rows == "communicate", strategy.offloads
+def backward(degree: int, strategy: Strategy, lag: int, replicas: bool = False, streamed: bool = False) -> Program:
+    """Return the backward pass in `degree` chunks over several ranks.
+
+    The weight gradients of chunk i follow the input gradients of i + `lag`. `replicas`, `streamed`: see `forward`.
+    """
+    again, fetches = strategy.token_rows == "communicate", strategy.offloads
     sent = ("grads", "rows") if again else ("grads",)
     if again and strategy.preactivations == "recompute":
         sent = ("rows", "grads")  # the rows are read first
@@ -220,11 +223,11 @@ def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False, st
         if i >= DEPTH:
             program.append(SumCombine(i - DEPTH))
     program += [ExpertWeightGrads(i) for i in range(max(0, degree - lag), degree)]
-    if copies:
+    if replicas:
         program.append(ReturnGrads())
     program += [SumCombine(i) for i in range(max(0, degree - DEPTH), degree)]
     program.append(TakeProbsGrad())
-    if copies:
+    if replicas:
         program.append(WaitGrads())
     if streamed:
         program.append(StoreExpert())
@@ -233,7 +236,7 @@ def backward(degree: int, strategy: Strategy, lag: int, copies: bool = False, st
 
 @cache
 def local_forward(degree: int, strategy: Strategy, streamed: bool = False) -> Program:
-    """The forward pass where this rank has all experts: nothing travels. `streamed`: see `forward`."""
+    """Return the forward pass on a rank that has all experts, without exchanges. `streamed`: see `forward`."""
     program: list[Operation] = [FetchExpert(), WaitExpert()] if streamed else []
     for i in range(degree):
         program.append(LocalExperts(i))
@@ -245,7 +248,7 @@ def local_forward(degree: int, strategy: Strategy, streamed: bool = False) -> Pr
 
 @cache
 def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> Program:
-    """Its backward pass."""
+    """Return the backward pass on a rank that has all experts. `streamed`: see `forward`."""
     fetches = strategy.preactivations == "offload"
     program: list[Operation] = [Fetch(0)] if fetches else []
     if streamed:
@@ -260,11 +263,11 @@ def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> P
 
 
 class UnknownOperation(TypeError):
-    """An interpreter has no line for an operation."""
+    """An interpreter's table has no entry for an operation."""
 
 
 def line_for(table: Mapping[type[Operation], Line], operation: Operation, interpreter: str) -> Line:
-    """An interpreter's line for an operation. Raises UnknownOperation, which names both, where it has none."""
+    """Return an interpreter's entry for an operation. Raises UnknownOperation, with both names, if it has none."""
     try:
         return table[type(operation)]
     except KeyError:
@@ -272,6 +275,6 @@ def line_for(table: Mapping[type[Operation], Line], operation: Operation, interp
 
 
 def perform(operations: Program, lines: Lines, state: Any, interpreter: str) -> None:
-    """Go through a program with tensors: a line is what an operation does to the state of a pass."""
+    """Run a program with tensors: the function of an operation in `lines` changes the state of the pass."""
     for operation in operations:
         line_for(lines, operation, interpreter)(state, operation)

@@ -1,21 +1,20 @@
-"""What the backward pass needs of each chunk, and how it gets it back (MPipeMoE's restore strategies; see
-chunk_plan.STRATEGIES).
+"""Strategies that keep or restore the activations of a chunk for its backward pass (MPipeMoE; chunk_plan.STRATEGIES).
 
-Two things: the dispatched input rows, and the preactivations (what goes into the activation function). The expert
-output is never kept, the sorted input neither: both follow from the rows.
+Two activations have a strategy each: the dispatched input rows, and the preactivations (the inputs of the activation
+function). The expert output and the sorted input are never kept: both are computed from the rows.
 
-Shapes: N rows of a buffer, n assignments of a chunk, Q all assignments that this rank computes, H hidden size, G what
-goes into the activation function.
+Shapes: N rows of a buffer, n assignments of a chunk, Q all assignments that this rank computes, H hidden size, G
+columns of the preactivations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from memory.host_link import HostLink
-from memory.offload import OffloadedTensor
+from memory.host_link import HostLink, OffloadedTensor
 from memory.pool import WORKSPACE
 from moe.chunk_plan import LayerLoad, Strategy
 from moe.experts.blocks import SPARE_ROWS
@@ -23,8 +22,8 @@ from moe.route import Chunk, Chunks
 
 
 def host_bytes(strategy: Strategy, load: LayerLoad) -> int:
-    """Bytes on the host between the passes of a call with this load."""
-    numbers = load.rows * load.hidden_size if strategy.rows == "offload" else 0
+    """Return the bytes on the host between the two passes of a call with this load."""
+    numbers = load.token_rows * load.hidden_size if strategy.token_rows == "offload" else 0
     numbers += load.assignments * load.hidden_columns if strategy.preactivations == "offload" else 0
     return numbers * load.element_size
 
@@ -34,56 +33,54 @@ def host_bytes(strategy: Strategy, load: LayerLoad) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Rows:
-    """The rows that a call's chunks received, from its forward to its backward pass. `link`: what they leave the device
-    by, if they do."""
+class DispatchedRows:
+    """The rows that a call's chunks received, from its forward to its backward pass; this class keeps nothing.
 
-    has_all = False  # all chunks have room at once
+    The backward pass then receives them once more. `link` copies rows between device and host, if they are offloaded.
+    """
+
+    has_all = False  # one buffer holds the rows of all chunks
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         self._num_rows, self._like, self._link = num_rows, like, link
 
     def out(self, index: int) -> torch.Tensor:
-        """Where chunk `index` is received; the buffer comes back with `written`."""
+        """Return the receive buffer of chunk `index`; `written` hands it back."""
         return WORKSPACE.take((self._num_rows[index], self._like.size(1)), self._like)
 
     def offload(self, index: int, rows_NH: torch.Tensor) -> None:
-        """The experts have computed the chunk."""
+        """Start to copy a chunk's rows to the host; called when its experts are computed."""
 
     def written(self, index: int, rows_NH: torch.Tensor) -> None:
-        """The buffer is not needed any more in the forward pass."""
+        """Free the buffer, which the forward pass does not need any more."""
         WORKSPACE.give(rows_NH)
 
     def fetch(self, index: int) -> None:
-        """Backward chunk `index` comes next but one."""
+        """Start to copy the rows of backward chunk `index` to the device; called a chunk before they are needed."""
 
     def regroup(self, chunks: Chunks, backward_chunks: Chunks) -> None:
-        """What the forward pass received in these chunks, the backward pass will ask for in those."""
+        """Prepare rows that were received in `chunks` to be read in `backward_chunks`."""
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a buffer [N, H], which rows of it the chunk's assignments read [n])."""
+        """Return a buffer [N, H], and the rows of it that the chunk's assignments read [n]."""
         raise AssertionError("rows that are dispatched again come from the exchange")
 
     def free(self) -> None:
-        """The backward pass is over."""
+        """Free all memory; called after the backward pass."""
 
 
-class DispatchRowsAgain(Rows):
-    """Nothing is kept: the backward pass receives the rows once more."""
-
-
-class KeepRows(Rows):
-    """One buffer for all chunks."""
+class KeepRows(DispatchedRows):
+    """Keep the rows of all chunks in one buffer."""
 
     has_all = True
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         super().__init__(num_rows, like, link)
         self._buffer = WORKSPACE.take((sum(num_rows), like.size(1)), like)
-        self._parts = self._buffer.split(list(num_rows))
+        self._of_chunks = self._buffer.split(list(num_rows))
 
     def out(self, index: int) -> torch.Tensor:
-        return self._parts[index]
+        return self._of_chunks[index]
 
     def written(self, index: int, rows_NH: torch.Tensor) -> None:
         pass
@@ -93,19 +90,19 @@ class KeepRows(Rows):
         if chunks is not backward_chunks:
             self._rows_Q = torch.empty_like(chunks.ids_Q)
             for chunk in chunks:
-                self._rows_Q[chunk.ids] = chunk.rows + chunk.first_row if chunk.first_row else chunk.rows
+                self._rows_Q[chunk.ids] = chunk.token_rows + chunk.first_row if chunk.first_row else chunk.token_rows
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rows_Q is None:
-            return self._parts[index], chunk.rows
+            return self._of_chunks[index], chunk.token_rows
         return self._buffer, self._rows_Q.index_select(0, chunk.ids)
 
     def free(self) -> None:
         WORKSPACE.give(self._buffer)
 
 
-class OffloadRows(Rows):
-    """On the host in between. Both passes have the same chunks."""
+class OffloadRows(DispatchedRows):
+    """Keep the rows on the host between the passes, which have the same chunks."""
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         super().__init__(num_rows, like, link)
@@ -118,7 +115,7 @@ class OffloadRows(Rows):
         self._away[index].fetch()
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._away.pop(index).get(), chunk.rows
+        return self._away.pop(index).get(), chunk.token_rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,10 +124,10 @@ class OffloadRows(Rows):
 
 
 class Preactivations:
-    """The preactivations of one call of a layer, from its forward to its backward pass.
+    """The preactivations of one call of a layer, from its forward to its backward pass; this class keeps nothing.
 
-    `num_columns` is G; `chunks` and `backward_chunks` are the same list where the degrees are. `link`: what they leave
-    the device by, if they do.
+    `num_columns` is G; `chunks` and `backward_chunks` are the same list if the degrees are equal. `link` copies
+    preactivations between device and host, if they are offloaded.
     """
 
     def __init__(
@@ -144,59 +141,48 @@ class Preactivations:
         self._numbers = [len(chunk.ids) for chunk in chunks]
         self._ids_Q, self._same = chunks.ids_Q, chunks is backward_chunks
         self._num_columns, self._like, self._link = num_columns, like, link
-        self._begin(chunks)
-
-    def _begin(self, chunks: Chunks) -> None:
-        """Have what the kind keeps of the forward pass's chunks."""
-
-    is_kept = False  # somebody asks for them again
 
     def out(self, index: int) -> torch.Tensor | None:
-        """Where the forward pass writes those of chunk `index` [n + SPARE_ROWS, G]; None: it need not."""
+        """Return the memory for the preactivations of chunk `index` [n + SPARE_ROWS, G]; None: need not be written."""
         return None
 
     def put(self, index: int, preactivation: torch.Tensor | None) -> None:
-        """It has written them: to `out`, or on a GPU to a tensor of its own."""
+        """Take written preactivations: those in `out`, or on a GPU a tensor that the products have made."""
 
     def offload(self, index: int) -> None:
-        """The chunk's are there."""
+        """Start to copy a chunk's preactivations to the host."""
 
     def written(self, index: int) -> None:
-        """The buffer is not needed any more in the forward pass."""
+        """Free the buffer, which the forward pass does not need any more."""
 
     def fetch(self, index: int) -> None:
-        """Backward chunk `index` comes next but one."""
+        """Start to copy those of backward chunk `index` to the device; called a chunk before they are needed."""
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor | None:
-        """The preactivations of backward chunk `index` [at least n, G], sorted like its assignments. None:
+        """Return the preactivations of backward chunk `index` [at least n, G], sorted like its assignments. None:
         compute them again."""
         return None
 
     def done(self, preactivation: torch.Tensor | None) -> None:
-        """What `get` gave is not needed any more."""
+        """Free the result of `get`."""
 
     def free(self) -> None:
-        """The backward pass is over."""
-
-
-class RecomputePreactivations(Preactivations):
-    """Nothing is kept."""
+        """Free all memory; called after the backward pass."""
 
 
 class KeepPreactivations(Preactivations):
-    """On the host in one buffer for all chunks; on a GPU as the products made them."""
+    """Keep them: on the host in one buffer for all chunks, on a GPU in the tensors that the products have made."""
 
-    is_kept = True
-
-    def _begin(self, chunks: Chunks) -> None:
-        self._place_Q: torch.Tensor | None = None  # where each assignment's stand in the buffer
+    def __init__(self, chunks: Chunks, *rest: Any) -> None:
+        super().__init__(chunks, *rest)
+        self._index_Q: torch.Tensor | None = None  # each assignment's row of the buffer
         self._buffer: torch.Tensor | None = None
         self._kept: list[torch.Tensor] = []
         if self._like.device.type == "cpu":
-            total = chunks[-1].part.stop
+            total = chunks[-1].span.stop
             self._buffer = WORKSPACE.take((total + SPARE_ROWS, self._num_columns), self._like)
-            # What is written to a chunk's spare rows, the next chunk overwrites.
-            self._kept = [self._buffer[chunk.part.start : chunk.part.stop + SPARE_ROWS] for chunk in chunks]
+            # The next chunk overwrites the spare rows of this one.
+            self._kept = [self._buffer[chunk.span.start : chunk.span.stop + SPARE_ROWS] for chunk in chunks]
 
     def out(self, index: int) -> torch.Tensor | None:
         return None if self._buffer is None else self._kept[index]
@@ -206,28 +192,27 @@ class KeepPreactivations(Preactivations):
             self._kept.append(preactivation)
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor:
-        """With another degree than the forward's, a sorted copy."""
+        """Return kept preactivations; a sorted copy if the backward pass has another degree than the forward pass."""
         if self._same:
             return self._kept[index]
-        if self._place_Q is None:
+        if self._index_Q is None:
             if self._buffer is None:
                 self._buffer = torch.cat(self._kept)
                 self._kept = []
-            self._place_Q = torch.empty_like(self._ids_Q)
-            self._place_Q[self._ids_Q] = torch.arange(len(self._ids_Q), device=self._ids_Q.device)
+            self._index_Q = torch.empty_like(self._ids_Q)
+            self._index_Q[self._ids_Q] = torch.arange(len(self._ids_Q), device=self._ids_Q.device)
         assert self._buffer is not None
-        return self._buffer.index_select(0, self._place_Q.index_select(0, chunk.ids))
+        return self._buffer.index_select(0, self._index_Q.index_select(0, chunk.ids))
 
     def free(self) -> None:
         WORKSPACE.give(self._buffer)
 
 
 class OffloadPreactivations(Preactivations):
-    """On the host in between. Both passes have the same chunks."""
+    """Keep them on the host between the passes, which have the same chunks."""
 
-    is_kept = True
-
-    def _begin(self, chunks: Chunks) -> None:
+    def __init__(self, chunks: Chunks, *rest: Any) -> None:
+        super().__init__(chunks, *rest)
         self._away, self._buffers = dict[int, OffloadedTensor](), dict[int, torch.Tensor]()
 
     def out(self, index: int) -> torch.Tensor | None:
@@ -256,9 +241,13 @@ class OffloadPreactivations(Preactivations):
         WORKSPACE.give(preactivation)
 
 
-ROWS: dict[str, type[Rows]] = {"keep": KeepRows, "communicate": DispatchRowsAgain, "offload": OffloadRows}
-PREACTIVATIONS: dict[str, type[Preactivations]] = {
+ROW_STRATEGIES: dict[str, type[DispatchedRows]] = {
+    "keep": KeepRows,
+    "communicate": DispatchedRows,
+    "offload": OffloadRows,
+}
+PREACTIVATION_STRATEGIES: dict[str, type[Preactivations]] = {
     "keep": KeepPreactivations,
-    "recompute": RecomputePreactivations,
+    "recompute": Preactivations,
     "offload": OffloadPreactivations,
 }

@@ -1,21 +1,43 @@
-"""Buckets: runs of a rank's slices of parameters, whose optimizer state moves between the tiers as one record. Without
-torch: a run's plan cuts them too."""
+"""Buckets of optimizer state: how a rank's parameters are cut into them, where each is stored and updated, and the
+memory that this takes.
+
+A bucket is a run of a rank's slices of parameters; its record is its optimizer state, `bytes_per_element` for each
+parameter, which moves between device, host and disk as a whole. Pure functions without torch: a run allocates by them,
+and its plan counts by them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-# A larger slice is cut at multiples of so many elements from its start: the vectorised kernel gives other bits where
-# a cut leaves it another rest.
+from configs import derived
+from configs.schema import Config
+from memory.host_memory import padded
+
+# A larger slice is cut at multiples of this number of elements from its start: the vectorised kernel computes other
+# bits where a cut changes the number of elements that remain.
 CUT = 4096
-# Of a rank's state in a bucket, at most: two slots for the largest bucket are then a small part of the state.
+# The largest share of a rank's state in one bucket: two stages for the largest bucket are then a small share of it.
 MOST = 1 / 8
+NUM_STAGES = 2  # the most reused buffers for records, or for gradients and weights
+GRAD_BYTES = 4  # of a parameter's gradient, in fp32
+
+Target = Literal["device", "host", "disk"]  # where a record is stored
+# How a bucket is updated: device: in place; device_stream: streamed through the device; host: on the host;
+# record: on the host, where its weights and gradient are stored, too
+BucketEngine = Literal["device", "device_stream", "host", "record"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cutting
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class Slice(Protocol):
-    """What a rank holds of a parameter: see parallel/megatron/tiered.py."""
+    """A rank's slice of a parameter: see OwnedSlice in parallel/megatron/."""
 
     @property
     def start(self) -> int: ...
@@ -24,18 +46,18 @@ class Slice(Protocol):
     def end(self) -> int: ...
 
     @property
-    def place(self) -> Hashable: ...
+    def bucket_key(self) -> Hashable: ...
 
     @property
-    def late(self) -> bool: ...
+    def reduced_at_step_end(self) -> bool: ...
 
     @property
     def order(self) -> int: ...
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The elements [start, end) of slice `index`'s parameter, from `offset` on in the bucket's record."""
+class SliceSpan:
+    """The elements [start, end) of the parameter of slice `index`, stored from `offset` on in the bucket's record."""
 
     index: int
     start: int
@@ -45,54 +67,277 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces of slices of one place, all late or none; `order` is that of the first piece in the forward pass.
+    """Spans of slices with the same `bucket_key`; `order` is that of the first one in the forward pass.
 
-    Off the device `of_experts` is the MoE layer of this rank and the run of its part (off_device.py), and `span` the
-    length of that run, with what lies between the pieces.
+    For offloaded experts `expert_bucket` is (MoE layer of this rank, bucket of its shard; see experts.py), and
+    `run_numel` the length of the run, including the padding between the spans.
     """
 
-    pieces: tuple[Piece, ...]
-    late: bool
+    slice_spans: tuple[SliceSpan, ...]
+    reduced_at_step_end: bool
     order: int
-    of_experts: tuple[int, int] | None = None
-    span: int | None = None
+    expert_bucket: tuple[int, int] | None = None
+    run_numel: int | None = None
 
     @property
     def numel(self) -> int:
-        return self.span if self.span is not None else sum(piece.end - piece.start for piece in self.pieces)
+        return self.run_numel if self.run_numel is not None else sum(span.end - span.start for span in self.slice_spans)
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Buckets of at most `limit` elements (at least CUT), in the order of first use."""
+    """Cut slices into buckets of at most `limit` elements (at least CUT), in the order of first use."""
     limit = max(limit // CUT, 1) * CUT
     runs: dict[Hashable, list[int]] = {}
     for index, owned in enumerate(slices):
-        runs.setdefault((owned.place, owned.late), []).append(index)
+        runs.setdefault((owned.bucket_key, owned.reduced_at_step_end), []).append(index)
     buckets = []
     for run in runs.values():
-        pieces: list[Piece] = []
-        for piece in _cut_slices(slices, run, limit):
-            filled = pieces[-1].offset + pieces[-1].end - pieces[-1].start if pieces else 0
-            if filled + piece.end - piece.start > limit:
-                buckets.append(_bucket(slices, pieces))
-                pieces, filled = [], 0
-            pieces.append(Piece(piece.index, piece.start, piece.end, filled))
-        buckets.append(_bucket(slices, pieces))
+        spans: list[SliceSpan] = []
+        for index, start in ((i, start) for i in run for start in range(slices[i].start, slices[i].end, limit)):
+            end = min(start + limit, slices[index].end)
+            filled = spans[-1].offset + spans[-1].end - spans[-1].start if spans else 0
+            if filled + end - start > limit:
+                buckets.append(_bucket(slices, spans))
+                spans, filled = [], 0
+            spans.append(SliceSpan(index, start, end, filled))
+        buckets.append(_bucket(slices, spans))
     return sorted(buckets, key=lambda bucket: bucket.order)
 
 
 def largest(slices: Sequence[Slice], bucket_parameters: int) -> int:
-    """The limit of a rank's buckets: what the config asks for, and MOST of its elements."""
+    """Return the limit of a rank's buckets in elements: what the config asks for, at most MOST of the rank's."""
     return min(bucket_parameters, int(MOST * sum(owned.end - owned.start for owned in slices)))
 
 
-def _cut_slices(slices: Sequence[Slice], run: Iterable[int], limit: int) -> Iterable[Piece]:
-    for index in run:
-        owned = slices[index]
-        for start in range(owned.start, owned.end, limit):
-            yield Piece(index, start, min(start + limit, owned.end), 0)
+def _bucket(slices: Sequence[Slice], spans: list[SliceSpan]) -> Bucket:
+    at_end = slices[spans[0].index].reduced_at_step_end
+    return Bucket(tuple(spans), at_end, min(slices[span.index].order for span in spans))
 
 
-def _bucket(slices: Sequence[Slice], pieces: list[Piece]) -> Bucket:
-    first = slices[pieces[0].index]
-    return Bucket(tuple(pieces), first.late, min(slices[piece.index].order for piece in pieces))
+# ---------------------------------------------------------------------------------------------------------------------
+# Arranging
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Buffers that buckets pass through one after the other: `number` stages, each as large as the largest bucket."""
+
+    number: int
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> Staging:
+        """Stages for buckets of these sizes, never larger in total than the buckets."""
+        largest = max(sizes, default=0)
+        return cls(min(NUM_STAGES, sum(sizes) // largest), largest) if largest else cls(0, 0)
+
+    @property
+    def total(self) -> int:
+        return self.number * self.size
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Offload target and update engine of each bucket, in the order of first use in the forward pass."""
+
+    numels: Sequence[int]
+    bytes_per_element: int  # of a record
+    weight_bytes: int  # of a parameter of the model
+    targets: Sequence[Target]
+    engines: Sequence[BucketEngine]
+    leaving: Sequence[bool]  # its gradient is copied to its own memory on the host during the backward pass
+    early: Sequence[bool]  # it may be updated during the backward pass: it has a shadow
+    flexible: bool = False  # the engines may change: there is memory for both
+
+    @property
+    def new_weights(self) -> list[bool]:
+        """Whether a bucket has host memory for new weights: it may be updated early, and they return to the device."""
+        return [early and engine != "record" for early, engine in zip(self.early, self.engines, strict=True)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each record."""
+        return [numel * self.bytes_per_element for numel in self.numels]
+
+    def staging(self, engine: BucketEngine) -> Staging:
+        """The stages of the buckets that this engine updates, or may update; sizes in parameters."""
+        may = (own == engine or (self.flexible and own not in ("device", "record")) for own in self.engines)
+        return Staging.of([numel for numel, passes in zip(self.numels, may, strict=True) if passes])
+
+    @property
+    def disk_staging(self) -> Staging:
+        """The host's stages for records of the disk; sizes in bytes, whole blocks."""
+        targets = zip(self.sizes, self.targets, strict=True)
+        return Staging.of([padded(size) for size, target in targets if target == "disk"])
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the device: records that stay there, and stages for those that pass through."""
+        residents = sum(size for size, target in zip(self.sizes, self.targets, strict=True) if target == "device")
+        each = self.bytes_per_element + (self.weight_bytes if any(self.new_weights) else 0)
+        return residents + self.staging("device_stream").total * each
+
+    @property
+    def saved(self) -> int:
+        """Bytes of the device that are free because state is stored elsewhere."""
+        return sum(self.sizes) - self.device_bytes
+
+    @property
+    def host_bytes_by_purpose(self) -> dict[str, int]:
+        """Bytes of the host by purpose."""
+        on_host = [target == "host" for target in self.targets]
+        return {
+            "optimizer state": sum(padded(size) for size, here in zip(self.sizes, on_host, strict=True) if here),
+            "optimizer shadows": sum(
+                padded(size)
+                for size, here, early in zip(self.sizes, on_host, self.early, strict=True)
+                if here and early
+            ),
+            "optimizer staging": self.disk_staging.total
+            + self.staging("host").total * (GRAD_BYTES + self.weight_bytes)
+            + padded(max(self.sizes, default=0)),
+            "gradients": sum(GRAD_BYTES * n for n, leaves in zip(self.numels, self.leaving, strict=True) if leaves),
+            "new weights": sum(
+                self.weight_bytes * n for n, has_some in zip(self.numels, self.new_weights, strict=True) if has_some
+            ),
+        }
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host_bytes_by_purpose.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the file: records, then shadows."""
+        on_disk = [target == "disk" for target in self.targets]
+        return sum(
+            padded(size) * (1 + early)
+            for size, here, early in zip(self.sizes, on_disk, self.early, strict=True)
+            if here
+        )
+
+    @property
+    def early_share(self) -> float:
+        """Share of the parameters whose gradient can be copied out, or used, during the backward pass."""
+        total = sum(self.numels)
+        some = zip(self.numels, self.leaving, self.early, self.engines, strict=True)
+        return sum(n for n, *may, engine in some if any(may) or engine == "record") / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class ArrangementRequest:
+    """Buckets in the order of first use, and what a config asks for them."""
+
+    numels: Sequence[int]
+    reduced_at_step_end: Sequence[bool]  # its gradient is not final when DDP has reduced it
+    bytes_per_element: int
+    weight_bytes: int
+    state_device: str  # device, host, disk, auto
+    engine: str  # auto, device_stream, host, split
+    overlaps: bool  # DDP reduces gradients during the backward pass, not after it
+    early_update: str  # auto, always, never
+    is_offloaded: Sequence[bool] = ()  # its weights and gradient are offloaded; (): no bucket's are
+
+
+def state_bytes_per_weight(config: Config) -> int:
+    """Return the bytes of a parameter's state besides its weight: two moments, and a master in half precision."""
+    moments = 4 + (4 if config.optimizer.moment_dtype == "fp32" else 2)
+    return moments + (4 if derived.element_size(config) < 4 else 0)
+
+
+def arrangement_request(
+    config: Config, numels: Sequence[int], reduced_at_step_end: Sequence[bool], is_offloaded: Sequence[bool] = ()
+) -> ArrangementRequest:
+    """Return what a config asks for these buckets."""
+    settings = config.optimizer
+    return ArrangementRequest(
+        numels=numels,
+        reduced_at_step_end=reduced_at_step_end,
+        bytes_per_element=state_bytes_per_weight(config),
+        weight_bytes=derived.element_size(config),
+        state_device=settings.state_device,
+        engine=settings.engine,
+        overlaps=config.parallel.overlap_grad_reduce,
+        early_update=settings.early_update,
+        is_offloaded=is_offloaded,
+    )
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes that are available on each target."""
+
+    device: float = math.inf
+    host: float = math.inf
+    disk: float = math.inf
+
+    def fits(self, found: Arrangement) -> bool:
+        """Whether an arrangement fits."""
+        return found.device_bytes <= self.device and found.host_bytes <= self.host and found.disk_bytes <= self.disk
+
+
+def arrange(request: ArrangementRequest, capacity: Capacity) -> Arrangement | None:
+    """Arrange buckets within a capacity; None where the state does not fit.
+
+    Buckets are updated early, and gradients copied out early, where the config allows it and memory is left. No record
+    is stored on a slower target for that. state_device=auto fills the device, then the host, then the disk with whole
+    buckets, those that are used last first.
+    """
+    early, leaves = request.overlaps and request.early_update != "never", request.overlaps
+    choices = [(early, leaves), (False, leaves), (False, False)]
+    if request.early_update == "always":
+        choices = choices[:1]
+    fitting = [found for choice in choices if (found := _arranged(request, capacity, *choice)) is not None]
+    return max(fitting, key=lambda found: [found.targets.count(target) for target in ("device", "host")], default=None)
+
+
+def least(request: ArrangementRequest) -> Arrangement:
+    """Return the arrangement with the least memory, as error messages quote it. auto: all on the host."""
+    early = request.early_update == "always"
+    target = "host" if request.state_device == "auto" else request.state_device
+    return _with_targets(request, [target] * len(request.numels), early, early)  # type: ignore[list-item]
+
+
+def _arranged(request: ArrangementRequest, capacity: Capacity, early: bool, leaves: bool) -> Arrangement | None:
+    count, target = len(request.numels), request.state_device
+    if target != "auto":
+        found = _with_targets(request, [target] * count, early, leaves)  # type: ignore[list-item]
+        return found if capacity.fits(found) else None
+    # The memory of a target besides its records depends on which records it has: the fast target gets the most records
+    # with which both fit.
+    on_device = count
+    while on_device and _filled(request, on_device, count, early, leaves).device_bytes > capacity.device:
+        on_device -= 1
+    for on_host in range(count, on_device - 1, -1):
+        found = _filled(request, on_device, on_host, early, leaves)
+        if capacity.fits(found):
+            return found
+    return None
+
+
+def _filled(request: ArrangementRequest, on_device: int, until_host: int, early: bool, leaves: bool) -> Arrangement:
+    count = len(request.numels)
+    targets: list[Target] = ["device"] * on_device
+    targets += ["host"] * (until_host - on_device)
+    targets += ["disk"] * (count - until_host)
+    return _with_targets(request, targets, early, leaves)
+
+
+def _with_targets(request: ArrangementRequest, targets: Sequence[Target], early: bool, leaves: bool) -> Arrangement:
+    engine: BucketEngine = "host" if request.engine == "host" else "device_stream"
+    may = [t != "device" and not at_end for t, at_end in zip(targets, request.reduced_at_step_end, strict=True)]
+    offloaded = request.is_offloaded or [False] * len(targets)
+    # Shadows of offloaded experts are large: they have some only where the config asks for them.
+    shadowed = [is_offloaded and request.early_update == "always" for is_offloaded in offloaded]
+    engines: list[BucketEngine] = ["device" if target == "device" else engine for target in targets]
+    return Arrangement(
+        request.numels,
+        request.bytes_per_element,
+        request.weight_bytes,
+        targets,
+        ["record" if is_offloaded else own for own, is_offloaded in zip(engines, offloaded, strict=True)],
+        [leaves and each and request.engine != "device_stream" for each in may],
+        [early and (each or always) for each, always in zip(may, shadowed, strict=True)],
+        request.engine in ("auto", "split"),
+    )

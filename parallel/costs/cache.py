@@ -1,5 +1,5 @@
-"""Measured costs that are kept on disk, by what they depend on: read or made by the group's first rank, and given to
-all."""
+"""Measured costs on disk, by a key of everything they depend on: the group's first rank reads or measures them for
+all ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.costs.files import cache_path, read_cache, write_cache
+from parallel.costs.cache_files import cache_path, read_cache, write_cache
 
 logger = logging.getLogger(__name__)
 
 
 def hardware_key(device: torch.device) -> dict[str, Any]:
-    """What the speed of computation on this machine depends on."""
+    """Return the properties of this machine that the speed of computation depends on."""
     key: dict[str, Any] = {"device": device.type, "processor": _processor_name(), "cores": os.cpu_count()}
     key |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
     if device.type == "cuda":
@@ -29,7 +29,7 @@ def hardware_key(device: torch.device) -> dict[str, Any]:
 
 
 def layout_key(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """What the speed of communication depends on, as far as the process knows."""
+    """Return the known properties of a group that the speed of communication depends on."""
     if group is None:
         return {"group_size": 1}
     return {"group_size": group.size(), "world_size": dist.get_world_size(), "backend": str(dist.get_backend(group))}
@@ -53,11 +53,12 @@ def cached(
     group: dist.ProcessGroup | None = None,
     still_true: Callable[[dict[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
-    """The values (JSON) of `key`: from a file of `folder`, or made and written there; None: always made, never written.
+    """Return the values (JSON) of `key`, from a file of `folder`, or made and written there. Without `folder` they are
+    always made, and never written.
 
-    All ranks of `group` call it and get what its first rank read or made. `still_true(values)` may measure whether
-    cached values hold; it must answer alike on all ranks. A file that is damaged or of another version is made again,
-    with a line in the log.
+    All ranks of `group` call it and get the values of its first rank. `still_true(values)` may measure whether cached
+    values are still valid; its answer must be equal on all ranks. A file that is damaged or of another version is made
+    again, with a log line.
     """
     is_first = group is None or group.rank() == 0
     path = None if folder is None else cache_path(folder, key)
@@ -78,7 +79,7 @@ def cached(
 def _from_first(
     values: dict[str, Any] | None, device: torch.device, group: dist.ProcessGroup | None
 ) -> dict[str, Any] | None:
-    # Through JSON on every way, so that a value is the same whether it was read, received or just made.
+    # Always through JSON, so that a value is the same whether it was read, received or just made.
     message = [json.dumps(values)]
     if group is not None and group.size() > 1:
         dist.broadcast_object_list(message, group=group, group_src=0, device=device)

@@ -1,6 +1,6 @@
 """Short measurements of computation and communication, equal on all ranks: each time is the slowest rank's.
 
-How much computation and communication slow each other down follows MPipeMoE (Zhang et al., IPDPS 2023).
+The model of mutual slowdown of computation and communication is MPipeMoE's (Zhang et al., IPDPS 2023).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from parallel.costs.models import Curve, Line, fit_curve, fit_line
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 25  # how often each size is timed; the median counts
-MAX_SLOWDOWN = 10.0  # more is a disturbed measurement
+MIN_ROUNDS, MAX_ROUNDS = 3, 25  # measurements of each size; the median is used
+MAX_SLOWDOWN = 10.0  # a greater one is a disturbed measurement
 MAX_REPEATS = 64
 
 Call = Callable[[], None]
@@ -29,7 +29,7 @@ def _wait_for_device(device: torch.device) -> None:
 
 
 def max_over_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    """The maxima over the ranks of `group` (None: this process alone)."""
+    """Return the maxima over the ranks of `group` (None: this process alone)."""
     if group is None or group.size() == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -38,7 +38,7 @@ def max_over_ranks(values: Sequence[float], device: torch.device, group: dist.Pr
 
 
 def time_call(call: Call, device: torch.device) -> float:
-    """Seconds of one call, until the device is done with it."""
+    """Return the seconds of one call, until the device has finished it."""
     _wait_for_device(device)
     start = time.perf_counter()
     call()
@@ -53,10 +53,11 @@ def measure(
     group: dist.ProcessGroup | None,
     budget: float,
 ) -> tuple[list[int], list[float]]:
-    """Median seconds of `make(size)()` for rising sizes, each the slowest rank's.
+    """Return measured sizes and the median seconds of `make(size)()` for rising sizes, each the slowest rank's.
 
-    Sizes take turns, so that a disturbance hits all of them. Takes about `budget` seconds: sizes that would take longer
-    are left out (two stay at least), and rounds end early. The calls may communicate: all ranks make the same ones.
+    Sizes alternate, so that a disturbance affects all of them. It takes about `budget` seconds: sizes that would take
+    longer are skipped (at least two remain), and rounds end early. The calls may communicate: all ranks make the same
+    ones.
     """
     begin = time.perf_counter()
     calls: list[Call] = []
@@ -67,8 +68,7 @@ def measure(
         seconds, spent = max_over_ranks([time_call(call, device), time.perf_counter() - begin], device, group)
         calls.append(call)
         times.append([seconds])
-        # The next size takes about as many times longer as it is larger, and will be called at least 1 + MIN_ROUNDS
-        # times.
+        # The next size probably takes longer in proportion, and is called at least 1 + MIN_ROUNDS times.
         ahead = seconds * sizes[number + 1] / size * (1 + MIN_ROUNDS) if number + 1 < len(sizes) else 0.0
         if number >= 1 and spent + ahead > budget:
             break
@@ -88,8 +88,8 @@ def measure_line(
     group: dist.ProcessGroup | None = None,
     budget: float = 2.0,
 ) -> Line:
-    """The line of what grows with a size: `make(size)` gives a call that moves, copies or computes so much; all ranks
-    call it."""
+    """Measure and fit a line: `make(size)` returns a call that sends, copies or computes `size` units. All ranks call
+    it."""
     return fit_line(*measure(make, sizes, device, group, budget))
 
 
@@ -100,26 +100,26 @@ def measure_curve(
     group: dist.ProcessGroup | None = None,
     budget: float = 1.0,
 ) -> Curve:
-    """The curve of a computation: `make(size)` gives a call that computes on `size` items."""
+    """Measure and fit the curve of a computation: `make(size)` returns a call that computes on `size` items."""
     return fit_curve(*measure(make, sizes, device, group, budget))
 
 
 def measure_copies(
     sizes: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None, budget: float = 0.5
 ) -> tuple[Line, Line]:
-    """Lines over bytes of copies from the device to (pinned) host memory and back; on a host, of copying within its
-    memory."""
+    """Return lines over bytes of copies from the device to (pinned) host memory and back; on the CPU, of copies within
+    its memory."""
     on_gpu = device.type == "cuda"
     near = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     far = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_gpu)
 
-    def copy(to: torch.Tensor, source: torch.Tensor) -> Callable[[int], Call]:
+    def copy_to(to: torch.Tensor, source: torch.Tensor) -> Callable[[int], Call]:
         def make(size: int) -> Call:
             return lambda: to[:size].copy_(source[:size], non_blocking=on_gpu)
 
         return make
 
-    out, back = (measure(make, sizes, device, group, budget / 2) for make in (copy(far, near), copy(near, far)))
+    out, back = (measure(make, sizes, device, group, budget / 2) for make in (copy_to(far, near), copy_to(near, far)))
     return fit_line(*out), fit_line(*back)
 
 
@@ -130,11 +130,11 @@ def measure_slowdown(
     group: dist.ProcessGroup | None = None,
     budget: float = 1.0,
 ) -> tuple[float, float]:
-    """How many times longer computation takes while communication runs, and communication while computation runs.
+    """Return the slowdown factors of computation during communication, and of communication during computation.
 
-    `communicate` starts an exchange and returns what waits for it; all ranks call both in the same order. Exchanges are
-    started until they outlast the computation; so its time beside them is slowed all along, and what is left of them
-    afterwards, at full speed, tells how far they got meanwhile.
+    `communicate` starts an exchange and returns a function that waits for it; all ranks call both in the same order.
+    Enough exchanges are started to outlast the computation. So all of its time is slowed, and the time of the rest of
+    the exchanges afterwards, at full speed, shows their progress during the computation.
     """
 
     def exchange(count: int) -> None:
@@ -148,12 +148,10 @@ def measure_slowdown(
     time_call(communicate(), device)
     compute_seconds, exchange_seconds = alone(compute), alone(lambda: exchange(1))
     # Exchanges that take 1.5 to 3 times as long as all of the computation.
-    num_computations = max(
-        1, min(MAX_REPEATS, int(exchange_seconds / (3.0 * compute_seconds)) if compute_seconds > 0 else 1)
-    )
-    num_exchanges = max(
-        1, min(MAX_REPEATS, math.ceil(1.5 * num_computations * compute_seconds / max(exchange_seconds, 1e-9)))
-    )
+    fitting = exchange_seconds / (3.0 * compute_seconds) if compute_seconds > 0 else 1.0
+    num_computations = max(1, min(MAX_REPEATS, int(fitting)))
+    needed = 1.5 * num_computations * compute_seconds / max(exchange_seconds, 1e-9)
+    num_exchanges = max(1, min(MAX_REPEATS, math.ceil(needed)))
 
     def computations() -> None:
         for _ in range(num_computations):
@@ -175,11 +173,11 @@ def measure_slowdown(
             wait()
         _wait_for_device(device)
         end = time.perf_counter()
-        # What is left follows from the whole: the rank that computes longest is not the one that then waits longest.
-        beside, whole, posting = max_over_ranks([computed - posted, end - start, posted - start], device, group)
-        # What starting the exchanges takes is the computation's loss in either case, so it is no part of the factors.
-        progress = exchange_alone - posting - max(0.0, whole - posting - beside)
-        factors.append((beside / compute_alone, beside / progress if progress > 0 else 1.0))
+        # The rest is the whole less the computation: the rank that computes longest is not the one that waits longest.
+        during, whole, posting = max_over_ranks([computed - posted, end - start, posted - start], device, group)
+        # The time of starting the exchanges is lost for the computation in any case, so the factors exclude it.
+        progress = exchange_alone - posting - max(0.0, whole - posting - during)
+        factors.append((during / compute_alone, during / progress if progress > 0 else 1.0))
         (spent,) = max_over_ranks([time.perf_counter() - begin], device, group)
         if len(factors) >= MIN_ROUNDS and spent > budget:
             break

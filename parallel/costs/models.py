@@ -1,7 +1,7 @@
-"""Models of what things cost: seconds against a size.
+"""Cost models: seconds as a function of a size.
 
-A model is a straight line (startup plus time per byte, as in PipeMoE, Shi et al., INFOCOM 2023) or, where small sizes
-are slower than a line says, a piecewise linear curve. torch is not imported here.
+A model is a straight line (startup plus time per byte, as in PipeMoE, Shi et al., INFOCOM 2023) or, if small sizes
+are slower than a line predicts, a piecewise linear curve. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds against a size: `alpha` + `beta` * size, and nothing for size 0 (nothing is started then)."""
+    """Seconds as a function of a size: `alpha` + `beta` * size, and 0 for size 0 (nothing is started then)."""
 
     alpha: float
     beta: float
@@ -27,9 +27,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds against a size, never falling: linear between the points, level before the first, on with the last slope.
+    """Seconds as a monotonic function of a size: linear between points, constant before the first, and continued with
+    the last slope.
 
-    So it keeps the knee below which smaller work is no faster. With one point it is level everywhere.
+    So it has the knee below which smaller work is not faster. With one point it is constant.
     """
 
     sizes: tuple[float, ...]
@@ -48,8 +49,8 @@ NOTHING = Line(0.0, 0.0)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Least squares with weights 1 / seconds^2 (every size counts alike), neither part negative. Raises ValueError
-    without sizes."""
+    """Fit a line by least squares with weights 1 / seconds^2 (all sizes count equally), with no negative coefficient.
+    Raises ValueError without sizes."""
     if not sizes or len(sizes) != len(seconds):
         raise ValueError(
             f"a line is fitted to as many times as sizes, at least one; got {len(sizes)} sizes, {len(seconds)} times"
@@ -62,9 +63,9 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     together = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, seconds, strict=True))
     beta = together / spread if spread > 0 else 0.0
     alpha = mean_time - beta * mean_size
-    if beta <= 0:  # the best with no slope
+    if beta <= 0:  # the best fit without slope
         alpha, beta = mean_time, 0.0
-    elif alpha < 0:  # the best through the origin
+    elif alpha < 0:  # the best fit through the origin
         products = sum(w * n * t for w, n, t in zip(weights, sizes, seconds, strict=True))
         alpha, beta = 0.0, products / sum(w * n * n for w, n in zip(weights, sizes, strict=True))
     plain_mean = statistics.fmean(seconds)
@@ -74,12 +75,12 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """A curve near measured points (positive sizes in rising order) on which time never falls with size, nor time per
-    item rises.
+    """Fit a curve to measured points (positive, rising sizes) on which time never falls with the size, and time per
+    item never rises.
 
-    So a whole never costs more than its parts: what seems to be gained by computing in parts is a disturbance (or a
-    cache that the parts of a layer do not find warm either), and must not look like a reason to cut. Neighbours that
-    contradict this share their mean time per item. Raises ValueError for other sizes.
+    So a whole never costs more than its chunks: an apparent gain of chunks is a disturbance (or a cache that is not
+    warm for the chunks of a layer either), and must not be a reason to cut. Neighbours that contradict this share their
+    mean time per item. Raises ValueError for other sizes.
     """
     if (
         not sizes

@@ -1,8 +1,8 @@
-"""The last collective that this process started, and how long it has waited for collectives: noted as they are called.
+"""The last collective that this process started, and the time that it has waited for collectives.
 
-torch keeps this for NCCL alone, and gives it out only after a failure. So each method of a process group that starts a
-collective is wrapped, and the wait for one; it costs about a microsecond a call. Installed once per process, and never
-removed.
+torch records this for NCCL alone, and reports it only after a failure. So each method of a process group that starts a
+collective is wrapped, and the wait for one; that costs about a microsecond per call. The wrappers are installed once
+per process, and never removed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# As torch 2.11 to 2.13 call them; a name that a version does not have is passed over.
+# Names in torch 2.11 to 2.13; a name that a version does not have is skipped.
 _STARTERS = (
     *(
         "allreduce",
@@ -41,14 +41,14 @@ _STARTERS = (
 )
 
 
-_RECORD = struct.Struct("<4q")  # step, collectives started, place in _STARTERS, ranks in the group
+_RECORD = struct.Struct("<4q")  # step, collectives started, index in _STARTERS, ranks in the group
 BOX_BYTES = _RECORD.size
 
 
 class CollectiveLog:
-    """What is known of this process's collectives. `waiting_since` is None unless the host waits for one just now.
+    """Record of this process's collectives. `waiting_since` is None unless the host waits for one now.
 
-    `box` is memory shared with other processes, BOX_BYTES long: who reads it knows the last collective of a process
+    `box` is memory shared with other processes, BOX_BYTES long, from which they read the last collective of a process
     that was killed.
     """
 
@@ -56,35 +56,35 @@ class CollectiveLog:
         self.name = "none"
         self.group_size = 0
         self.count = 0
-        self.waited = 0.0  # seconds, in all; on CUDA the device waits, not the host, so it stays near 0
+        self.waited = 0.0  # seconds in total; on CUDA the device waits, not the host, so it stays near 0
         self.waiting_since: float | None = None  # time.monotonic()
         self.error: BaseException | None = None  # the last one that a collective raised
         self.step = 0  # finished ones
-        self.place = 0  # of the last collective in _STARTERS
+        self.index = 0  # of the last collective in _STARTERS
         self.box: Any = None
 
     def note_step(self, step: int) -> None:
-        """So many steps are done."""
+        """Set the number of finished steps."""
         self.step = step
         self.write_box()
 
     def write_box(self) -> None:
         if self.box is not None:
-            _RECORD.pack_into(self.box, 0, self.step, self.count, self.place, self.group_size)
+            _RECORD.pack_into(self.box, 0, self.step, self.count, self.index, self.group_size)
 
     @property
     def last(self) -> str:
-        """The last collective started, in words."""
-        return _in_words(self.name, self.group_size)
+        """Description of the last collective that was started."""
+        return _describe(self.name, self.group_size)
 
 
 def read_box(box: Any) -> tuple[int, str]:
-    """Finished steps and last collective of the process that owns the box."""
-    step, count, place, group_size = _RECORD.unpack_from(box)
-    return step, _in_words(_STARTERS[place].strip("_"), group_size) if count else "none"
+    """Return the number of finished steps and the last collective of the process that writes this shared-memory box."""
+    step, count, index, group_size = _RECORD.unpack_from(box)
+    return step, _describe(_STARTERS[index].strip("_"), group_size) if count else "none"
 
 
-def _in_words(name: str, group_size: int) -> str:
+def _describe(name: str, group_size: int) -> str:
     return name if group_size == 0 else f"{name} of {group_size} ranks"
 
 
@@ -93,20 +93,20 @@ _installed = False
 
 
 def install() -> CollectiveLog:
-    """Begin to take notes; the log of this process. May be called more than once."""
+    """Start recording; return the log of this process. May be called more than once."""
     global _installed
     if not _installed:
         _installed = True
-        for place, name in enumerate(_STARTERS):
+        for index, name in enumerate(_STARTERS):
             starter = getattr(dist.ProcessGroup, name, None)
             if starter is not None:
-                setattr(dist.ProcessGroup, name, _noting_start(place, starter))
+                setattr(dist.ProcessGroup, name, _noting_start(index, starter))
         dist.Work.wait = _noting_wait(dist.Work.wait)  # type: ignore[method-assign]
     return log
 
 
 def raised(error: BaseException | None) -> bool:
-    """Whether an error came out of a collective, itself or as the cause or context of another."""
+    """Whether an error was raised by a collective, directly or as the cause or context of another error."""
     while error is not None:
         if error is log.error or isinstance(error, dist.DistError):
             return True
@@ -114,12 +114,12 @@ def raised(error: BaseException | None) -> bool:
     return False
 
 
-def _noting_start(place: int, starter: Callable[..., Any]) -> Callable[..., Any]:
-    name = _STARTERS[place].strip("_")
+def _noting_start(index: int, starter: Callable[..., Any]) -> Callable[..., Any]:
+    name = _STARTERS[index].strip("_")
 
     @functools.wraps(starter)
     def start(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
-        log.name, log.place, log.group_size = name, place, group.size()
+        log.name, log.index, log.group_size = name, index, group.size()
         log.count += 1
         log.write_box()
         try:

@@ -1,8 +1,7 @@
-"""Ranks that were started with another command, other code or other versions than rank 0 are refused together, before
-the first collective.
+"""Check before the first collective that all ranks were started with the same command, code and versions.
 
-A typing error on one node would else train a mixture of two settings, or end in a hang that names no key. Each rank
-puts a digest into the job's store; rank 0 compares them, asks for details where they differ, and tells all.
+Otherwise a typing error on one node would train a mixture of two settings, or hang without naming a key. Each rank puts
+a digest into the job's store; rank 0 compares them, asks for details if they differ, and all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ from configs.keys import get
 from configs.schema import KEYS, Config, ConfigError
 from configs.show import show
 
-# Where and how much a node may keep, and with how many processes: no number of the training follows from these.
+# Folders, budgets and processes of a node: no number of the training depends on them.
 MAY_DIFFER = frozenset(
     ("data.cache_dir", "data.num_workers", "memory.disk_budget", "memory.disk_dir", "memory.host_budget")
 )
 ROOT = Path(__file__).parents[2]
 SOURCE = "checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
 SUFFIXES = (".py", ".cpp", ".h")
-LATE = 2.0  # seconds that other ranks have to arrive once two differ
-ANSWER = 5.0  # seconds for the details, and until all have read why they end
+LATE = 2.0  # seconds that other ranks have to arrive after two differ
+ANSWER = 5.0  # seconds for the details, and until all ranks have read the error
 POLL = 0.02  # seconds
-SHOWN = 3  # keys of a message
+SHOWN = 3  # keys that a message lists
 ASKED = 16  # ranks whose details are compared
 
-Facts = dict[str, str]  # what must be the same on all ranks: name -> value
+Facts = dict[str, str]  # values that must be equal on all ranks, by name
 
 
 def facts_of(composed: Config) -> Facts:
-    """Describe how this rank was started: each key of the config as it was composed, before `auto` keys are decided,
-    each file of the product by digest, and the versions of what computes."""
+    """Return the facts of this rank's start: each key of the composed config, before `auto` keys are decided, each
+    file of the product by digest, and the versions of torch and Megatron-core."""
     facts = {key: show(get(composed, key), None) for key in KEYS if key not in MAY_DIFFER}
     facts["version of torch"] = torch.__version__
     facts["version of megatron-core"] = importlib.metadata.version("megatron-core")
-    paths = [ROOT / "train.py", *(path for room in SOURCE for path in (ROOT / room).rglob("*"))]
+    paths = [ROOT / "train.py", *(path for package in SOURCE for path in (ROOT / package).rglob("*"))]
     for path in sorted(path for path in paths if path.suffix in SUFFIXES):
         facts[f"file {path.relative_to(ROOT).as_posix()}"] = hashlib.blake2b(
             path.read_bytes(), digest_size=4
@@ -54,8 +53,10 @@ def facts_of(composed: Config) -> Facts:
 
 
 def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Raise ConfigError on every rank where the facts of two differ: with their names, values and ranks. All ranks call
-    it. Raises TimeoutError if some do not come."""
+    """Raise ConfigError on every rank if facts differ between ranks, with their names, values and ranks.
+
+    All ranks call it. Raises TimeoutError if some ranks do not call it in time.
+    """
     store = dist.PrefixStore("start", store)
     digest = hashlib.blake2b(json.dumps([world_size, facts]).encode(), digest_size=16).hexdigest()
     store.set(f"digest/{rank}", digest)
@@ -86,8 +87,10 @@ def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: 
 
 
 def difference(every: Mapping[tuple[int, ...], Facts]) -> str | None:
-    """Describe what differs, in one line: the first names of facts, with each value and the ranks that have it; None
-    where nothing does. `every`: by the ranks that share them."""
+    """Describe different facts in one line: the first names, each with its values and the ranks that have them.
+
+    None if all are equal. `every`: ranks that share facts -> these facts.
+    """
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for facts in every.values() for name in facts):
         by_value: dict[str, list[int]] = {}
@@ -107,7 +110,7 @@ def difference(every: Mapping[tuple[int, ...], Facts]) -> str | None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """`rank 1`, `ranks 0-3,7`."""
+    """Format ranks as `rank 1` or `ranks 0-3,7`."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][1] + 1:
@@ -119,7 +122,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) -> dict[int, str]:
-    """The digests of all ranks by rank; of those that are there LATE seconds after one that differs from `own`."""
+    """Return the digests of all ranks, or of those that arrive within LATE seconds after one unlike `own`."""
     found, missing = {0: own}, set(range(1, world_size))
     end = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < end:
@@ -136,7 +139,7 @@ def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) ->
 
 
 def _wait(store: dist.Store, key: str, rank: int, timeout: timedelta) -> str:
-    """The text under a key that another rank sets; `rank` is named where it does not."""
+    """Return the text of a key that another rank sets; the error names `rank` if it does not."""
     try:
         store.wait([key], timeout)
     except dist.DistError:

@@ -1,12 +1,12 @@
-"""Ranks that watch each other, so that a job whose rank is dead, stopped or hung ends soon, and says which rank it was.
+"""Ranks watch each other, so that a job with a dead, stopped or hung rank ends soon, with the name of the rank.
 
 A collective with a lost rank blocks the others, on NCCL in a way that Python cannot interrupt. So each rank has a
-thread that puts a heartbeat into the job's key-value store (under torchrun it lives in torchrun's process, which
-outlives the ranks) and watches the heartbeats of a few other ranks: its next ones in a ring and all on its own host. A
-process that is gone is seen in the host's process table within a second; one that is silent has been stopped, or its
-host is gone; one whose collective takes nearly as long as `parallel.timeout_seconds` waits for those that are not in
-it. The first to see it writes the verdict into the store, where every rank finds it. What then happens is the caller's:
-`on_verdict` runs in the thread.
+thread that puts a heartbeat into the job's key-value store (under torchrun it is in torchrun's process, which outlives
+the ranks) and watches the heartbeats of a few other ranks: the next ones in a ring and all on its own host. A dead
+process disappears from the host's process table, which is seen within a second; a silent one has been stopped, or its
+host is gone; a rank whose collective takes nearly `parallel.timeout_seconds` waits for ranks that are not in it. The
+first rank to see a problem writes the verdict into the store, where every rank finds it. The caller's `on_verdict` then
+runs in the thread.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ import torch.distributed as dist
 from parallel.liveness import collective_log, rendezvous
 
 ROOT = Path(__file__).resolve().parents[2]
-INTERVAL = 1.0  # seconds between two looks
-MAX_SILENCE = 120.0  # seconds without a heartbeat that are suffered at most, however long collectives may take
-NEIGHBOURS = 3  # ranks of the ring that each rank watches: one lives after two neighbours have died together
+INTERVAL = 1.0  # seconds between two rounds
+MAX_SILENCE = 120.0  # most seconds without a heartbeat, for any timeout of collectives
+NEIGHBOURS = 3  # ranks of the ring that each rank watches: one is left if two neighbours die together
 STALL_SHARE = 0.8  # of the timeout: a verdict comes before the backend gives up
-STORE_ROOM = 10.0  # seconds that one answer of the store may take
+STORE_SECONDS = 10.0  # that one answer of the store may take
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which rank ended the job, and why."""
+    """The rank that ended the job, and the reason."""
 
     rank: int
     host: str
     step: int  # finished steps
-    reason: str  # reads on from "rank 3 on node-a "
-    collective: str  # the last one that it started
-    witness: int  # the rank that says so
+    reason: str  # continues "rank 3 on node-a "
+    collective: str  # the last one that the rank started
+    witness: int  # the rank that found the problem
     stop: bool = False  # a signal asked the rank to end, before it had anything to save
 
     def __str__(self) -> str:
@@ -59,24 +59,24 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a rank runs. `machine` tells whether two ranks see each other's process ids."""
+class _RankProcess:
+    """The process of a rank. Ranks of the same `machine` see each other's process ids."""
 
     host: str
     machine: str
     pid: int
-    started: float  # of the process: a number may be given to another one
-    box: str  # a file that the ranks of its machine share, see collective_log
+    started: float  # creation time, since a process id may be reused
+    box: str  # a file shared by the ranks of the machine, see collective_log
 
 
 @dataclass(frozen=True)
 class _Beat:
-    """What a rank says of itself: `number` grows with each beat, `left` once it ends as it should."""
+    """A rank's heartbeat: `number` grows with each beat, `left` is set when the rank ends normally."""
 
     number: int
     step: int
     calls: int  # collectives started
-    share: float  # of the calls that the step before took
+    share: float  # calls of this step, relative to those of the step before
     stalled: float  # seconds without a new call
     waits: bool  # inside a collective
     where: str
@@ -85,10 +85,10 @@ class _Beat:
 
 
 class Watchdog:
-    """The watching thread of one rank. Making one is a collective call: the ranks tell each other where they run.
+    """The watching threads of one rank. The constructor is a collective call, in which ranks exchange their processes.
 
     timeout: `parallel.timeout_seconds`. A rank that is silent for half of that, at most MAX_SILENCE, counts as lost.
-    on_verdict: called once, in the thread, on every rank that lives, with the verdict and whether this rank wrote it.
+    on_verdict: called once, in a thread, on every live rank, with the verdict and whether this rank wrote it.
     """
 
     def __init__(self, timeout: float, device: torch.device, on_verdict: Callable[[Verdict, bool], None]):
@@ -104,23 +104,25 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._ending = threading.Lock()
         self._decided, self._closed = threading.Event(), threading.Event()
-        box_path = _make_box()
-        place = _Place(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), box_path)
+        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.NamedTemporaryFile(prefix="mixtrain-", dir=folder, delete=False) as file:
+            file.write(bytes(collective_log.BOX_BYTES))
+        box_path = file.name
+        process = _RankProcess(socket.gethostname(), _machine(), os.getpid(), psutil.Process().create_time(), box_path)
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, place)
-        self._places: list[_Place] = found
+        dist.all_gather_object(found, process)
+        self._processes: list[_RankProcess] = found
         ring = {(self.rank + 1 + i) % self.world_size for i in range(NEIGHBOURS)}
-        self._local = {rank for rank in range(self.world_size) if self._places[rank].machine == place.machine} - {
-            self.rank
-        }
+        self._local = {rank for rank in range(self.world_size) if self._processes[rank].machine == process.machine}
+        self._local.discard(self.rank)
         self._watched = sorted((ring | self._local) - {self.rank})
-        self._boxes = {rank: _open_box(self._places[rank].box) for rank in self._local}
+        self._boxes = {rank: _open_box(self._processes[rank].box) for rank in self._local}
         self._log.box = _open_box(box_path)
-        self._beats: dict[int, tuple[_Beat, float]] = {}  # the last beat of each, and when it was new
+        self._beats: dict[int, tuple[_Beat, float]] = {}  # the last beat of each rank, and when it was new
         self._last_round = time.monotonic()
         self._store, self._store_host = _open_store()
         dist.barrier()
-        os.unlink(box_path)  # all who read it hold it open
+        os.unlink(box_path)  # its readers have it open
         self._number = 0
         self._threads = [
             threading.Thread(target=target, daemon=True, name="watchdog")
@@ -130,53 +132,51 @@ class Watchdog:
             thread.start()
 
     def note_step(self, step: int) -> None:
-        """Say how many steps are done."""
+        """Set the number of finished steps."""
         self._step = step
         self._log.note_step(step)
         self._calls_per_step, self._calls_before = self._log.count - self._calls_before, self._log.count
 
     def accuse_myself(self, reason: str, stop: bool = False) -> Verdict:
-        """End the job because of this rank. The verdict that counts, which another rank may have written before."""
+        """End the job because of this rank. Returns the valid verdict, which another rank may have written before."""
         mine = replace(self._about_myself(reason), stop=stop)
         try:
             return self._decide(mine)
-        except Exception:  # the store is gone, and with it the job
+        except Exception:  # the store is gone, and the job with it
             return mine
 
     def verdict_within(self, seconds: float) -> Verdict | None:
-        """Wait for a verdict, as after an error that another rank's end may have caused."""
+        """Wait for a verdict, for example after an error that another rank's end may have caused."""
         self._decided.wait(seconds)
         return self._verdict
 
     def close(self) -> None:
-        """Leave: nobody waits for this rank from now on. Ranks close together, after their last collective."""
+        """Leave the watch: no rank waits for this one any more. Ranks close together, after their last collective."""
         if not self._closed.is_set():
             self._closed.set()
-            self._threads[0].join(timeout=STORE_ROOM)
+            self._threads[0].join(timeout=STORE_SECONDS)
             if not self._threads[0].is_alive() and self._verdict is None:
                 try:
-                    self._store.set(self._key("beat", self.rank), json.dumps(asdict(replace(self._beat(), left=True))))
+                    self._store.set(f"beat/{self.rank}", json.dumps(asdict(replace(self._beat(), left=True))))
                 except Exception:
-                    return  # the store went first
-
-    def _key(self, *parts: Any) -> str:
-        return "/".join(map(str, parts))
+                    return  # the store was closed before
 
     def _watch(self) -> None:
         while not self._closed.wait(INTERVAL if self._number else 0.0):
             now = time.monotonic()
             paused = now - self._last_round - INTERVAL
-            if paused > self.silence / 2:  # this process was stopped itself, and saw nothing
+            if paused > self.silence / 2:  # this process itself was stopped, and saw no beats
                 self._beats = {rank: (beat, seen + paused) for rank, (beat, seen) in self._beats.items()}
             try:
                 self._round(now)
             except Exception as error:
                 if self._closed.is_set() or self._verdict is not None:
                     return
-                if _is_gone(error):
+                broken = "Connection" in str(error) or "Broken pipe" in str(error)
+                if broken or isinstance(error, dist.DistNetworkError):
                     self._end(self._lost_store(f"cannot be reached any more ({error})"), written=False)
                     return
-                time.sleep(INTERVAL)  # a slow answer; the other thread knows how long that may last
+                time.sleep(INTERVAL)  # a slow answer; the other thread limits how long
                 continue
             self._last_round = time.monotonic()
             if self._verdict is not None:
@@ -186,13 +186,13 @@ class Watchdog:
         self._number += 1
         try:
             beat = self._beat()
-        except torch.AcceleratorError as error:  # after a fault on the device every question to it ends so
+        except torch.AcceleratorError as error:  # after a fault of the device every query raises this
             self._decide(self._about_myself(f"its GPU failed: {str(error).splitlines()[0]}"))
             return
-        self._store.set(self._key("beat", self.rank), json.dumps(asdict(beat)))
-        if self._store.check([self._key("verdict")]):
+        self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+        if self._store.check(["verdict"]):
             try:
-                verdict = _read_verdict(self._store.get(self._key("verdict")), self.world_size)
+                verdict = _read_verdict(self._store.get("verdict"), self.world_size)
             except ValueError as error:
                 verdict = self._lost_store(
                     f"holds a verdict that no rank has written ({error}); see docs/guide/network.md"
@@ -210,10 +210,10 @@ class Watchdog:
             self._decide(self._who_holds_up(now))
 
     def _look_at(self, rank: int, now: float) -> None:
-        if not self._store.check([self._key("beat", rank)]):
+        if not self._store.check([f"beat/{rank}"]):
             self._beats.setdefault(rank, (_Beat(0, 0, 0, 0.0, 0.0, False, "", "none"), now))
             return
-        beat = _Beat(**json.loads(self._store.get(self._key("beat", rank))))
+        beat = _Beat(**json.loads(self._store.get(f"beat/{rank}")))
         known = self._beats.get(rank)
         if known is None or known[0].number != beat.number or known[0].left != beat.left:
             self._beats[rank] = (beat, now)
@@ -223,11 +223,11 @@ class Watchdog:
         if beat.left:
             return None
         if rank in self._local:
-            state = _state(self._places[rank])
+            state = _state(self._processes[rank])
             if state is None:
-                # It may have left, or written a verdict, between the two looks.
+                # It may have left, or written a verdict, since the last look at its beat.
                 self._look_at(rank, now)
-                gone = not self._beats[rank][0].left and not self._store.check([self._key("verdict")])
+                gone = not self._beats[rank][0].left and not self._store.check(["verdict"])
                 return self._verdict_on(rank, "is dead (killed from outside, or out of memory)") if gone else None
             if now - seen > self.silence and state == psutil.STATUS_STOPPED:
                 return self._verdict_on(rank, f"is stopped (SIGSTOP), silent for {now - seen:.0f} s")
@@ -242,20 +242,18 @@ class Watchdog:
             return self._about_myself(reason)
         else:
             step, collective = self._beats[rank][0].step, self._beats[rank][0].collective
-        return Verdict(rank, self._places[rank].host, step, reason, collective, self.rank)
+        return Verdict(rank, self._processes[rank].host, step, reason, collective, self.rank)
 
     def _about_myself(self, reason: str) -> Verdict:
-        return Verdict(self.rank, self._places[self.rank].host, self._step, reason, self._log.last, self.rank)
+        return Verdict(self.rank, self._processes[self.rank].host, self._step, reason, self._log.last, self.rank)
 
     def _who_holds_up(self, now: float) -> Verdict:
-        """The rank that a collective of this one waits for: it is in none, or behind the others."""
+        """Accuse the rank that a collective of this one waits for: it is in none, or behind the others."""
         for rank in range(self.world_size):
             if rank != self.rank:
                 self._look_at(rank, now)
         self._beats[self.rank] = (self._beat(), now)
-        stalled = {
-            rank: beat for rank, (beat, _) in self._beats.items() if beat.stalled > self._stall / 2 and not beat.left
-        }
+        stalled = {r: beat for r, (beat, _) in self._beats.items() if beat.stalled > self._stall / 2 and not beat.left}
         outside = [rank for rank, beat in stalled.items() if not beat.waits]
         culprit = min(outside or stalled, key=lambda rank: (stalled[rank].step, stalled[rank].share))
         beat = stalled[culprit]
@@ -280,14 +278,14 @@ class Watchdog:
         )
 
     def _waits(self, stalled: float) -> bool:
-        """Whether this rank is inside a collective. With NCCL the device waits, and work that does not end is all that
-        is seen of it."""
+        """Whether this rank is inside a collective. With NCCL the device waits: the only sign is work that does not
+        end."""
         if self._log.waiting_since is not None or self._device.type == "cpu":
             return self._log.waiting_since is not None
         return stalled > self._stall / 4 and not torch.cuda.default_stream(self._device).query()
 
     def _where(self) -> str:
-        """The innermost line of this project that the main thread is at."""
+        """Return the innermost line of this project that the main thread executes."""
         frame = sys._current_frames().get(self._main or 0)
         for line, number in traceback.walk_stack(frame) if frame is not None else ():
             path = Path(line.f_code.co_filename)
@@ -296,9 +294,9 @@ class Watchdog:
         return "an unknown line"
 
     def _decide(self, mine: Verdict) -> Verdict:
-        """Write a verdict unless there is one, and act on the one that counts."""
+        """Write a verdict unless there is one, and act on the valid one."""
         text = json.dumps(asdict(mine))
-        counts = _read_verdict(self._store.compare_set(self._key("verdict"), "", text), self.world_size)
+        counts = _read_verdict(self._store.compare_set("verdict", "", text), self.world_size)
         self._end(counts, written=counts == mine)
         return counts
 
@@ -307,25 +305,25 @@ class Watchdog:
             if self._verdict is not None:
                 return
             self._verdict = verdict
-        place = self._places[verdict.rank]
+        process = self._processes[verdict.rank]
         ends_by_itself = verdict.stop or verdict.reason.startswith(("raised ", "stopped: "))
-        if verdict.rank in self._local and _state(place) is not None and not ends_by_itself:
+        if verdict.rank in self._local and _state(process) is not None and not ends_by_itself:
             # A stopped process answers no other signal, and torchrun would wait half a minute for its answer.
-            os.kill(place.pid, signal.SIGKILL)
-        self._on_verdict(verdict, written)  # before the main thread hears of it and may end the process
+            os.kill(process.pid, signal.SIGKILL)
+        self._on_verdict(verdict, written)  # before the main thread is informed and may end the process
         self._decided.set()
 
     def _watch_the_store(self) -> None:
-        """A store that does not answer blocks the other thread for good."""
+        """End the job if the store does not answer, which blocks the other thread forever."""
         while not self._closed.wait(INTERVAL) and self._verdict is None:
             silent = time.monotonic() - self._last_round
             if silent > self.silence:
-                time.sleep(2 * INTERVAL)  # if this process itself was stopped, the other thread now gets its turn
+                time.sleep(2 * INTERVAL)  # if this process itself was stopped, the other thread runs now
                 if time.monotonic() - self._last_round > self.silence and not self._closed.is_set():
                     self._end(self._lost_store(f"has not answered for {silent:.0f} s"), written=False)
 
     def _lost_store(self, reason: str) -> Verdict:
-        if self._store_host is not None:  # the launcher holds it
+        if self._store_host is not None:  # in the launcher
             lost = f"lost the launcher at {self._store_host}: it {reason}"
             return self._about_myself(lost)
         self._beats.setdefault(0, (_Beat(0, 0, 0, 0.0, 0.0, False, "", "none"), 0.0))
@@ -333,23 +331,14 @@ class Watchdog:
 
 
 def _open_store() -> tuple[dist.Store, str | None]:
-    """A connection of its own to the job's store, and the launcher's address if the launcher holds it, else rank 0
-    does."""
+    """Connect to the job's store; return the connection, and the launcher's address if the launcher holds the store."""
     default = dist.distributed_c10d._get_default_store()
     own = default.clone()
-    own.set_timeout(timedelta(seconds=STORE_ROOM))
+    own.set_timeout(timedelta(seconds=STORE_SECONDS))
     while isinstance(default, dist.PrefixStore):
         default = default.underlying_store
     address = f"{default.host}:{default.port}" if isinstance(default, dist.TCPStore) else "this process"
     return dist.PrefixStore("watchdog", own), address if rendezvous.launcher_holds_store() else None
-
-
-def _make_box() -> str:
-    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    descriptor, path = tempfile.mkstemp(prefix="mixtrain-", dir=folder)
-    os.write(descriptor, bytes(collective_log.BOX_BYTES))
-    os.close(descriptor)
-    return path
 
 
 def _open_box(path: str) -> mmap.mmap:
@@ -358,29 +347,25 @@ def _open_box(path: str) -> mmap.mmap:
 
 
 def _machine() -> str:
-    """Equal for two processes that see each other's process ids."""
+    """Return a name that is equal for two processes that see each other's process ids."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
         return socket.gethostname()
 
 
-def _state(place: _Place) -> str | None:
-    """How a process of this machine is, None if it is gone."""
+def _state(rank_process: _RankProcess) -> str | None:
+    """Return the status of a process of this machine, None if it is gone."""
     try:
-        process = psutil.Process(place.pid)
+        process = psutil.Process(rank_process.pid)
         status = process.status()
-        return None if status == psutil.STATUS_ZOMBIE or process.create_time() != place.started else status
+        return None if status == psutil.STATUS_ZOMBIE or process.create_time() != rank_process.started else status
     except psutil.NoSuchProcess:
         return None
 
 
-def _is_gone(error: Exception) -> bool:
-    return isinstance(error, dist.DistNetworkError) or "Connection" in str(error) or "Broken pipe" in str(error)
-
-
 def _read_verdict(text: bytes, world_size: int) -> Verdict:
-    """Raises ValueError for what no rank writes."""
+    """Parse a verdict. Raises ValueError for a text that no rank writes."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != get_type_hints(Verdict):
         raise ValueError("its fields are others")

@@ -1,10 +1,10 @@
-"""Every change that Mixtrain makes to Megatron-core 0.16.1, in one room.
+"""All changes that Mixtrain makes to Megatron-core 0.16.1.
 
-`fixes.py` mends what is broken on every device, `grad_buffers.py` spares passes over gradients and weights; `cpu.py`
-lets Megatron-core, whose code names CUDA, run on the host. Nothing of `cpu.py` is imported on a machine that trains on
-GPUs. `startup.py` spares what Megatron-core loads when it is imported; import this package before anything of
-Megatron-core to gain by it. `router.py`, `optimizer.py` and `ddp.py` are where its private names are touched; the last
-two leave room for parameters that its buffers do not hold (parallel/owned.py).
+`fixes.py` fixes defects on every device, `grad_buffers.py` saves passes over gradients and weights; `cpu.py` lets
+Megatron-core, whose code names CUDA, run on the host. `cpu.py` is not imported on a machine that trains on GPUs.
+`startup.py` avoids most of what Megatron-core loads when it is imported; for that this package must be imported before
+any other module of Megatron-core. `router.py`, `optimizer.py` and `ddp.py` use its private names; the last two support
+parameters that its buffers do not hold (parallel/owned.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _applied: str | None = None
 
 
 def require_version() -> None:
-    """Raise RuntimeError for another Megatron-core than the one that this package was written for."""
+    """Raise RuntimeError for a Megatron-core version that this package was not written for."""
     if megatron.core.__version__ != EXPECTED_VERSION:
         raise RuntimeError(
             f"megatron-core {megatron.core.__version__} is installed, but the patches in parallel/megatron were "

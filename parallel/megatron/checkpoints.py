@@ -1,4 +1,4 @@
-"""The insides of Megatron-core 0.16.1's activation checkpointing."""
+"""Access to the internals of Megatron-core 0.16.1's activation checkpointing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ require_version()
 def around_checkpoints(
     chunk: torch.nn.Module, context: Callable[[Callable[[], bool]], AbstractContextManager[None]]
 ) -> None:
-    """Have a model chunk run its layers, where it checkpoints all of them, in a context.
+    """Make a model chunk that checkpoints all its layers run them in a context.
 
-    What autograd saves meanwhile is what the checkpoints keep, unless the function that `context` gets says that one is
-    computing: Megatron-core enables gradients for some operations of a layer.
+    The tensors that autograd saves inside are those that the checkpoints keep, unless the function that `context` gets
+    returns that a checkpointed layer is computing: Megatron-core enables gradients for some operations of a layer.
     """
     (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))
     forward = block._checkpointed_forward
@@ -34,8 +34,8 @@ def around_checkpoints(
 
 
 class CheckpointedCall:
-    """A call of a layer under Megatron-core's checkpoint, but no part of a graph: the caller keeps its input and goes
-    back when it wants to. `run`: [s, b, H] -> [s, b, H]."""
+    """A call of a layer under Megatron-core's checkpoint without autograd's graph: the caller keeps its input and calls
+    `backward`. `run`: [s, b, H] -> [s, b, H]."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._run = run
@@ -43,24 +43,24 @@ class CheckpointedCall:
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's output."""
+        """Compute the layer's output."""
         return CheckpointFunction.forward(self, self._run, False, hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def backward(self, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Compute the layer again, and go back: the gradient of its input from that of its output."""
+        """Recompute the layer; return the gradient of its input from that of its output."""
         self._input = hidden.requires_grad_()
         del hidden
         return CheckpointFunction.backward(self, grad)[2]  # type: ignore[no-any-return]
 
-    # What CheckpointFunction asks of autograd's context.
+    # The attributes of autograd's context that CheckpointFunction uses.
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Nothing: the caller has them."""
+        """Ignore the tensors, which the caller keeps."""
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The input, for once."""
+        """The input, which can be read once."""
         assert self._input is not None
         given, self._input = self._input, None
         return (given,)

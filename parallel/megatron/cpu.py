@@ -1,10 +1,10 @@
-"""The CPU host adapter: Megatron-core 0.16.1 names CUDA in some hundred places; here those places are told "cpu".
+"""The CPU host adapter: Megatron-core 0.16.1 names CUDA in some hundred places, which are changed to "cpu" here.
 
 Method: the compiled functions of the listed modules are rewritten in place. The constant "cuda" becomes "cpu", the name
 `cuda` (as in `torch.cuda.current_device()` or `tensor.cuda()`) becomes `cpu` (`torch.cpu` has the same small
 interface), and the tensor type names that the optimizers compare with lose their "cuda.". That costs nothing at run
-time, needs no global mode, leaves `torch.cuda` alone, and works in every thread. What renaming cannot mend is replaced
-by hand below.
+time, needs no global mode, leaves `torch.cuda` alone, and works in every thread. Functions that renaming cannot fix
+are replaced below.
 """
 
 from __future__ import annotations
@@ -51,16 +51,23 @@ MODULES = (
 
 def apply() -> None:
     """Rewrite the listed modules for the CPU. Called once, by parallel.megatron.apply_patches."""
+    from megatron.core.tensor_parallel import random
+
     for name in MODULES:
         _rewrite_module(importlib.import_module(f"megatron.core.{name}"), {"cuda": "cpu"})
-    _use_host_random_numbers()
+    # `torch.random` has get_rng_state and manual_seed as `torch.cuda` has.
+    _rewrite_module(random, {"cuda": "random"})
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # Upstream's fork warns if the host's generator changed inside, which is the purpose here.
+    random.CudaRNGStatesTracker.fork = _fork
     _use_host_splits()
     _gather_uneven_over_gloo()
     _gather_parameters_one_by_one()
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """Every plain function that the module defines, also inside classes, properties and decorators."""
+    """Yield every plain function that the module defines, also inside classes, properties and decorators."""
     for value in vars(module).values():
         members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
         for member in members:
@@ -96,20 +103,9 @@ def _rewrite_module(module: types.ModuleType, names: dict[str, str]) -> None:
             )
 
 
-def _use_host_random_numbers() -> None:
-    # `torch.random` has the get_rng_state and manual_seed of `torch.cuda`.
-    from megatron.core.tensor_parallel import random
-
-    _rewrite_module(random, {"cuda": "random"})
-    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-    # Upstream's fork warns when the host's generator moved inside, which is the purpose here.
-    random.CudaRNGStatesTracker.fork = _fork
-
-
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Draw from the tracked state `name` inside the block; forks nest."""
+    """Use the tracked state `name` for random numbers inside the block; forks nest."""
     outer_name, outer_state = tracker._current_state_name, torch.get_rng_state()
     if outer_name in tracker.states_:
         tracker.states_[outer_name] = outer_state
@@ -125,7 +121,7 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 def _use_host_splits() -> None:
     # On a GPU the dispatcher copies its split sizes to the host on a side stream and waits for them; here they are on
-    # the host already, and only need the numpy form that all_to_all_single takes.
+    # the host already, and only need the numpy form of all_to_all_single.
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def take_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -140,7 +136,7 @@ def _use_host_splits() -> None:
 
 
 def _gather_uneven_over_gloo() -> None:
-    # gloo's all_gather wants equal shapes; a dropless dispatch with expert tensor parallelism gathers unequal ones.
+    # gloo's all_gather needs equal shapes; a dropless dispatch with expert tensor parallelism gathers unequal ones.
     from megatron.core.tensor_parallel import mappings
 
     gather_first_dim = mappings._gather_along_first_dim
@@ -158,7 +154,7 @@ def _gather_uneven_over_gloo() -> None:
         padded[: input_.shape[0]] = input_
         gathered = input_.new_empty((len(sizes) * max(sizes), *input_.shape[1:]))
         torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
-        return torch.cat([part[:size] for part, size in zip(gathered.chunk(len(sizes)), sizes, strict=True)])
+        return torch.cat([block[:size] for block, size in zip(gathered.chunk(len(sizes)), sizes, strict=True)])
 
     mappings._gather_along_first_dim = gather
 

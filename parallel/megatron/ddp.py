@@ -1,4 +1,4 @@
-"""The insides of Megatron-core 0.16.1's Float16Module, DistributedDataParallel and schedules."""
+"""Access to the internals of Megatron-core 0.16.1's Float16Module, DistributedDataParallel and schedules."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -28,7 +24,7 @@ def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Fl
     """Wrap a bare chunk to compute in bf16 or fp16: its parameters are cast, its buffers keep their types."""
     buffers = [(module, *named) for module in chunk.modules() for named in module.named_buffers(recurse=False)]
     wrapped = Float16Module(settings, chunk)
-    # Without this the cast rounds what routers count, and their biases (github.com/NVIDIA/Megatron-LM/pull/7081).
+    # Without this the cast rounds the routers' counts and biases (github.com/NVIDIA/Megatron-LM/pull/7081).
     for module, name, buffer in buffers:
         setattr(module, name, buffer)
     return wrapped
@@ -37,8 +33,10 @@ def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Fl
 def wrap(
     data: DistributedDataParallelConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """Wrap bare chunks for data parallelism, but for their owned parameters, which get gradients of their own.
-    Gradients are added up over the ranks, not averaged."""
+    """Wrap bare chunks for data parallelism, except their owned parameters, which get gradients of their own.
+
+    Gradients are summed over the ranks, not averaged.
+    """
     settings, wrapped = get_model_config(chunks[0]), []
     for i, chunk in enumerate(chunks):
         own = owners(chunk.parameters())
@@ -52,7 +50,7 @@ def wrap(
         for owner in own:
             owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             owner.begin()
-        # each step forgets their gradients too
+        # each step resets their gradients too
         outer.params_with_grad += [owner.parameter for owner in own if not owner.off_device]
         wrapped.append(outer)
     return wrapped
@@ -60,7 +58,7 @@ def wrap(
 
 @contextlib.contextmanager
 def _left_out(own: Sequence[OwnedParameter]) -> Iterator[None]:
-    # DDP takes every parameter that needs a gradient as it is built, into a buffer that it then keeps.
+    # DDP's constructor puts every parameter that needs a gradient into a buffer.
     for owner in own:
         owner.parameter.requires_grad_(False)
     try:
@@ -71,8 +69,10 @@ def _left_out(own: Sequence[OwnedParameter]) -> Iterator[None]:
 
 
 def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **named: Any) -> None:
-    """Megatron-core's `finalize_model_grads`, with the reduction of gradients that no buffer holds. As it does, first
-    over the data parallel ranks, then over those of tensors and stages."""
+    """Reduce all gradients: those of owned parameters, then all others with Megatron-core's `finalize_model_grads`.
+
+    Like that function it first reduces over the data parallel ranks, then over those of tensors and stages.
+    """
     for chunk in chunks:
         for owner in owners(chunk.params_with_grad):
             owner.reduce()
@@ -80,10 +80,10 @@ def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **
 
 
 def release(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Empty wrapped chunks, so that their memory, process groups and threads are free when nobody else holds them.
+    """Empty wrapped chunks, so that their memory, process groups and threads are freed with the last reference.
 
-    Without it a process that trains one model after the other keeps them all: autograd's hooks hold the DDP, in cycles
-    that Python's collector cannot see.
+    Without it a process that trains several models keeps them all: autograd's hooks have references to the DDP, in
+    cycles that Python's collector cannot see.
     """
     settings = get_model_config(chunks[0])
     settings.grad_scale_func = settings.no_sync_func = settings.grad_sync_func = settings.param_sync_func = None
@@ -94,14 +94,16 @@ def release(chunks: Sequence[DistributedDataParallel]) -> None:
         for owner in owners(chunk.params_with_grad):
             owner.release()
         chunk._modules.clear()
-        chunk.gate = None  # it holds the optimizer's tiers, as those of the groups do
+        chunk.gate = None  # it has a reference to the offloaded optimizer, as the groups' gates have
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.gate = group.reduced = None
 
 
 def functions_of_a_step(chunks: Sequence[DistributedDataParallel]) -> list[tuple[Any, str, str]]:
-    """What a step calls in Megatron-core: (owner, attribute, name in a trace). Without it a trace has kernels and no
-    phases."""
+    """Return the functions of Megatron-core that a step calls: (owner, attribute, name in a trace).
+
+    Without their names a trace has kernels and no phases.
+    """
     groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return [
         (schedules, "forward_step", "forward"),

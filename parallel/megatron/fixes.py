@@ -1,4 +1,4 @@
-"""Mends of Megatron-core 0.16.1 that every device needs. Each says what breaks without it."""
+"""Fixes of Megatron-core 0.16.1 that every device needs. Each names the failure without it."""
 
 from __future__ import annotations
 
@@ -22,78 +22,63 @@ from parallel.norms import tensor_norms
 
 def apply() -> None:
     """Apply all patches. Called once, by parallel.megatron.apply_patches."""
-    _define_te_general_gemm()
-    _measure_gradients_exactly()
-    _accept_subclasses_of_layers()
-    _let_latent_attention_do_without_te()
-    _compare_counts_exactly()
-    _free_outputs_once_sent()
-    _return_the_sum()
-
-
-def _define_te_general_gemm() -> None:
     # Without TransformerEngine the name is never bound, and the router's matrix product raises NameError on every
     # device. None selects the plain torch product. Fixed upstream in 0.17.0.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-
-
-def _let_latent_attention_do_without_te() -> None:
-    # Without TransformerEngine the import of its layers still succeeds, with mocks in their place: the flag says that
-    # it is there, and building a latent attention layer raises TypeError.
+    # Without TransformerEngine the import of its layers still succeeds, with mocks in their place: the flag is then
+    # wrong, and building a latent attention layer raises TypeError.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-
-
-def _accept_subclasses_of_layers() -> None:
-    # A transformer layer knows Megatron's feed-forward classes by identity; for a subclass, which works as well, it
-    # warns once per layer and lets it find its process groups by itself.
+    # A transformer layer compares feed-forward classes by identity; for a subclass, which works as well, it warns once
+    # per layer and lets it find its process groups by itself.
     logging.getLogger(transformer_layer.__name__).addFilter(
         lambda record: "Unknown MLP type" not in record.getMessage()
     )
-
-
-def _measure_gradients_exactly() -> None:
-    # What upstream falls back to without TransformerEngine and apex waits for the device once per tensor, and is not
-    # exact on the CPU.
-    def norm(
-        chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any
-    ) -> tuple[Any, None]:
-        assert not per_tensor
-        return torch.linalg.vector_norm(tensor_norms(tensor_lists[0])).float().view(1), None
-
+    # Upstream's norm without TransformerEngine and apex waits for the device once per tensor, and is not exact on the
+    # CPU.
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
-        clip_grads.l2_norm_impl = norm
-
-
-def _compare_counts_exactly() -> None:
-    # Upstream compares each count of tokens with a mean in fp32: one token more than the mean is none where a layer has
-    # more than 2^24 assignments in a global batch.
-    def updated(tokens_LE: torch.Tensor, bias_LE: torch.Tensor, rate: float) -> torch.Tensor:
-        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(tokens_LE, group=group)
-        below_LE = tokens_LE.sum(dim=-1, keepdim=True) - tokens_LE * tokens_LE.size(-1)
-        return bias_LE + torch.sign(below_LE).to(bias_LE.dtype) * rate
-
+        clip_grads.l2_norm_impl = _norm
     # The package has a function of the same name as the module.
     module: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    module.get_updated_expert_bias = updated
+    module.get_updated_expert_bias = _updated_bias
+    # A non-contiguous tensor, such as the gradient of a tensor in a concatenation, is summed over the tensor ranks in a
+    # copy, but the tensor itself is returned. Fixed upstream in 0.19.0 (#5338).
+    add_up = mappings._reduce
+    mappings._reduce = functools.wraps(add_up)(lambda input_, group: add_up(input_.contiguous(), group))
+    _free_outputs_once_sent()
+
+
+def _norm(
+    chunk_size: int, noop_flag: Any, tensor_lists: list[list[torch.Tensor]], per_tensor: bool, *args: Any
+) -> tuple[Any, None]:
+    assert not per_tensor
+    return torch.linalg.vector_norm(tensor_norms(tensor_lists[0])).float().view(1), None
+
+
+def _updated_bias(tokens_LE: torch.Tensor, bias_LE: torch.Tensor, rate: float) -> torch.Tensor:
+    # Upstream compares each count of tokens with a mean in fp32: a difference of one token is lost if a layer has more
+    # than 2^24 assignments in a global batch.
+    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(tokens_LE, group=group)
+    below_LE = tokens_LE.sum(dim=-1, keepdim=True) - tokens_LE * tokens_LE.size(-1)
+    return bias_LE + torch.sign(below_LE).to(bias_LE.dtype) * rate
 
 
 _sends = WeakTensorKeyDictionary()  # output -> its send, while a pipeline runs
 
 
 def _free_outputs_once_sent() -> None:
-    # The interleaved schedule frees a chunk's output while its send may still read it: what keeps a tensor of NCCL's
-    # alive does not keep memory that `Tensor.data` gives up. Upstream waits since 0.18.0 (#4047), right after it has
-    # posted the send; here the output is waited for where it is freed, which is a backward pass later.
+    # The interleaved schedule frees a chunk's output while its send may still read it: NCCL's reference to a tensor
+    # does not keep memory that `Tensor.data` frees. Upstream waits since 0.18.0 (#4047), right after it has posted
+    # the send; here the wait is before the output is freed, a backward pass later.
     send, free = p2p_communication.P2PCommunicator.send_forward_recv_forward, schedules.deallocate_output_tensor
     run = schedules.forward_backward_pipelining_with_interleaving
 
     @functools.wraps(send)
     def send_and_note(self: Any, output_tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         received = send(self, output_tensor, *args, **kwargs)
-        # Overlapped: nobody has waited for it. Where outputs are not freed, a send must not keep them.
+        # Overlapped: nobody has waited for it. If outputs are not freed, a send must not keep them.
         if isinstance(received, tuple) and output_tensor is not None and self.config.deallocate_pipeline_outputs:
             _sends[output_tensor] = received[1]["send_next"]
         return received
@@ -114,15 +99,3 @@ def _free_outputs_once_sent() -> None:
     p2p_communication.P2PCommunicator.send_forward_recv_forward = send_and_note
     schedules.deallocate_output_tensor = free_once_sent
     schedules.forward_backward_pipelining_with_interleaving = run_and_forget
-
-
-def _return_the_sum() -> None:
-    # The sum over the tensor ranks of a tensor that is not contiguous, as the gradient of one in a concatenation is, is
-    # made in a copy, and the tensor itself is returned. Fixed upstream in 0.19.0 (#5338).
-    add_up = mappings._reduce
-
-    @functools.wraps(add_up)
-    def add_up_contiguous(input_: torch.Tensor, group: Any) -> Any:
-        return add_up(input_.contiguous(), group)
-
-    mappings._reduce = add_up_contiguous

@@ -1,7 +1,7 @@
-"""Gradients on their way into Megatron-core 0.16.1's buffers and over the data parallel ranks, without passes that
-change nothing.
+"""Gradients are added to Megatron-core 0.16.1's buffers and reduced over data parallel ranks without needless passes.
 
-The buffers are fp32 and as large as the model's gradients: a pass over them is seen in a step's time on every device.
+The buffers are fp32 and as large as the model's gradients: a pass over them takes a noticeable part of a step's time on
+every device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-Gate = Callable[[torch.nn.Parameter], None]  # waits until nothing works on a parameter beside the passes
+Gate = Callable[[torch.nn.Parameter], None]  # waits until no update works on a parameter
 
 
 def apply() -> None:
     """Apply both patches. Called once, by parallel.megatron.apply_patches."""
-    _write_the_first_gradient()
+    # Without this each step fills the buffers with zeros and adds the first micro-batch's gradients to them: one write
+    # and one read of the buffers more than needed.
+    DistributedDataParallel.zero_grad_buffer = _forget_gradients
+    DistributedDataParallel._make_backward_post_hook = _gradient_hook
     _exchange_nothing_alone()
 
 
@@ -28,51 +31,40 @@ def apply() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _write_the_first_gradient() -> None:
-    # Without this each step fills the buffers with zeros, to which the first micro-batch's gradients are added: a pass
-    # that writes and one that reads more than are needed.
-    DistributedDataParallel.zero_grad_buffer = _forget_gradients
-    DistributedDataParallel._make_backward_post_hook = _gradient_hook
-
-
 def _forget_gradients(self: DistributedDataParallel) -> None:
-    """Megatron's zero_grad_buffer: what the buffers hold is of the last step, and is written over."""
+    """Replace Megatron's zero_grad_buffer: mark the gradients as those of the last step, which are overwritten."""
     for param in self.params_with_grad:
         param.grad_added_to_main_grad = False
         param.grad_is_old = True
-        _take_parts(param)
+        param.__dict__.pop("grad_parts", None)
     if getattr(self, "gate", None) is None and any(adds_by_itself(module) for module in self.modules()):
-        # At once; where an update may still read the buffer each weight's part is zeroed in the forward pass.
+        # At once; if an update may still read the buffer, each weight's range is zeroed in the forward pass instead.
         for buffer in self.buffers + self.expert_parallel_buffers:
             buffer.reset()
         for param in self.params_with_grad:
             if param in self.param_to_bucket_group:
                 param.grad_is_old = False
-            zero_if_old(param)  # one that no buffer holds
+            zero_if_old(param)  # a parameter that no buffer holds
     for group in self.bucket_groups + self.expert_parallel_bucket_groups:
         group.reset()
 
 
-def add_with_next(param: torch.Tensor, index: int, part: torch.Tensor) -> bool:
-    """Have a part of the gradient of `param[index]` added to its buffer after the next gradient that autograd finds,
-    and before the buffer counts it; False where it has no buffer."""
+def add_with_next(param: torch.Tensor, index: int, grad: torch.Tensor) -> bool:
+    """Add a contribution to the gradient of `param[index]` to its buffer after autograd's next gradient, and before the
+    buffer counts it. Returns False if the parameter has no buffer."""
     if not hasattr(param, "main_grad"):
         return False
-    param.__dict__.setdefault("grad_parts", []).append((index, part))
+    param.__dict__.setdefault("grad_parts", []).append((index, grad))
     return True
 
 
-def _take_parts(param: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-    return param.__dict__.pop("grad_parts", [])  # type: ignore[no-any-return]
-
-
 def adds_by_itself(module: torch.nn.Module) -> bool:
-    """Whether a module's products add their gradients to the buffer, and must find zeros there."""
+    """Whether a module's products add their gradients to the buffer, which must then be zeroed before."""
     return bool(getattr(module, "fuse_wgrad_accumulation", False))
 
 
 def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
-    """Forget the gradient of the last step. `gate` waits until nothing reads it any more; without it nothing does."""
+    """Zero the gradient of the last step. `gate` waits until no update reads it any more; None: no update does."""
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -81,11 +73,11 @@ def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
 
 
 def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """The buffer to which a forward pass adds its part of a gradient by itself, and whether it has to write it over
-    what is there: that is the last step's.
+    """Return the buffer to which a pass itself adds its gradient, and whether the pass must overwrite the buffer, which
+    then has the last step's gradient.
 
-    What works on the parameter was waited for before the pass read it. Autograd may bring the hook the gradient of
-    another use (a tied embedding's), or one that means nothing.
+    Updates of the parameter were waited for before the pass read it. Autograd may pass the gradient of another use (a
+    tied embedding's) to the hook, or a dummy.
     """
     is_old = getattr(param, "grad_is_old", False)
     param.grad_is_old = False  # type: ignore[attr-defined]
@@ -94,7 +86,7 @@ def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 class GradientSum:
-    """A weight's gradient that a backward pass makes in parts, added up in fp32: in its buffer, where it has one."""
+    """Sums a backward pass's contributions to a weight's gradient in fp32, in the weight's buffer if it has one."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter, self._has_buffer = parameter, hasattr(parameter, "main_grad")
@@ -103,26 +95,26 @@ class GradientSum:
         else:
             self._sum, self._writes_over = torch.empty_like(parameter, dtype=torch.float32), True
 
-    def add(self, grad: torch.Tensor, rows: slice = slice(None)) -> None:
-        """One part's, of these rows of the weight: always the same."""
+    def add(self, grad: torch.Tensor, matrix_rows: slice = slice(None)) -> None:
+        """Add a contribution to these rows of the weight, which are the same in all calls."""
         if self._writes_over:
             if len(grad) < len(self._sum):
                 self._sum.zero_()
-            self._sum[rows].copy_(grad)
+            self._sum[matrix_rows].copy_(grad)
             self._writes_over = False
         else:
-            self._sum[rows].add_(grad)
+            self._sum[matrix_rows].add_(grad)
 
     def for_autograd(self) -> torch.Tensor:
-        """What autograd brings the parameter's hooks: one that means nothing where its buffer has it."""
-        if self._writes_over:  # there was no part
+        """Return the gradient for autograd: a dummy if the buffer has the sum."""
+        if self._writes_over:  # there was no contribution
             self._sum.zero_()
         return self._parameter.detach() if self._has_buffer else self._sum.to(self._parameter.dtype)
 
 
 def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
-    """Add a micro-batch's gradient to the step's. The first is written over the last step's, which `gate` waits for:
-    an update may still read it."""
+    """Add a micro-batch's gradient to the step's. The first one overwrites the last step's gradient, after `gate` has
+    waited for an update that may still read it."""
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -133,25 +125,25 @@ def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | Non
 
 
 def take_gradient(param: torch.nn.Parameter, gate: Gate | None) -> None:
-    """Add what autograd has for a parameter to the step's gradient, and let go of it."""
-    # A product that added its gradient by itself leaves one that means nothing, but for a tied embedding's part.
+    """Add autograd's gradient of a parameter to the step's gradient, and free it."""
+    # A product that added its gradient itself leaves a dummy, except with a tied embedding.
     added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
     if param.grad is not None and not added:
         add_gradient(param, param.grad, gate)
-    for index, part in _take_parts(param):
-        param.main_grad[index].add_(part)  # type: ignore[attr-defined]
+    for index, grad in param.__dict__.pop("grad_parts", []):
+        param.main_grad[index].add_(grad)  # type: ignore[attr-defined]
     param.grad = None
 
 
 def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> Callable[..., None]:
-    """Megatron's hook on a parameter whose gradient of a micro-batch is there."""
+    """Replace Megatron's hook, which runs when autograd has a parameter's gradient of a micro-batch."""
 
     def hook(*unused: Any) -> None:
         if param not in self.param_to_bucket_group:
             return
         overlap = self.ddp_config.overlap_grad_reduce
-        # None is the head's gradient of a tied embedding where the head has a backward call of its own (layer-wise
-        # schedule): the buffer has it already, and another call brings the embedding's.
+        # The head's gradient of a tied embedding is None if the head has a backward call of its own (layer-wise
+        # schedule): the buffer has it already, and another call passes the embedding's.
         is_there = param.grad is not None or param.grad_added_to_main_grad  # type: ignore[attr-defined]
         assert is_there or not overlap, "a gradient that is None is not safe with overlap_grad_reduce"
         take_gradient(param, getattr(self, "gate", None))
@@ -161,40 +153,26 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
     return hook
 
 
-def _gate(owner: Any, param: torch.nn.Parameter) -> None:
-    """Go on once nothing works on a parameter beside the passes: see parallel/megatron/tiered.py."""
-    if (gate := getattr(owner, "gate", None)) is not None:
-        gate(param)
-
-
-def _zero_what_is_old(group: _ParamAndGradBucketGroup) -> None:
-    """Parameters that no micro-batch of the step had a gradient for."""
-    for bucket in group.buckets:
-        for param in bucket.params:
-            zero_if_old(param, getattr(group, "gate", None))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A rank without data parallel peers exchanges nothing
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class _Done:
-    """In place of an exchange's handle."""
+    """The handle of an exchange of a single rank, which is done."""
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return immediately."""
 
 
 class _WaitedOnce:
-    """An exchange of gloo's that several wait for: each wait of its own would write the result once more, over what
-    has been made of it since."""
+    """A gloo exchange with several waiters: each wait of gloo's would write the result again, over later changes."""
 
     def __init__(self, handle: Any) -> None:
         self._handle, self._lock = handle, threading.Lock()
 
     def wait(self) -> None:
-        """Until the result is there."""
+        """Wait for the result."""
         with self._lock:
             if self._handle is not None:
                 self._handle.wait()
@@ -208,8 +186,11 @@ def _exchange_nothing_alone() -> None:
 
     def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
-            return  # as upstream: it was started by the hooks
-        _zero_what_is_old(self)
+            return  # as upstream: the hooks have started it
+        gate = getattr(self, "gate", None)
+        for bucket in self.buckets:
+            for param in bucket.params:
+                zero_if_old(param, gate)  # no micro-batch of the step had its gradient
         if not _is_alone(self):
             reduce(self, force_all_reduce)
         else:
@@ -224,10 +205,11 @@ def _exchange_nothing_alone() -> None:
 
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
         if _is_alone(self):
-            self.param_gather_dispatched = True  # and whoever reads a parameter waits for that alone
+            self.param_gather_dispatched = True  # readers of a parameter wait only for that
             return
-        for param in self.params:
-            _gate(self, param)
+        if (gate := getattr(self, "gate", None)) is not None:  # see parallel/megatron/offloaded.py
+            for param in self.params:
+                gate(param)
         gather(self, force_sync)
 
     _ParamAndGradBucketGroup.start_grad_sync = start_grad_sync

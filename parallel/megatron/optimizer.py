@@ -1,7 +1,7 @@
-"""The insides of Megatron-core 0.16.1's optimizers, in one place: members of the chain, slices of the sharded one, the
-loss scaler.
+"""Access to the internals of Megatron-core 0.16.1's optimizers: members of the chain, slices of the sharded one, and
+the loss scaler.
 
-Each function says what breaks without it.
+Each function names the failure without it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ require_version()
 def build_chain(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Megatron-core's optimizer of wrapped chunks. Owned parameters (parallel/owned.py) are the last member's, which
-    steps them whole. A collective call.
+    """Build Megatron-core's optimizer of wrapped chunks; its last member steps owned parameters (parallel/owned.py)
+    whole. A collective call.
 
-    Without it the sharded optimizer would look for them in DDP's buffers. Groups are still made by Megatron-core, of
-    all parameters: its rule for weight decay holds for owned ones, and no rank needs to know whether another has any.
+    Without it the sharded optimizer would look for owned parameters in DDP's buffers. Megatron-core still groups all
+    parameters: its rule for weight decay holds for owned ones, and no rank needs to know whether another has any.
     """
     make, outside = megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups, []
 
@@ -59,7 +59,7 @@ def build_chain(
 
 
 def members(optimizer: MegatronOptimizer) -> list[Any]:
-    """The single optimizers inside Megatron's chain (dense parameters, expert parameters)."""
+    """Return the single optimizers in Megatron's chain (dense parameters, expert parameters)."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
@@ -69,9 +69,9 @@ def is_sharded(member: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class HeldPart:
-    """What this rank's optimizer holds of a parameter: the flat range [start, end), its master weights, who steps it,
-    and its state."""
+class HeldShard:
+    """This rank's shard of a parameter in the optimizer: the flat range [start, end), its master weights, the member
+    that steps it, and its state."""
 
     start: int
     end: int
@@ -83,11 +83,11 @@ class HeldPart:
         return self.member.optimizer.state.get(self.main, {})
 
 
-def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[HeldPart | None]:
-    """For each parameter what this rank's optimizer holds of it; None where another data parallel rank holds it all.
+def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[HeldShard | None]:
+    """Return this rank's shard of each parameter; None if another data parallel rank holds the whole parameter.
 
-    Without it the state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and fits no
-    other layout.
+    Without it the state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and cannot be
+    loaded in another layout.
     """
     plain: dict[int, Any] = {}  # id of a main parameter -> the member that steps all of it
     sharded = []
@@ -96,23 +96,22 @@ def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parame
             sharded.append(member)
         elif member.optimizer is not None:
             plain.update({id(main): member for group in member.optimizer.param_groups for main in group["params"]})
-    result: list[HeldPart | None] = []
+    result: list[HeldShard | None] = []
     for parameter in parameters:
         main = getattr(parameter, "main_param", None)
         main = parameter if main is None else main
-        found = HeldPart(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
+        found = HeldShard(0, parameter.numel(), main, plain[id(main)]) if id(main) in plain else None
         for member in sharded:
             if parameter in member.model_param_group_index_map:
                 group, order = member.model_param_group_index_map[parameter]
                 span = member._get_model_param_range_map(parameter)["param"]
-                found = HeldPart(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
+                found = HeldShard(span.start, span.end, member.optimizer.param_groups[group]["params"][order], member)
         result.append(found)
     return result
 
 
 def gradient_of(main: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that a stepped tensor has: beside it where that is of another dtype (see
-    parallel/megatron/tiered.py)."""
+    """Return the gradient of a stepped tensor: `decoupled_grad` if its dtype differs (see offloaded.py)."""
     decoupled: torch.Tensor | None = getattr(main, "decoupled_grad", None)
     return main.grad if decoupled is None else decoupled
 
@@ -121,10 +120,10 @@ def gradient_of(main: torch.Tensor) -> torch.Tensor | None:
 def ready_gradients(
     optimizer: MegatronOptimizer, unscaled: Container[int] = (), overflowed: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Copy the gradients to where they are stepped, in fp16 unscaled; then whether any of this rank's overflowed, more
-    than zero on its device. Of those at the addresses `unscaled` this is known: `overflowed`.
+    """Copy the gradients to the stepped tensors, unscaled in fp16; return this rank's overflows, on its device.
 
-    Megatron's `prepare_grads` reads that on the host, once for each member, after a reduction of its own.
+    Gradients at the addresses `unscaled` are unscaled already; `overflowed` is the number of overflows among them.
+    Megatron's `prepare_grads` reads the number on the host, once for each member, after a reduction of its own.
     """
     overflows = [] if overflowed is None else [overflowed]
     for member in members(optimizer):
@@ -147,17 +146,15 @@ def ready_gradients(
 
 
 def scaler_of(optimizer: MegatronOptimizer) -> Any:
-    """The fp16 loss scaler, or None in other precisions."""
-    return next(
-        (scaler for member in members(optimizer) if (scaler := getattr(member, "grad_scaler", None)) is not None), None
-    )
+    """Return the fp16 loss scaler, or None in other precisions."""
+    return next((scaler for m in members(optimizer) if (scaler := getattr(m, "grad_scaler", None)) is not None), None)
 
 
 def share_scaler(optimizer: MegatronOptimizer) -> None:
-    """Let all members unscale by the scale that the loss is multiplied with.
+    """Make all members unscale by the scale that multiplies the loss.
 
-    Megatron gives each a scaler of its own: once gradients of the experts alone have overflowed, they would be divided
-    by half of that scale for ever.
+    Megatron gives each member a scaler of its own: after an overflow of the experts' gradients alone they would be
+    divided by half of the loss's scale forever.
     """
     scaler = scaler_of(optimizer)
     for member in members(optimizer):
@@ -165,8 +162,17 @@ def share_scaler(optimizer: MegatronOptimizer) -> None:
             member.grad_scaler = scaler
 
 
-def scaler_numbers(scaler: Any) -> dict[str, float]:
-    """The scaler's state. Megatron's own state_dict holds tensors of the device, which a checkpoint's JSON cannot."""
+def loss_scale(optimizer: MegatronOptimizer) -> tuple[float, float]:
+    """Return the current fp16 loss scale and its minimum."""
+    scaler = scaler_of(optimizer)
+    return float(scaler._scale), float(scaler.min_scale)
+
+
+def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
+    """Return the fp16 loss scaler's state as numbers, as JSON cannot store the tensors of Megatron's state_dict; None
+    in other precisions."""
+    if (scaler := scaler_of(optimizer)) is None:
+        return None
     return {
         "scale": float(scaler._scale),
         "growth_tracker": float(scaler._growth_tracker),
@@ -174,13 +180,10 @@ def scaler_numbers(scaler: Any) -> dict[str, float]:
     }
 
 
-def set_scaler_numbers(scaler: Any, numbers: dict[str, float]) -> None:
-    """Undo `scaler_numbers`."""
-    scaler._scale = torch.full_like(scaler._scale, numbers["scale"])
-    scaler._growth_tracker = int(numbers["growth_tracker"])
-    scaler._hysteresis_tracker = int(numbers["hysteresis_tracker"])
-
-
-def scale_and_least(scaler: Any) -> tuple[float, float]:
-    """The loss scale as it is now and the lowest that it may fall to."""
-    return float(scaler._scale), float(scaler.min_scale)
+def restore_scaler(optimizer: MegatronOptimizer, saved: dict[str, float] | None) -> None:
+    """Restore the numbers of `scaler_state`; None leaves the initial scale."""
+    scaler = scaler_of(optimizer)
+    if scaler is not None and saved is not None:
+        scaler._scale = torch.full_like(scaler._scale, saved["scale"])
+        scaler._growth_tracker = int(saved["growth_tracker"])
+        scaler._hysteresis_tracker = int(saved["hysteresis_tracker"])

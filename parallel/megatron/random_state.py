@@ -1,4 +1,4 @@
-"""This rank's random number states: torch's own, and those of Megatron's tracker, from which dropout draws."""
+"""This rank's random number states: torch's own, and those of Megatron's tracker, which dropout uses."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core i
 import torch
 from megatron.core import tensor_parallel
 
-Place = tuple[int, int]
-PLACE = "place"  # beside the tracker's states: the (step, micro-batch) of the pass, for parallel/dropout.py
+PassId = tuple[int, int]  # step, micro-batch of the global batch
+PASS_KEY = "place"  # key of the PassId among the tracker's states, for parallel/dropout.py
 
 
 def random_states() -> dict[str, torch.Tensor]:
-    """This rank's random number states, on the host."""
+    """Return this rank's random number states, on the host."""
     states = {"host": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["device"] = torch.cuda.get_rng_state()
     for name, tracked in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        if name != PLACE:
+        if name != PASS_KEY:
             states[f"tracker.{name}"] = tracked.cpu()
     return states
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:
-    """Undo `random_states`."""
+    """Set the random number states to those of `random_states`."""
     torch.set_rng_state(states["host"])
     if "device" in states:
         torch.cuda.set_rng_state(states["device"])
@@ -34,14 +34,14 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
     )
 
 
-def place() -> Place | None:
-    """The (step, micro-batch of the global batch) of the pass that goes on, where it was ever said."""
-    return tensor_parallel.get_cuda_rng_tracker().get_states().get(PLACE)  # type: ignore[no-any-return]
+def current_pass() -> PassId | None:
+    """Return the step and micro-batch of the current pass, if they were ever set."""
+    return tensor_parallel.get_cuda_rng_tracker().get_states().get(PASS_KEY)  # type: ignore[no-any-return]
 
 
-def set_place(place: Place | None) -> None:
-    """What follows is of this (step, micro-batch of the global batch)."""
-    # It lies with the random number states because Megatron-core puts those back where it computes a layer again.
+def set_current_pass(pass_id: PassId | None) -> None:
+    """Set the step and micro-batch of the current pass."""
+    # It is stored with the random number states because Megatron-core restores these when it recomputes a layer.
     tracker = tensor_parallel.get_cuda_rng_tracker()
-    if place is not None:
-        tracker.set_states({**tracker.get_states(), PLACE: place})
+    if pass_id is not None:
+        tracker.set_states({**tracker.get_states(), PASS_KEY: pass_id})

@@ -1,10 +1,13 @@
-"""Megatron-core 0.16.1's top-k router with three of its private methods mended and one of its back doors used."""
+"""Megatron-core 0.16.1's top-k router: three of its private methods are fixed, and its replay hook makes the choice."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,41 +18,66 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.megatron import require_version
-from parallel.megatron.router_rows import RouterRows
 
 require_version()
 
-# (scores [T, E], top_k, num_groups, group_top_k, Megatron's own way) -> (scores of the chosen [T, k], their numbers [T,
-# k]).
+# (scores [T, E], top_k, num_groups, group_top_k, Megatron's function) -> (scores of the chosen [T, k], their numbers
+# [T, k]).
 Choose = Callable[[torch.Tensor, int, int | None, int | None, Callable[..., Any]], tuple[torch.Tensor, torch.Tensor]]
 
-# (number of the layer from 0, scores [T, E], routing map [T, E]) -> the loss of these tokens, free of its coefficient.
+# (number of the layer from 0, scores [T, E], routing map [T, E]) -> the loss of these tokens without its coefficient.
 Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, eq=False)
+class RouterRows:
+    """The token rows of this rank's routers where context parallelism shards a micro-batch by rows in any order.
+
+    Attributes:
+        ids: int64 `[T]` on the routers' device, in the order of the hidden states: sample * length + position.
+        num_samples: samples of the micro-batch, over all ranks.
+        length: tokens of a sample.
+    """
+
+    ids: torch.Tensor
+    num_samples: int
+    length: int
+
+    @functools.cached_property
+    def members(self) -> torch.Tensor:
+        """Mask of the rows of each sample, fp32 `[num_samples, T]` of 0 and 1."""
+        numbers = torch.arange(self.num_samples, device=self.ids.device)
+        return ((self.ids // self.length)[None] == numbers[:, None]).float()
+
+    @functools.cached_property
+    def global_order(self) -> torch.Tensor:
+        """The index that each row would have in one process, int64 `[T]`: by position, then sample."""
+        samples = self.ids // self.length
+        return (self.ids - samples * self.length) * self.num_samples + samples
+
+
 class TopKRouter(router.TopKRouter):
-    """Megatron-core's router, whose experts `choose` picks and which drops nothing; everything else is Megatron's."""
+    """Megatron-core's router with experts chosen by `choose`, and without drops; everything else is Megatron's."""
 
-    rows: RouterRows | None = None  # of the next call, where rows are dealt over ranks
-    global_balance: Balance | None = None  # the `global_aux_loss`, once somebody has set it
+    token_rows: RouterRows | None = None  # of the next call, if sequences are sharded by rows
+    global_balance: Balance | None = None  # the `global_aux_loss`, once it is set
 
-    # Without this each rank's first step takes a second more: Megatron compiles this sum of a map, with a bias or
-    # without one.
+    # Without this each rank's first step takes a second more: Megatron compiles this sum of a map, even without a bias.
     _apply_expert_bias = inspect.unwrap(router.TopKRouter._apply_expert_bias)
 
     def __init__(
         self, choose: Choose, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ) -> None:
-        # Without this Megatron drops before it counts, so that biases follow what was kept; and it drops by the tokens
-        # of this rank, and any of those that are equal.
+        # Without this Megatron drops before it counts, so that biases follow the kept assignments; and it drops by the
+        # tokens of this rank alone, and any of equal ones.
         config = copy.copy(config)
         config.moe_expert_capacity_factor = None
         super().__init__(config, pg_collection)
-        # Without this the choice is torch.topk, which a CPU takes far longer for than a kernel that knows how few are
-        # wanted. Megatron has no hook for it, but asks a replayer of recorded choices first, where there is one.
+        # Without this the choice is torch.topk, which is far slower on a CPU than a kernel for few choices. Megatron
+        # has no hook for it, but asks a replayer of recorded choices first, if there is one.
         if not config.moe_enable_routing_replay:
-            self.router_replay: Any = _InPlaceOfReplay(choose)
-        # Without this every step copies (for a refusal) and clears two tensors a layer that nothing reads.
+            self.router_replay: Any = SimpleNamespace(get_replay_topk=choose)
+        # Without this every step copies (for a rejected step) and clears two tensors a layer that nothing reads.
         self.global_tokens_per_expert = self.ga_steps = None
         if self.enable_expert_bias:
             # Without this counts are fp32 numbers, exact up to 2^24 alone.
@@ -65,18 +93,18 @@ class TopKRouter(router.TopKRouter):
         bsz: int,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        rows, coefficient = self.rows, self.get_aux_loss_coeff("seq_aux_loss")
-        if rows is None or coefficient == 0:
+        token_rows, coefficient = self.token_rows, self.get_aux_loss_coeff("seq_aux_loss")
+        if token_rows is None or coefficient == 0:
             return super()._apply_seq_aux_loss(
                 probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
             )
-        # Without this rows are taken for [s, b]: those of all samples would make one sequence.
+        # Without this rows are interpreted as [s, b]: the rows of all samples would make one sequence.
         with torch.no_grad():
-            counts_BE = rows.members @ routing_map.float()
+            counts_BE = token_rows.members @ routing_map.float()
             if self.tp_cp_group.size() > 1:
                 dist.all_reduce(counts_BE, group=self.tp_cp_group)
-        scores_BE = rows.members @ scores_for_aux_loss
-        scale = routing_map.size(1) / (self.topk * rows.length**2 * rows.num_samples)
+        scores_BE = token_rows.members @ scores_for_aux_loss
+        scale = routing_map.size(1) / (self.topk * token_rows.length**2 * token_rows.num_samples)
         loss = torch.sum(scores_BE * counts_BE) * (coefficient * scale)
         return self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, "seq_load_balancing_loss", self.tp_cp_group, valid_token_count=len(routing_map)
@@ -94,21 +122,5 @@ class TopKRouter(router.TopKRouter):
         if coefficient == 0 or self.global_balance is None:
             return probs
         loss = self.global_balance(self.layer_number - 1, scores_for_aux_loss, routing_map)
-        # The tokens of a micro-batch lie evenly on the tensor and context ranks, whose gradients are summed.
+        # The tokens of a micro-batch are divided evenly among the tensor and context ranks, whose gradients are summed.
         return MoEAuxLossAutoScaler.apply(probs, loss * (coefficient / self.tp_cp_group.size()))
-
-
-class _InPlaceOfReplay:
-    def __init__(self, choose: Choose) -> None:
-        self._choose = choose
-
-    def get_replay_topk(
-        self,
-        scores: torch.Tensor,
-        top_k: int,
-        num_groups: int | None,
-        group_top_k: int | None,
-        otherwise: Callable[..., Any],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What Megatron calls."""
-        return self._choose(scores, top_k, num_groups, group_top_k, otherwise)

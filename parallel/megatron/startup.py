@@ -1,9 +1,9 @@
-"""Importing Megatron-core without what it would load there and a training does not use: half of a rank's start.
+"""Import Megatron-core without packages that a training does not use: they are half of a rank's start.
 
 Its decorators compile functions as they are defined, which imports PyTorch's compiler, though most are never called;
 here each is compiled when it is first called. Its timers and its inference engine import wandb, which Mixtrain's own
-tracker does itself when a run asks for it, and TensorBoard. It imports TransformerEngine where that is installed, and
-fails with it where its import fails: so that is tried first.
+tracker imports if a run needs it, and TensorBoard. It imports TransformerEngine if that is installed, and fails if that
+import fails: so that import is tried first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_USED = ("wandb", "torch.utils.tensorboard")
 
 @functools.cache
 def transformer_engine_fault() -> str | None:
-    """Why TransformerEngine cannot be used in this process; None where it can. Then nobody can import it any more."""
+    """Return the reason why TransformerEngine cannot be used in this process, and disable its import; else None."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer-engine is not installed"
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def transformer_engine_fault() -> str | None:
         try:
             importlib.import_module("transformer_engine.pytorch")
             return None
-        except Exception as error:  # of whatever kind: a library that is missing raises several
+        except Exception as error:  # of any type: missing libraries raise several types
             reason = str(error).strip().splitlines() or [""]
             fault = f"its import failed ({type(error).__name__}: {reason[0]})"
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
@@ -44,8 +44,10 @@ def transformer_engine_fault() -> str | None:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """While this lasts, `torch.compile` waits for the first call, and what is NOT_USED is not to be had unless it is
-    loaded already. What has been imported is never looked through for garbage, nor taken apart at the end."""
+    """Inside, `torch.compile` waits for the first call, and NOT_USED cannot be imported unless it is loaded already.
+
+    Objects that were imported are excluded from garbage collection.
+    """
     collects = gc.isenabled()
     gc.disable()
     transformer_engine_fault()
@@ -65,8 +67,7 @@ def spared() -> Iterator[None]:
 
 
 def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, called or as a decorator with options, but for the import of the compiler, which waits for the
-    first call."""
+    """Act as `torch.compile`, called or as a decorator with options, but import the compiler at the first call."""
     if function is None:
         return functools.partial(compiled_when_called, **options)
     compiled: Callable[..., Any] | None = None

@@ -1,4 +1,4 @@
-"""Where the ranks of an axis lie in the nodes, and what an exchange between them takes."""
+"""Distribution of each parallel axis' ranks over the nodes, and seconds of communication between them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from configs.schema import Config
 from models.blueprint.operation import CONTEXT, CONTEXT_HEADS, EXPERT, EXPERT_TENSOR, TENSOR
 from simulator.clock.hardware import Hardware
 
-PIPELINE, DENSE_COPIES, EXPERT_COPIES = "pipeline", "dense_copies", "expert_copies"
+PIPELINE, DENSE_REPLICAS, EXPERT_REPLICAS = "pipeline", "dense_replicas", "expert_replicas"
 INSIDE, BETWEEN = "inside", "between"
-# Steps of a collective between n ranks of a node, or between n nodes, each with its start-up; and how often what goes
-# round passes a link.
+# How often a collective passes through the ring; each time takes the start-up once and (n - 1) / n of the bytes.
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that exchange something: how many, how many of them in a node, and how many such groups share a
-    node's card."""
+    """Ranks that communicate with each other: their number, and how many of them are in one node."""
 
     size: int
     in_node: int
-    beside: int
+    num_sharing: int  # such groups that share a node's network card
 
     @property
-    def place(self) -> str:
+    def link(self) -> str:
+        """The slowest link that the group uses: "inside" a node or "between" nodes."""
         return INSIDE if self.in_node >= self.size else BETWEEN
 
 
 def groups(config: Config, world_size: int, ranks_per_node: int) -> dict[str, Group]:
-    """The groups of each axis, as parallel/topology.py lays ranks out."""
+    """Return the group of each axis, as parallel/topology.py arranges ranks."""
     parallel, node = config.parallel, min(ranks_per_node, world_size)
     heads = derived.context_heads(config)
     dense = parallel.tensor * parallel.context
@@ -44,31 +43,30 @@ def groups(config: Config, world_size: int, ranks_per_node: int) -> dict[str, Gr
         TENSOR: (parallel.tensor, 1),
         CONTEXT_HEADS: (heads, parallel.tensor),
         CONTEXT: (parallel.context, parallel.tensor),
-        DENSE_COPIES: (data * parallel.context, parallel.tensor),
+        DENSE_REPLICAS: (data * parallel.context, parallel.tensor),
         EXPERT_TENSOR: (split, 1),
         EXPERT: (parallel.expert, split),
-        EXPERT_COPIES: (max(stage // experts, 1), experts),
+        EXPERT_REPLICAS: (max(stage // experts, 1), experts),
         PIPELINE: (parallel.pipeline, stage),
     }
-    return {axis: _group(size, stride, node) for axis, (size, stride) in found.items()}
-
-
-def _group(size: int, stride: int, node: int) -> Group:
-    in_node = max(1, min(size, node // stride))
-    return Group(size, in_node, max(1, node // in_node))
+    result = {}
+    for axis, (size, stride) in found.items():
+        in_node = max(1, min(size, node // stride))
+        result[axis] = Group(size, in_node, max(1, node // in_node))
+    return result
 
 
 def rate(hardware: Hardware, group: Group) -> float:
-    """Bytes a second that a ring of these ranks carries."""
-    if group.place == INSIDE:
+    """Return the bytes per second of a ring of these ranks."""
+    if group.link == INSIDE:
         return hardware["inside.rate"]
-    own = _card(hardware, group.in_node * group.beside) / group.beside
+    own = _card_rate(hardware, group.in_node * group.num_sharing) / group.num_sharing
     return own if group.in_node == 1 else min(hardware["inside.rate"], own)
 
 
 def startup_inside(hardware: Hardware, ranks: int) -> float:
-    """Seconds of a gather between ranks of a node beside its bytes: linear between the sizes that figures are of, on
-    with the last slope."""
+    """Return the start-up seconds of a gather between ranks of a node: linear between the figures for 2, 4 and 8 ranks,
+    and with the last slope beyond."""
     if ranks == 1:
         return 0.0
     two, four, eight = (hardware[f"inside.startup_{size}"] for size in (2, 4, 8))
@@ -78,7 +76,7 @@ def startup_inside(hardware: Hardware, ranks: int) -> float:
 
 
 def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) -> float:
-    """Seconds of an all_reduce, all_gather or reduce_scatter of so many bytes, all ranks' together."""
+    """Return the seconds of an all_reduce, all_gather or reduce_scatter. `num_bytes`: of all ranks together."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     nodes = math.ceil(group.size / group.in_node)
@@ -87,24 +85,27 @@ def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) ->
 
 
 def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
-    """(start-up, seconds a byte) of what a rank sends to all others alike: the slower of the links inside a node and
-    the card."""
+    """Return start-up seconds and seconds per byte of an all-to-all, in which a rank sends equally much to all others.
+
+    The slower of the links inside a node and the node's card counts.
+    """
     if group.size == 1:
         return 0.0, 0.0
-    if group.place == INSIDE:
+    if group.link == INSIDE:
         return hardware["inside.startup_2"], 1 / hardware["inside.rate"]
     away = (group.size - group.in_node) / (group.size - 1)
-    card = away * group.in_node * group.beside / _card(hardware, group.in_node * group.beside)
+    senders = group.in_node * group.num_sharing
+    card = away * group.in_node * group.num_sharing / _card_rate(hardware, senders)
     return hardware["between.startup"], max(card, (1 - away) / hardware["inside.rate"])
 
 
 def send(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """Seconds in which a rank sends to the next stage, while the other ranks of its node do."""
+    """Return the seconds in which a rank sends to the next stage, while the other ranks of its node do the same."""
     if group.in_node > 1:
         return hardware["inside.startup_2"] + num_bytes / hardware["inside.rate"]
-    return hardware["between.startup"] + num_bytes * group.beside / _card(hardware, group.beside)
+    return hardware["between.startup"] + num_bytes * group.num_sharing / _card_rate(hardware, group.num_sharing)
 
 
-def _card(hardware: Hardware, ranks: int) -> float:
-    """Bytes a second of the cards that so many ranks of a node use."""
+def _card_rate(hardware: Hardware, ranks: int) -> float:
+    """Return the bytes per second of the network cards that `ranks` ranks of a node use together."""
     return hardware["between.rate"] * max(1.0, ranks / hardware["between.shared_by"])

@@ -1,49 +1,55 @@
-"""A call of routed experts: moe/planning's own prediction of the schedule that the config fixes or a run would choose,
-with costs made of a hardware's figures where none were measured."""
+"""Seconds of an MoE layer's routed experts, as moe/planning predicts them for the config's schedule or the chosen one.
+
+Costs of operations are measured ones, from the cache of moe/planning, or are derived from a hardware's figures.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from configs import derived
 from configs.schema import Config, ConfigError
 from models.blueprint.operation import EXPERT
 from moe.chunk_plan import LayerLoad, Plan, pass_plans
 from moe.planning.costs import LayerCosts
-from moe.planning.inputs import even_load, initial_plan, limits
-from moe.planning.planner import Planner
-from moe.planning.search import predict, unseen
+from moe.planning.inputs import even_load, initial_plan, layer_shape, limits
+from moe.planning.planner import Planner, predict, unseen
+from parallel.costs.cache_files import read_cache
 from parallel.costs.models import NOTHING, Curve, Line
 from simulator.clock.axes import Group, collective, exchange
 from simulator.clock.hardware import Hardware
-from simulator.clock.passes import PassClock, Reasons
-from simulator.clock.work import BlockWork
+from simulator.clock.passes import BlockWork, PassClock, Reasons
 
-LARGE = 2.0**40  # assignments: the second point of a straight curve
-STARTED_BY_EXPERT = {"cuda": 0, "cpu": 4}  # on a card all experts of a rank are one product
-STARTED_BY_CHUNK = 8
+LARGE = 2.0**40  # assignments: second point of a linear curve
+STARTED_PER_EXPERT = {"cuda": 0, "cpu": 4}  # operations; on a GPU all experts of a rank are one product
+STARTED_PER_CHUNK = 8
+TORCH_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}  # names in the cache
 
 
 def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, clock: PassClock) -> LayerCosts:
-    """What a layer's operations should take."""
+    """Return the costs of an MoE layer's operations, derived from the hardware's figures."""
     matrices = load.hidden_columns + load.width
     element, experts = load.element_size, (config.moe.num_experts or 1) // config.parallel.expert
     rate, each = hardware["device.rate"], hardware["device.operation"]
     host = min(1.0, hardware["launch.exposed"]) * hardware["launch.operation"]
     weights = experts * load.hidden_size * matrices * element / rate
-    operations = STARTED_BY_CHUNK + experts * STARTED_BY_EXPERT[hardware.kind]
+    operations = STARTED_PER_CHUNK + experts * STARTED_PER_EXPERT[hardware.kind]
 
     def product(columns: float) -> Curve:
-        """Over assignments: `columns` of each with the hidden state."""
+        """Return seconds by number of assignments of a product of the hidden states with `columns` columns."""
         flops = 2.0 * load.hidden_size * columns / clock.products
         moved = (load.hidden_size + 2 * columns) * element / rate
         fixed = weights * columns / matrices + operations * (each + host)
         return Curve((1.0, LARGE), (fixed, fixed + LARGE * (flops + moved)))
 
     start, a_byte = exchange(hardware, group)
-    rows = load.hidden_size * element / rate
-    moving = Line(2 * (each + host), 2 * rows)
+    per_row = load.hidden_size * element / rate
+    moving = Line(2 * (each + host), 2 * per_row)
     sorting = Line(6 * (each + host), 8 * 8 / rate)
     counts = collective(hardware, "all_gather", group, 8.0 * (config.moe.num_experts or 1) * group.size)
     return LayerCosts(
@@ -63,7 +69,7 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
 
 
 class ExpertCalls:
-    """Calls of a config's MoE layers, by stage and what the shared expert does."""
+    """Predicts calls of a config's MoE layers."""
 
     def __init__(
         self,
@@ -81,9 +87,9 @@ class ExpertCalls:
         self.costs = measured or costs_of(config, hardware, self.group, self.load, clock)
 
     def of(self, work: BlockWork, stage: int) -> tuple[Reasons, Reasons]:
-        """Seconds of both passes by reason; what is not computing is waiting for expert ranks.
+        """Return the seconds of forward and backward pass by reason: computing, and waiting for expert ranks.
 
-        Raises ConfigError if no plan fits moe.memory_budget, as the run does.
+        `work`: of the layer, for its shared expert. Raises ConfigError if no plan fits moe.memory_budget.
         """
         costs = self.costs
         if not self.measured:
@@ -92,12 +98,9 @@ class ExpertCalls:
         plan = self._plan(costs, stage)
         both = predict(costs, self.load, plan)
         alone = predict(replace(costs, exchange=NOTHING, count_exchange=0.0), self.load, plan)
-        # What the schedule's simulation is known to see too little of: a wait of ranks for each other.
+        # The simulated schedule is known to underestimate the ranks' waiting for each other.
         longer = 1.0 + unseen(pass_plans(plan)[1]) * (self.group.size > 1)
-        return (
-            self._by_reason(both.forward, alone.forward),
-            self._by_reason(longer * both.backward, alone.backward),
-        )
+        return self._by_reason(both.forward, alone.forward), self._by_reason(longer * both.backward, alone.backward)
 
     def _plan(self, costs: LayerCosts, stage: int) -> Plan:
         if not derived.plans_moe(self.config):
@@ -110,4 +113,47 @@ class ExpertCalls:
 
     def _by_reason(self, seconds: float, alone: float) -> Reasons:
         alone = min(seconds, alone)
-        return Reasons({"products": alone, f"expert:{self.group.place}": seconds - alone})
+        return Reasons({"products": alone, f"expert:{self.group.link}": seconds - alone})
+
+
+def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None:
+    """Return the newest measured costs of this config's MoE layers and a text on the device; None if there are none."""
+    if not derived.is_moe(config):
+        return None
+    shared = (config.moe.shared_expert_ffn_hidden_size or 0) // config.parallel.tensor
+    wanted = {
+        "shape": layer_shape(config, device).as_key(),
+        "dtype": TORCH_DTYPES[config.training.precision],
+        "activation": config.model.activation,
+        "bias": config.model.linear_bias,
+        "shared_width": shared,
+        "group_size": config.parallel.expert,
+    }
+    files = sorted(
+        Path(config.data.cache_dir, "costs").glob("costs_*.json"), key=lambda path: path.stat().st_mtime, reverse=True
+    )
+    for path in files:
+        try:
+            key: dict[str, Any] = json.loads(path.read_text())["key"]
+        except (OSError, ValueError, KeyError, TypeError):
+            logging.getLogger(__name__).warning("cannot read measured costs from %s", path)
+            continue
+        if not isinstance(key, dict) or any(key.get(name) != value for name, value in wanted.items()):
+            continue
+        values = read_cache(path, key)
+        if values is not None:
+            hardware = key.get("gpu") or key.get("processor") or key.get("device")
+            return LayerCosts.from_dict(values), f"{hardware}, {key.get('threads')} thread(s)"
+    return None
+
+
+def measured_rates(config: Config, device: str) -> tuple[float, float] | None:
+    """Return the measured bytes per second of an all-to-all and FLOP/s of the experts' matrix products; None if
+    nothing was measured."""
+    found = measured_costs(config, device)
+    if found is None:
+        return None
+    layer, load = found[0], layer_shape(config, device).even()
+    matrices = 3 if config.model.activation == "swiglu" else 2
+    flops = 2 * matrices * load.hidden_size * load.width * load.assignments
+    return 1 / layer.exchange.beta, flops / layer.forward(load.assignments)

@@ -1,20 +1,36 @@
-"""What a machine can do, in figures: files of configs/hardware, each figure with its unit and its source.
+"""Hardware of a cluster as figures, each with unit and source, and the files in configs/hardware that hold them.
 
-A figure is what one rank's device gets when it is alone, or a group's links when only this group uses them; figures
-with `shared_by` say how many ranks use the same thing at once. `stated` is what the source says where a fit
-(simulator/fit.py) found something else.
+A figure holds for one rank's device, or for one group's links, while nothing else uses them; figures with `shared_by`
+are the numbers of ranks that share a resource. A file is a mapping: `kind` (cuda or cpu), `about` (one line), `figures`
+(each of FIGURES with `value`, `source` and, if a fit (simulator/fit.py) changed it, the source's value as `stated`)
+and `errors` (a list of the results of back-tests).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from configs import hardware_files
+from configs.overrides import read_mapping
+from configs.schema import ConfigError
+from configs.show import nearest, show
 
 KINDS = ("cuda", "cpu")
-STATED = "; stated: "  # in the source of a fitted figure, before that of what is stated
+STATED = "; stated: "  # in the source of a fitted figure, before the source of the stated value
 
-# Name of a figure: its unit, what it means, and whether a fit may change it.
+KEYS = ("kind", "about", "figures", "errors")
+FIGURE_KEYS = ("value", "source", "stated")
+COUNTS = ("ranks",)  # units of whole numbers
+MAY_BE_ZERO = ("disk.memory", "disk.read", "disk.write", "products.tile", "launch.exposed")  # besides all times
+# Part of a card's name, as its driver gives it, and the file of its machine; the first that occurs is taken.
+CARDS = {"GB200": "gb200", "GH200": "gh200", "H200": "h200_8x", "H100": "h100_8x", "A100-SXM": "a100_8x"}
+# Name of a figure: its unit, its meaning, and whether a fit may change it.
 FIGURES: dict[str, tuple[str, str, bool]] = {
     "ranks_per_node": ("ranks", "devices of a node", False),
     "device.memory": ("bytes", "memory of a device", False),
@@ -27,11 +43,7 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
     "device.rate": ("bytes/s", "memory that operations read and write", True),
     "device.operation": ("s", "what each operation takes on the device beside its work", True),
     "launch.operation": ("s", "what the host takes to start an operation", True),
-    "launch.exposed": (
-        "share",
-        "of starting operations, or computing if that is less, that is not hidden",
-        True,
-    ),
+    "launch.exposed": ("share", "of starting operations, or computing if that is less, that is not hidden", True),
     "inside.startup_2": ("s", "of a gather between 2 ranks of a node; an all-reduce has it twice", True),
     "inside.startup_4": ("s", "between 4", True),
     "inside.startup_8": ("s", "between 8; more ranks go on with this slope", True),
@@ -52,7 +64,7 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A number, where it is from, and what the source says where a fit changed it."""
+    """A value, its source and, if a fit changed the value, the source's own."""
 
     value: float
     source: str
@@ -61,7 +73,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine of nodes. `kind`: cuda or cpu; `errors`: what back-tests with these figures found."""
+    """A cluster of equal nodes. `kind`: cuda or cpu; `errors`: results of back-tests with these figures."""
 
     name: str
     kind: str
@@ -73,11 +85,11 @@ class Hardware:
         return self.figures[name].value
 
     def as_stated(self) -> Hardware:
-        """The same machine with what sources say, whatever was fitted."""
+        """Return the hardware with the sources' values instead of fitted ones."""
         return replace(self, figures={name: _stated(figure) for name, figure in self.figures.items()}, errors=())
 
     def with_values(self, values: Mapping[str, float], source: str) -> Hardware:
-        """The same machine, in whose figures a fit, or a test, found these values."""
+        """Return the hardware with these values, which a fit or a test found; `source` names it."""
         new = dict(self.figures)
         for name, value in values.items():
             of = _stated(new[name])
@@ -89,3 +101,113 @@ def _stated(figure: Figure) -> Figure:
     if figure.stated is None:
         return figure
     return Figure(figure.stated, figure.source.partition(STATED)[2] or figure.source)
+
+
+def load_hardware(name_or_path: str) -> Hardware:
+    """Return the hardware of a file, by its name in configs/hardware or by the path of a .yaml file.
+
+    Raises:
+        ConfigError: in one line with file and key, if there is no such file, a key is unknown or missing, a figure has
+            no source, or a value is out of its unit's range.
+    """
+    if (wrong := hardware_files.wrong(name_or_path)) is not None:
+        rule, close = wrong
+        tried = f"hardware={close or hardware_files.names()[0]}"
+        raise ConfigError(f"hardware ({show(name_or_path)}) {rule}. Try {tried}.")
+    path = hardware_files.find(name_or_path)
+    assert path is not None
+    return _parse(read_mapping(path), path)
+
+
+def file_of_card(name: str) -> str | None:
+    """Return the name of the hardware file for a card such as "NVIDIA H100 80GB HBM3"; None if there is none."""
+    return next((file for model, file in CARDS.items() if model in name), None)
+
+
+def _parse(content: Mapping[Any, Any], path: Path) -> Hardware:
+    """Return the hardware that a file's mapping describes. Raises ConfigError as `load_hardware` does."""
+    _check_keys(path, "", content, KEYS)
+    kind = content.get("kind")
+    if kind not in KINDS:
+        _refuse(path, "kind", kind, f"be one of {', '.join(KINDS)}", "kind: cuda")
+    about, errors = content.get("about"), content.get("errors", [])
+    if not isinstance(about, str) or not about.strip():
+        _refuse(path, "about", about, "say in a line which machine this is", "about: eight cards in a node")
+    if not isinstance(errors, list) or not all(isinstance(error, Mapping) for error in errors):
+        _refuse(path, "errors", errors, "be a list of mappings, as python -m simulator.fit writes them", "errors: []")
+    found = content.get("figures")
+    if not isinstance(found, Mapping):
+        _refuse(path, "figures", found, "be a mapping of figures to value and source", "a copy of another file's")
+    _check_keys(path, "figures.", found, tuple(FIGURES))
+    for name, (unit, meaning, _) in FIGURES.items():
+        if name not in found:
+            raise ConfigError(
+                f"{path}: figures.{name} ({meaning}, in {unit}) is missing. Give its value and source, as the files "
+                f"of {hardware_files.FOLDER.name} do."
+            )
+    figures = {name: _figure(path, name, found[name]) for name in FIGURES}
+    return Hardware(path.stem, kind, about, figures, tuple(dict(error) for error in errors))
+
+
+def _figure(path: Path, name: str, content: Any) -> Figure:
+    key, unit = f"figures.{name}", FIGURES[name][0]
+    if not isinstance(content, Mapping):
+        _refuse(path, key, content, "have a value and a source", "{value: 1.0e+9, source: datasheet}")
+    _check_keys(path, f"{key}.", content, FIGURE_KEYS)
+    source = content.get("source")
+    if not isinstance(source, str) or not source.strip():
+        _refuse(path, f"{key}.source", source, "say where the value is from", "source: datasheet")
+    value = _number(path, f"{key}.value", name, unit, content.get("value"))
+    stated = content.get("stated")
+    return Figure(value, source, None if stated is None else _number(path, f"{key}.stated", name, unit, stated))
+
+
+def _number(path: Path, key: str, name: str, unit: str, value: Any) -> float:
+    """Return a figure's value after checking that it is in its unit's range."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _refuse(path, key, value, f"be a number, in {unit}", f"{key.rpartition('.')[2]}: {_usual(unit)}")
+    zero = name in MAY_BE_ZERO or unit == "s" or unit.startswith("s ")
+    low, high = (0.0, 1.0) if unit == "share" else (0.0, math.inf)
+    if unit == "s":
+        high = 60.0  # larger values are in another unit
+    if unit in ("FLOP/s", "bytes/s") and not zero or unit in ("FLOP/s", "bytes/s") and value > 0:
+        low = 1e5  # smaller values are in another unit
+    if unit in COUNTS and value != int(value) or not low <= value <= high or value == 0 and not zero:
+        what = f"a whole number, in {unit}" if unit in COUNTS else f"in {unit}"
+        least = "at least 0" if zero and low == 0 else f"at least {low:g}" if low else "above 0"
+        most = "" if math.isinf(high) else f" and at most {high:g}"
+        _refuse(path, key, value, f"be {least}{most}, {what}", f"{key.rpartition('.')[2]}: {_usual(unit)}")
+    return float(value)
+
+
+def _usual(unit: str) -> str:
+    return {"ranks": "8", "share": "0.2", "numbers": "64", "s": "1.0e-5"}.get(unit, "1.0e+11")
+
+
+def _check_keys(path: Path, prefix: str, content: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+    for key in content:
+        if key not in known:
+            close = nearest(str(key), known)
+            advice = f"Did you mean {prefix}{close}" if close else f"There are {', '.join(known)}"
+            raise ConfigError(f"{path}: {prefix}{key} ({show(content[key])}) must be a known key. {advice}.")
+
+
+def _refuse(path: Path, key: str, value: Any, rule: str, example: str) -> NoReturn:
+    raise ConfigError(f"{path}: {key} ({show(value)}) must {rule}. Try {example}.")
+
+
+def hardware_yaml(hardware: Hardware) -> str:
+    """Return the text of a file that `load_hardware` can read."""
+    figures: dict[str, dict[str, Any]] = {}
+    for name in FIGURES:
+        figure = hardware.figures[name]
+        figures[name] = {"value": figure.value, "source": figure.source}
+        if figure.stated is not None:
+            figures[name]["stated"] = figure.stated
+    content = {
+        "kind": hardware.kind,
+        "about": hardware.about,
+        "figures": figures,
+        "errors": [dict(error) for error in hardware.errors],
+    }
+    return str(yaml.safe_dump(content, sort_keys=False, width=120))

@@ -1,5 +1,4 @@
-"""One event loop: tasks in the order of what carries them out, each when those before it there and those that it waits
-for are over."""
+"""Event loop of a simulated step: each resource runs its tasks in order, each task once all that it waits for ended."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Task:
-    """Work of a resource. `after`: numbers of tasks that must be over; `reasons`: its seconds, taken apart."""
+    """Work of a resource. `after`: numbers of the tasks that must end before; `reasons`: its seconds by reason."""
 
     resource: str
     name: str
     seconds: float
     after: Sequence[int]
     reasons: Mapping[str, float]
-    goes_on: bool = False  # beside the next step, which does not wait for it
+    overlaps_next: bool = False  # may run during the next step, which does not wait for it
     start: float = field(default=-1.0)
 
     @property
@@ -26,8 +25,8 @@ class Task:
 
 
 class Loop:
-    """Tasks are added in the order in which their resource carries them out; they may wait for later ones of other
-    resources."""
+    """Simulates tasks on resources. Each resource runs its tasks in the order of `add`; a task may wait for a task of
+    another resource that is added later."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -40,21 +39,23 @@ class Loop:
         reasons: Mapping[str, float],
         after: Sequence[int] = (),
         *,
-        goes_on: bool = False,
+        overlaps_next: bool = False,
     ) -> int:
-        """Put a task at the end of a resource's queue; its number."""
+        """Add a task to the end of a resource's queue and return its number."""
         number = len(self.tasks)
-        self.tasks.append(Task(resource, name, sum(reasons.values()), after, reasons, goes_on))
+        self.tasks.append(Task(resource, name, sum(reasons.values()), after, reasons, overlaps_next))
         self._queues[resource].append(number)
         return number
 
     def wait_also(self, task: int, other: int) -> None:
-        """Let a task that was added wait for another."""
+        """Let a task that was added before wait for another one."""
         self.tasks[task].after = (*self.tasks[task].after, other)
 
     def run(self) -> float:
-        """Start every task; when the last is over that the next step waits for. Raises RuntimeError where tasks wait
-        for each other."""
+        """Start every task and return the second at which the last one ends for which the next step waits.
+
+        Raises RuntimeError if tasks wait for each other.
+        """
         tasks, end = self.tasks, 0.0
         queues = {name: deque(queue) for name, queue in self._queues.items()}
         free = dict.fromkeys(queues, 0.0)
@@ -76,7 +77,7 @@ class Loop:
                     number = queue.popleft()
                     task.start = begin
                     free[name] = begin + task.seconds
-                    if not task.goes_on:
+                    if not task.overlaps_next:
                         end = max(end, free[name])
                     ready += waiting.pop(number, ())
                     continue
@@ -86,11 +87,10 @@ class Loop:
             raise RuntimeError(f"tasks wait for each other: {', '.join(left)}")
         return end
 
-    def beside(self) -> dict[str, dict[str, float]]:
-        """By reason, what each resource has to do in a step of which a part goes on beside the next one: no step is
-        shorter than that."""
+    def overlapping(self) -> dict[str, dict[str, float]]:
+        """Return the seconds by reason of each resource with tasks that overlap the next step; no step is shorter."""
         found: dict[str, dict[str, float]] = {}
-        for name in {task.resource for task in self.tasks if task.goes_on}:
+        for name in {task.resource for task in self.tasks if task.overlaps_next}:
             total = found.setdefault(name, {})
             for task in self.tasks:
                 if task.resource == name:

@@ -1,7 +1,7 @@
-"""How long a step of any config should take on a hardware: a prediction, without a run.
+"""Prediction of a step's seconds for any config and hardware, without a run.
 
-A layer is timed once per kind and shape, a stage is the sum of its layers, the pipeline runs over passes
-(schedule.py). Costs of MoE layers that were measured on this machine are used where they are.
+A layer is timed once per kind and shape, a stage is the sum of its layers, and schedule.py simulates the pipeline.
+Measured costs of MoE layers can replace those derived from the hardware's figures.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from configs import derived
 from configs.schema import Config
 from models import blueprint
 from moe.planning.costs import LayerCosts
-from optim.arrangement.arrange import Arrangement
+from optim.arrangement.buckets import Arrangement
 from parallel.pipeline import offloaded_layer_inputs
 from simulator.clock.axes import PIPELINE, groups, send
 from simulator.clock.experts import ExpertCalls
 from simulator.clock.hardware import Hardware
-from simulator.clock.passes import BlockSeconds, PassClock, Reasons
+from simulator.clock.passes import MIXTRAIN, BlockSeconds, BlockWork, Fold, PassClock, Reasons, Recipe
 from simulator.clock.prediction import PlannedSpan, Prediction
-from simulator.clock.schedule import Schedule, StepParts
-from simulator.clock.stages import StageRest, rates, stage_rest
-from simulator.clock.streams import StreamParts, stream_parts
-from simulator.clock.work import MIXTRAIN, BlockWork, Fold, Recipe
-from simulator.context.rows import SharedRows, shared_rows
+from simulator.clock.schedule import Schedule, StepWork
+from simulator.clock.stages import rates, stage_rest
+from simulator.clock.streams import StreamSeconds, stream_seconds
+from simulator.context.shared_rows import SharedRows, shared_rows
 
-KEPT_WORKS = 4096  # blocks whose work is remembered
+KEPT_WORKS = 4096  # blocks whose work is cached
 _works: OrderedDict[Any, BlockWork] = OrderedDict()
 
 
 class StepClock:
-    """A config's step on a hardware. Raises ConfigError where no plan of the MoE layers fits their budget."""
+    """Predicts a config's step on a hardware. Raises ConfigError if no plan of the MoE layers fits their budget."""
 
     def __init__(
         self,
@@ -47,8 +46,8 @@ class StepClock:
         recipe: Recipe = MIXTRAIN,
         measured: LayerCosts | None = None,
     ) -> None:
-        """attended_share, shared: as in simulator/flops.py; recipe: of another trainer; measured: costs of the MoE
-        layers, where they were measured on this hardware."""
+        """`attended_share`, `shared`: as in simulator/flops.py. `recipe`: of another trainer. `measured`: costs of MoE
+        layers on this hardware."""
         self._measured = measured
         self.config, self.world_size, self.vocab_size = config, world_size, vocab_size
         self.hardware, self.recipe = hardware, recipe
@@ -62,47 +61,45 @@ class StepClock:
         self.micro_batches = derived.num_micro_batches(config, world_size)
 
     def chunks(self) -> list[list[BlockSeconds]]:
-        """Seconds of both passes of each stage's model chunks, by reason."""
+        """Return the seconds of both passes of each stage's model chunks, by reason."""
         slides = derived.window_pattern(self.config)
         result = []
-        for stage, parts in enumerate(blueprint.parts(self.config)):
+        for stage, chunks in enumerate(blueprint.model_chunks(self.config)):
             of_stage = []
-            for part in parts:
+            for chunk in chunks:
                 forward, backward = Reasons(), Reasons()
-                for name, number in self._blocks(part, slides).items():
-                    seconds = self._block(name, part, stage)
+                for name, number in self._blocks(chunk, slides).items():
+                    seconds = self._block(name, stage)
                     forward.add(seconds.forward, number)
                     backward.add(seconds.backward, number)
                 of_stage.append(BlockSeconds(forward, backward))
             result.append(of_stage)
         return result
 
-    def _blocks(self, part: blueprint.Part, slides: Sequence[int]) -> Counter[tuple[Any, ...]]:
-        """How many blocks of each kind a part has."""
+    def _blocks(self, chunk: blueprint.ModelChunk, slides: Sequence[int]) -> Counter[tuple[Any, ...]]:
+        """Return the number of blocks of each kind in a model chunk."""
         found: Counter[tuple[Any, ...]] = Counter()
-        if part.is_first:
-            found["embedding", part.is_last] += 1
-        for number, is_moe in enumerate(part.layers, part.first_layer):
+        if chunk.is_first:
+            found["embedding", chunk.is_last] += 1
+        for number, is_moe in enumerate(chunk.layers, chunk.first_layer):
             found["layer", is_moe, bool(slides[number])] += 1
-        if part.is_last:
-            found["head", part.is_first] += 1
+        if chunk.is_last:
+            found["head", chunk.is_first] += 1
         return found
 
-    def _block(self, name: tuple[Any, ...], part: blueprint.Part, stage: int) -> BlockSeconds:
+    def _block(self, name: tuple[Any, ...], stage: int) -> BlockSeconds:
         key = (*name, stage if derived.plans_moe(self.config) else 0)
         if key not in self._seconds:
             work = self._work(name)
             calls = None
             if work.forward.moe:
-                self._calls = self._calls or self._expert_calls()
+                self._calls = self._calls or ExpertCalls(
+                    self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
+                )
                 calls = self._calls.of(work, stage)
             seconds = self.clock.block(work, calls)
             self._seconds[key] = self._with_layer_inputs(seconds, stage) if name[0] == "layer" else seconds
         return self._seconds[key]
-
-    def _expert_calls(self) -> ExpertCalls:
-        """Seconds of MoE layers' calls."""
-        return ExpertCalls(self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured)
 
     def _work(self, name: tuple[Any, ...]) -> BlockWork:
         key = (name, self._key)
@@ -111,17 +108,17 @@ class StepClock:
             if name[0] == "layer":
                 block = replace(blueprint.layer(config, bool(name[1])), slides=name[2])
             elif name[0] == "embedding":
-                first = blueprint.Part((), True, name[1])
+                first = blueprint.ModelChunk((), True, name[1])
                 block = blueprint.blocks(config, self.vocab_size, first)[0]
             else:
-                block = blueprint.blocks(config, self.vocab_size, blueprint.Part((), name[1], True))[-1]
+                block = blueprint.blocks(config, self.vocab_size, blueprint.ModelChunk((), name[1], True))[-1]
             _works[key] = self._fold.block(block)
             while len(_works) > KEPT_WORKS:
                 _works.popitem(last=False)
         return _works[key]
 
     def _with_layer_inputs(self, block: BlockSeconds, stage: int) -> BlockSeconds:
-        """A layer whose input goes to the host and comes back while others compute."""
+        """Return a layer's seconds with the link's share that exceeds computing, if its input is offloaded."""
         if self.config.training.activation_offload == "none":
             return block
         count = derived.layer_input_bytes(self.config)
@@ -129,21 +126,40 @@ class StepClock:
         forward, backward = Reasons(block.forward), Reasons(block.backward)
         if not offloaded_layer_inputs(self.config, self.world_size, stage, float("inf")):
             return block
-        # To the host and back, in each direction at once.
-        ways = ((count, 0), (0, count))
-        if self.config.training.pass_order == "by_layer":  # each pass reads its input; gradients go there and back
-            ways = ((count, count), (count, 2 * count))
-        for seconds, (down, up) in zip((forward, backward), ways, strict=True):
+        # Bytes (to the host, to the device) of each pass; both directions transfer at the same time.
+        transfers = ((count, 0), (0, count))
+        if self.config.training.pass_order == "by_layer":  # each pass reads its input, and gradients are stored, too
+            transfers = ((count, count), (count, 2 * count))
+        for seconds, (down, up) in zip((forward, backward), transfers, strict=True):
             seconds["host_link"] += max(0.0, max(down / of.down, up / of.up) - sum(seconds.values()))
         return BlockSeconds(forward, backward)
 
     def predict(self, arrangements: Sequence[Arrangement | None] | None = None, with_spans: bool = False) -> Prediction:
-        """The step. `arrangements`: of optimizer state in tiers by stage, where they are known."""
+        """Return the prediction of the step. `arrangements`: of offloaded optimizer state by stage, if known."""
         config = self.config
         rest = stage_rest(
             config, self.vocab_size, self.world_size, self.hardware, self.groups, self.recipe, arrangements
         )
-        seconds, reasons, spans = self._steps(self._parts(rest), with_spans)
+        streams: list[StreamSeconds | None] = []
+        if derived.streams_experts(config):
+            streams = [
+                stream_seconds(config, self.world_size, stage, self.hardware, self.groups)
+                for stage in range(config.parallel.pipeline)
+            ]
+        pipeline = self.groups[PIPELINE]
+        state = derived.layer_input_bytes(config)
+        step = StepWork(
+            self.chunks(),
+            rest,
+            send(self.hardware, pipeline, state) if config.parallel.pipeline > 1 else 0.0,
+            pipeline.link,
+            config.parallel.virtual_pipeline is None,
+            self.recipe.overlaps_reductions and config.parallel.overlap_grad_reduce,
+            derived.overlap_param_gather(config) and self.recipe.overlaps_reductions,
+            streams,
+            self.world_size,
+        )
+        seconds, reasons, spans = self._simulate(step, with_spans)
         reasons["step"] += self.hardware["step.startup"]
         return Prediction(
             seconds + self.hardware["step.startup"],
@@ -152,42 +168,19 @@ class StepClock:
             tuple(spans),
         )
 
-    def _parts(self, rest: Sequence[StageRest]) -> StepParts:
-        config = self.config
-        beside = self.recipe.reduces_beside and config.parallel.overlap_grad_reduce
-        state = derived.layer_input_bytes(config)
-        return StepParts(
-            self.chunks(),
-            rest,
-            send(self.hardware, self.groups[PIPELINE], state) if config.parallel.pipeline > 1 else 0.0,
-            self.groups[PIPELINE].place,
-            config.parallel.virtual_pipeline is None,
-            beside,
-            derived.overlap_param_gather(config) and self.recipe.reduces_beside,
-            self._streams(),
-            self.world_size,
-        )
-
-    def _streams(self) -> list[StreamParts | None]:
-        """Experts off the device, by stage; [] where there are none."""
-        if not derived.streams_experts(self.config):
-            return []
-        stages = range(self.config.parallel.pipeline)
-        return [stream_parts(self.config, self.world_size, stage, self.hardware, self.groups) for stage in stages]
-
-    def _steps(self, parts: StepParts, with_spans: bool) -> tuple[float, Reasons, list[PlannedSpan]]:
-        """Many micro-batches are as few and a period of the pipeline, again and again."""
+    def _simulate(self, step: StepWork, with_spans: bool) -> tuple[float, Reasons, list[PlannedSpan]]:
+        """Return seconds, reasons and spans of a step; many micro-batches are extrapolated by the pipeline's period."""
         stages, number = self.config.parallel.pipeline, self.micro_batches
         few = 2 * stages + (number - 2 * stages) % stages
         spans: list[PlannedSpan] = []
-        by_layer = bool(parts.streams) and self.config.training.pass_order == "by_layer"
-        if number <= few + stages or with_spans or by_layer:
-            first = Schedule(self.config, parts, number)
+        layer_wise = bool(step.streams) and self.config.training.pass_order == "by_layer"
+        if number <= few + stages or with_spans or layer_wise:
+            first = Schedule(self.config, step, number)
             end, result, busy = first.end, first.reasons(), first.busy()
             if with_spans:
                 spans = [PlannedSpan(task.resource, task.name, task.start, task.seconds) for task in first.loop.tasks]
         else:
-            first, second = (Schedule(self.config, parts, count) for count in (few, few + stages))
+            first, second = (Schedule(self.config, step, count) for count in (few, few + stages))
             periods = (number - few) / stages
             end, result, busy = first.end + periods * (second.end - first.end), Reasons(), Reasons()
             for found, of_first, of_second in (
@@ -196,9 +189,9 @@ class StepClock:
             ):
                 found.add(of_first, 1.0 - periods)
                 found.add(of_second, periods)
-        # What goes on beside the next step takes its time in each, and so does what uses the same links.
-        beside = max(first.loop.beside().values(), key=lambda of: sum(of.values()), default={})
-        for longest in (busy, beside):
+        # Work that overlaps the next step takes its time in every step, and so does other work on the same links.
+        overlapping = max(first.loop.overlapping().values(), key=lambda of: sum(of.values()), default={})
+        for longest in (busy, overlapping):
             if (least := sum(longest.values())) > end:
                 result.add(longest, (least - end) / least)
                 end = least
@@ -217,11 +210,14 @@ def predict_step(
     measured: LayerCosts | None = None,
     with_spans: bool = False,
 ) -> Prediction:
-    """Seconds of a step of a checked config on so many ranks, and what they are spent on.
+    """Return the prediction of a step of a checked config.
 
-    attended_share, shared: as in simulator/flops.py and communication.py; arrangements: of optimizer state in tiers, of
-    a rank of each stage; measured: costs of MoE layers on this hardware, where they are known. With spans the whole
-    step is simulated, else its repeating part once.
+    Args:
+        attended_share: as in simulator/flops.py.
+        shared: as in simulator/communication.py.
+        arrangements: of offloaded optimizer state, of a rank of each stage.
+        measured: costs of MoE layers on this hardware, if known.
+        with_spans: simulate the whole step and return its spans; else the repeating part is simulated once.
     """
     clock = StepClock(
         config, world_size, vocab_size, hardware, attended_share=attended_share, shared=shared, measured=measured
@@ -230,7 +226,7 @@ def predict_step(
 
 
 def least_seconds(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> float:
-    """No more than `predict_step`: the passes of the busiest stage."""
+    """Return a lower bound of `predict_step`'s seconds: the passes of the busiest stage."""
     clock = StepClock(config, world_size, vocab_size, hardware)
     of_stage = (
         sum(sum(chunk.forward.values()) + sum(chunk.backward.values()) for chunk in chunks) for chunks in clock.chunks()
@@ -239,7 +235,7 @@ def least_seconds(config: Config, world_size: int, vocab_size: int, hardware: Ha
 
 
 def _key(config: Config, vocab_size: int, device: str, *rest: Any) -> Any:
-    """All that a block's work depends on."""
+    """Return a key of everything on which a block's work depends."""
     parallel, training = config.parallel, config.training
     layout = (
         parallel.tensor,

@@ -1,12 +1,14 @@
-"""What the clock says of a step: its seconds, and what they are spent on."""
+"""Prediction of a step: its seconds, the reasons on which they are spent, and the text of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-# What the seconds of a step are spent on, in the words of the sentences that say why a layout loses. `%s` is "inside a
-# node" or "between nodes".
+from simulator.clock.hardware import Hardware
+
+# What the seconds of a reason are spent on, as the sentences on slower layouts have it. `%s`: a text of LINKS.
 REASONS: dict[str, str] = {
     "products": "matrix products and attention",
     "recomputed": "layers that are computed again",
@@ -25,11 +27,14 @@ REASONS: dict[str, str] = {
     "disk": "the disk",
     "step": "what a step takes beside its passes",
 }
+LINKS = {"inside": "inside a node", "between": "between nodes"}
+LEAST_SHARE = 0.01  # reasons with a smaller share of the step are not shown
+UNTESTED = "not held to measured steps"
 
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """Work of a resource: from `start`, for `seconds`. `track`: a pipeline stage and what of it, such as "stage 0:
+    """Work of a resource from second `start` of the step on. `track`: pipeline stage and resource, such as "stage 0:
     compute" or "stage 0: link between nodes"."""
 
     track: str
@@ -40,9 +45,65 @@ class PlannedSpan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step, and of its longest chain of work and waiting by reason, which add up to them."""
+    """Seconds of a step. `reasons` adds up to them along the step's longest chain of work and waiting."""
 
     seconds: float
-    reasons: Mapping[str, float]  # by name in REASONS, ":inside" or ":between" behind it where that is part of it
+    reasons: Mapping[str, float]  # seconds by name in REASONS, with ":inside" or ":between" for reasons with a link
     hardware: str
-    spans: tuple[PlannedSpan, ...] = field(default=(), repr=False)  # where they were asked for
+    spans: tuple[PlannedSpan, ...] = field(default=(), repr=False)  # only if they were asked for
+
+
+def describe_reason(name: str, texts: Mapping[str, str] = REASONS) -> str:
+    """Return the text of a key of `Prediction.reasons`, to follow a share such as "21% of the step: "."""
+    reason, _, link = name.partition(":")
+    text = texts.get(reason, reason)
+    return text.replace("%s", LINKS[link]) if link else text.replace(" %s", "")
+
+
+def reason_shares(prediction: Prediction) -> list[tuple[float, str]]:
+    """Return shares of the step with the texts of their reasons, largest first; without those below LEAST_SHARE."""
+    total = prediction.seconds or 1.0
+    found = [(seconds / total, describe_reason(name)) for name, seconds in prediction.reasons.items()]
+    return sorted(((share, text) for share, text in found if share >= LEAST_SHARE), key=lambda pair: -pair[0])
+
+
+def describe_back_tests(errors: tuple[Mapping[str, Any], ...]) -> str:
+    """Return the text on back-tests (`Hardware.errors`) that every prediction with these figures has.
+
+    If some back-tests used other steps than the fit, only those are described.
+    """
+    others = [error for error in errors if not error.get("fitted_to")]
+    return "; ".join(map(_describe_back_test, others or errors)) if errors else UNTESTED
+
+
+def _describe_back_test(error: Mapping[str, Any]) -> str:
+    mean = error.get("mean_absolute_error_percent")
+    of = error.get("of") or error.get("rows") or error.get("source")
+    if mean is None:
+        return ", ".join(f"{key} {value}" for key, value in error.items())
+    count = error.get("count")
+    measured = f" in {count:,} measured steps" if isinstance(count, int) else " in measured steps"
+    return f"mean error {mean:.3g}%{measured}{f' ({of})' if of else ''}"
+
+
+def describe_step(prediction: Prediction, hardware: Hardware, tokens: int) -> str:
+    """Return the lines on a predicted step of `tokens` tokens: its time, its reasons, and the back-tests' error."""
+    reasons = "; ".join(f"{share:.0%} {text}" for share, text in reason_shares(prediction))
+    return (
+        f"Step time on {hardware.name}: predicted {prediction.seconds:.3g} s, {tokens / prediction.seconds:,.0f} "
+        f"tokens/s; back-test: {describe_back_tests(hardware.errors)}.\n"
+        f"  {hardware.name}: {hardware.about}\n"
+        f"  of the step {reasons}"
+    )
+
+
+def step_as_dict(prediction: Prediction, hardware: Hardware, tokens: int) -> dict[str, Any]:
+    """Return a predicted step's entry in plan.json."""
+    return {
+        "hardware": hardware.name,
+        "step_seconds": prediction.seconds,
+        "tokens_per_second": tokens / prediction.seconds,
+        "reasons": {name: {"seconds": s, "means": describe_reason(name)} for name, s in prediction.reasons.items()},
+        "back_tests": [dict(error) for error in hardware.errors],
+        "back_test": describe_back_tests(hardware.errors),
+    }

@@ -1,4 +1,4 @@
-"""A step as tasks of one event loop: the pipeline's passes, states between stages, reductions, gathers and updates."""
+"""A step as tasks of an event loop: passes, transfers between pipeline stages, reductions, gathers and updates."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ from dataclasses import dataclass
 
 from configs import derived
 from configs.schema import Config
-from optim.arrangement.arrange import NUM_SLOTS
+from optim.arrangement.buckets import NUM_STAGES
 from parallel.pipeline import passes
 from simulator.clock.loop import Loop
 from simulator.clock.passes import BlockSeconds, Reasons
-from simulator.clock.stages import MOST_PIECES, StageRest
-from simulator.clock.streams import StreamLanes, StreamParts
+from simulator.clock.stages import MOST_TASKS, StageRest
+from simulator.clock.streams import ExpertStreams, StreamSeconds
 
-# Reasons of waiting, by the resource that is waited for.
+# Resources of a stage; traces have these names.
 COMPUTE, NEXT, PREVIOUS, GRADIENTS = "compute", "to the next stage", "to the stage before", "between copies"
 
 
 @dataclass(frozen=True)
-class StepParts:
-    """What a step is made of, by stage: both passes of its model chunks, and the rest. `send`: seconds in which a
-    state goes to another stage, `blocks`: whether the sender waits for that."""
+class StepWork:
+    """Work of a step, by stage."""
 
-    chunks: Sequence[Sequence[BlockSeconds]]
+    chunks: Sequence[Sequence[BlockSeconds]]  # passes of each model chunk
     rest: Sequence[StageRest]
-    send: float
-    send_place: str
-    blocks: bool
-    beside: bool  # gradients are reduced beside the last backward pass
-    gathers_beside: bool
-    streams: Sequence[StreamParts | None] = ()  # experts off the device; (): of no stage
+    send: float  # seconds to send a state to another stage
+    send_link: str
+    send_blocks: bool  # the sender waits for the end
+    overlaps_reductions: bool  # of gradients, with the last backward pass
+    overlaps_gathers: bool  # of weights, with the first forward pass
+    streams: Sequence[StreamSeconds | None] = ()  # of offloaded experts; (): no stage has any
     world_size: int = 1
 
 
@@ -40,27 +39,29 @@ def _scaled(reasons: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 class Schedule:
-    """The tasks of one step with so many micro-batches."""
+    """The tasks of one step with `micro_batches` micro-batches, simulated by the constructor."""
 
-    def __init__(self, config: Config, parts: StepParts, micro_batches: int) -> None:
-        self.config, self.parts, self.micro_batches = config, parts, micro_batches
+    def __init__(self, config: Config, step: StepWork, micro_batches: int) -> None:
+        self.config, self.step, self.micro_batches = config, step, micro_batches
         self.stages, self.num_chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
         self.loop = Loop()
-        # Of a pass, by (is forward, stage, chunk, micro-batch): its first task and its last.
+        # First and last task of each pass, by (is forward, stage, chunk, micro-batch).
         self._passes: dict[tuple[bool, int, int, int], tuple[int, int]] = {}
-        self._lanes: dict[int, StreamLanes] = {}
+        self._streams: dict[int, ExpertStreams] = {}
         for stage in range(self.stages):
             self._stage(stage)
         self._sends()
         self.end = self.loop.run()
 
     def busy(self) -> Reasons:
-        """Seconds by reason in which what a step of streamed experts uses most is in use: what waits for no pass uses
-        the same links as what is waited for, and no step is shorter."""
-        if not self._lanes:
+        """Return the seconds by reason of the resource that offloaded experts use most; no step is shorter.
+
+        Tasks for which no pass waits share links with others, so the loop alone does not account for all of them.
+        """
+        if not self._streams:
             return Reasons()
-        share = self.micro_batches / derived.num_micro_batches(self.config, self.parts.world_size)
-        found = [lanes.busy(self.parts.rest[stage].jobs, share) for stage, lanes in self._lanes.items()]
+        share = self.micro_batches / derived.num_micro_batches(self.config, self.step.world_size)
+        found = [streams.busy(self.step.rest[stage].jobs, share) for stage, streams in self._streams.items()]
         result = Reasons()
         result.add(max(found, key=lambda of: sum(of.values()), default={}))
         return result
@@ -69,46 +70,54 @@ class Schedule:
         return f"stage {stage}: {what}"
 
     def _stage(self, stage: int) -> None:
-        rest, counts = self.parts.rest[stage], Counter[tuple[bool, int]]()
+        """Add the tasks of a stage, except transfers to other stages."""
+        rest, counts = self.step.rest[stage], Counter[tuple[bool, int]]()
         gathers, jobs = self._before(stage, rest)
-        tail, last_pieces = list[int](), list[int]()
-        streams = self.parts.streams[stage] if self.parts.streams else None
-        # by layer all micro-batches are one pass
-        by_layer = streams is not None and streams.by_layer
-        rounds, each = (1, self.micro_batches) if by_layer else (self.micro_batches, 1)
+        tail, last_tasks = list[int](), list[int]()
+        streams = self.step.streams[stage] if self.step.streams else None
+        # in a layer-wise schedule all micro-batches are one pass
+        layer_wise = streams is not None and streams.layer_wise
+        rounds, each = (1, self.micro_batches) if layer_wise else (self.micro_batches, 1)
         order = list(passes(self.config, rounds, stage))
         if streams is not None:
             name = self._name(stage, "experts")
-            self._lanes[stage] = StreamLanes(self.loop, streams, name, streams.visits(order))
+            self._streams[stage] = ExpertStreams(self.loop, streams, name, streams.visits(order))
         for is_forward, chunk in order:
             number = counts[is_forward, chunk]
             counts[is_forward, chunk] += 1
-            seconds = self.parts.chunks[stage][chunk]
+            seconds = self.step.chunks[stage][chunk]
             if each > 1:
                 seconds = BlockSeconds(_scaled(seconds.forward, each), _scaled(seconds.backward, each))
             if is_forward:
-                waits = gathers[chunk] if number == 0 else []
-                waits = [[*each, *more] for each, more in _both(waits, jobs if number == 0 and chunk == 0 else [])]
+                of_gathers = gathers[chunk] if number == 0 else []
+                of_jobs = jobs if number == 0 and chunk == 0 else []
+                count = max(len(of_gathers), len(of_jobs))
+                both = zip(_spread(of_gathers, count), _spread(of_jobs, count), strict=True)
+                waits = [[*one, *other] for one, other in both]
                 self._pass(stage, (True, stage, chunk, number), seconds.forward, waits)
             else:
                 reductions = rest.reductions[chunk] if number == rounds - 1 else ()
-                # Megatron-core reduces beside the backward pass on the first stage alone: others wait for it anyway.
-                beside = self.parts.beside and bool(reductions) and stage == 0
+                # Megatron-core reduces during the backward pass only on the first stage: others wait for it anyway.
+                overlaps = self.step.overlaps_reductions and bool(reductions) and stage == 0
                 is_last = number == rounds - 1 and chunk == 0
-                pieces = MOST_PIECES if rest.early and is_last else len(reductions) if beside else 1
-                waits = [[] for _ in range(pieces)]
+                count = MOST_TASKS if rest.early and is_last else len(reductions) if overlaps else 1
+                waits = [[] for _ in range(count)]
                 ends = self._pass(stage, (False, stage, chunk, number), seconds.backward, waits, number == rounds - 1)
-                last_pieces = ends if is_last else last_pieces
+                last_tasks = ends if is_last else last_tasks
                 share = len(ends) / max(len(reductions), 1)
-                after = [ends[max(int((i + 1) * share), 1) - 1] if beside else ends[-1] for i in range(len(reductions))]
-                for reduced, end in zip(reductions, after, strict=True):
+                for i, reduced in enumerate(reductions):
+                    end = ends[max(int((i + 1) * share), 1) - 1] if overlaps else ends[-1]
                     tail.append(self.loop.add(self._name(stage, GRADIENTS), "reduce gradients", reduced, [end]))
-        if rest.early:  # those used last have their gradients first
-            self._jobs(stage, rest, last_pieces)
-        self._after(stage, rest, tail)
+        if rest.early:  # the buckets used last have their gradients first
+            self._jobs(stage, rest, last_tasks)
+        if rest.tied:
+            tail = [self.loop.add(self._name(stage, GRADIENTS), "sum tied gradients", rest.tied, tail)]
+        if rest.update:
+            self.loop.add(self._name(stage, COMPUTE), "update", rest.update, tail)
 
     def _before(self, stage: int, rest: StageRest) -> tuple[list[list[list[int]]], list[list[int]]]:
-        """Gathers of weights by model chunk, and jobs of buckets, that pieces of the first passes wait for."""
+        """Return the gathers of weights, by model chunk, and the jobs of buckets for which tasks of the first passes
+        wait."""
         jobs = [] if rest.early else self._jobs(stage, rest)
         found: list[list[list[int]]] = []
         every: list[int] = []
@@ -116,29 +125,32 @@ class Schedule:
             own = [self.loop.add(self._name(stage, GRADIENTS), "gather weights", each) for each in gathers]
             every += own
             found.append([[number] for number in own])
-        if not self.parts.gathers_beside and every:
+        if not self.step.overlaps_gathers and every:
             found = [[[every[-1]]] for _ in found]
         return found, [[number] for number in jobs]
 
-    def _jobs(self, stage: int, rest: StageRest, pieces: Sequence[int] = ()) -> list[int]:
-        """Buckets' jobs, each of which waits for the one that had its slot, and with `pieces` of the backward pass for
-        the one that makes its gradients; the tasks behind which the weights are there."""
+    def _jobs(self, stage: int, rest: StageRest, backward: Sequence[int] = ()) -> list[int]:
+        """Add the jobs of offloaded buckets and return the tasks after which their weights are on the device.
+
+        Each job waits for the one that used its stage. With tasks of the `backward` pass it also waits for the one that
+        makes its gradients.
+        """
         ends: list[int] = []
-        there: list[int] = []
-        jobs = rest.jobs[::-1] if pieces else rest.jobs
+        weights_ends: list[int] = []
+        jobs = rest.jobs[::-1] if backward else rest.jobs
         for index, job in enumerate(jobs):
-            waits = [ends[index - NUM_SLOTS]] if index >= NUM_SLOTS else []
-            waits += [pieces[index * len(pieces) // len(jobs)]] if pieces else []
+            waits = [ends[index - NUM_STAGES]] if index >= NUM_STAGES else []
+            waits += [backward[index * len(backward) // len(jobs)]] if backward else []
             weights = -1
-            for resource, reason, seconds in job.parts:
-                goes_on = bool(pieces) or weights >= 0 and resource == "disk"
+            for resource, reason, seconds in job.steps:
+                overlaps_next = bool(backward) or weights >= 0 and resource == "disk"
                 name = self._name(stage, resource)
-                waits = [self.loop.add(name, "update a bucket", {reason: seconds}, waits, goes_on=goes_on)]
+                waits = [self.loop.add(name, "update a bucket", {reason: seconds}, waits, overlaps_next=overlaps_next)]
                 if not (weights >= 0 and resource == "disk"):
                     weights = waits[0]
             ends.append(waits[0])
-            there.append(weights)
-        return there
+            weights_ends.append(weights)
+        return weights_ends
 
     def _pass(
         self,
@@ -148,39 +160,35 @@ class Schedule:
         waits: Sequence[Sequence[int]],
         is_last: bool = False,
     ) -> list[int]:
-        """A pass in as many pieces as there are things to wait for, or MoE layers whose experts lie off the device;
-        their tasks. `is_last`: no other micro-batch comes this way."""
+        """Add a pass as one task per element of `waits`, or per MoE layer with offloaded experts, and return the tasks.
+
+        `is_last`: it is the model chunk's last pass of this kind in the step.
+        """
         name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (
             f" of chunk {key[2]}" if self.num_chunks > 1 else ""
         )
-        lanes, visited = self._lanes.get(stage), 0
-        if lanes is not None and (visited := len(lanes.parts.layers[key[2]])):
+        streams, visited = self._streams.get(stage), 0
+        if streams is not None and (visited := len(streams.seconds.layers[key[2]])):
             waits = _spread(waits, visited)
         count = max(len(waits), 1)
-        part = seconds if count == 1 else _scaled(seconds, 1 / count)
+        share = seconds if count == 1 else _scaled(seconds, 1 / count)
         tasks = list[int]()
         for i in range(count):
             own = list(waits[i]) if waits else []
-            own += lanes.begin(not key[0]) if lanes is not None and visited else []
-            tasks.append(self.loop.add(self._name(stage, COMPUTE), name, part, own))
-            if lanes is not None and visited:
-                lanes.end(tasks[-1], not key[0], is_last)
+            own += streams.begin(not key[0]) if streams is not None and visited else []
+            tasks.append(self.loop.add(self._name(stage, COMPUTE), name, share, own))
+            if streams is not None and visited:
+                streams.end(tasks[-1], not key[0], is_last)
         self._passes[key] = tasks[0], tasks[-1]
         return tasks
 
-    def _after(self, stage: int, rest: StageRest, tail: list[int]) -> None:
-        if rest.tied:
-            tail = [self.loop.add(self._name(stage, GRADIENTS), "sum tied gradients", rest.tied, tail)]
-        if rest.update:
-            self.loop.add(self._name(stage, COMPUTE), "update", rest.update, tail)
-
     def _sends(self) -> None:
-        """States and their gradients go from one part of the model to the next."""
+        """Add the transfers of states and their gradients from one model chunk to the next."""
         if self.stages == 1:
             return
-        seconds = {f"pipeline:{self.parts.send_place}": self.parts.send}
+        seconds = {f"pipeline:{self.step.send_link}": self.step.send}
         last = self.stages * self.num_chunks - 1
-        following: dict[int, int] = {}  # the task behind one on its stage
+        following: dict[int, int] = {}  # the next task on a task's stage
         order: dict[str, int] = {}
         for number, task in enumerate(self.loop.tasks):
             if task.resource.endswith(COMPUTE):
@@ -188,20 +196,20 @@ class Schedule:
                     following[order[task.resource]] = number
                 order[task.resource] = number
         for (is_forward, stage, chunk, number), (_, end) in sorted(self._passes.items(), key=lambda item: item[1]):
-            place = chunk * self.stages + stage + (1 if is_forward else -1)
-            if not 0 <= place <= last:
+            next_chunk = chunk * self.stages + stage + (1 if is_forward else -1)
+            if not 0 <= next_chunk <= last:
                 continue
-            other = (is_forward, place % self.stages, place // self.stages, number)
+            other = (is_forward, next_chunk % self.stages, next_chunk // self.stages, number)
             resource = self._name(stage, NEXT if is_forward else PREVIOUS)
             sent = self.loop.add(resource, "state" if is_forward else "gradient", seconds, [end])
             self.loop.wait_also(self._passes[other][0], sent)
-            if self.parts.blocks and end in following:
+            if self.step.send_blocks and end in following:
                 self.loop.wait_also(following[end], sent)
 
     def reasons(self) -> Reasons:
-        """What the busiest stage does in the step's time, and what it waits for: adds up to `end`."""
+        """Return the seconds by reason in which the busiest stage computes or waits; they add up to `end`."""
         tasks = self.loop.tasks
-        before: dict[int, int] = {}  # the task before each on its resource
+        before: dict[int, int] = {}  # the previous task on a task's resource
         of_resource: dict[str, list[int]] = defaultdict(list)
         for number, task in enumerate(tasks):
             own = of_resource[task.resource]
@@ -211,16 +219,16 @@ class Schedule:
         computing = [numbers for name, numbers in of_resource.items() if name.endswith(COMPUTE)]
         result, now = Reasons(), 0.0
         for number in max(computing, key=lambda numbers: sum(tasks[number].seconds for number in numbers)):
-            self._blame(number, tasks[number].start, now, before, result)
+            self._add_waiting(number, tasks[number].start, now, before, result)
             result.add(tasks[number].reasons)
             now = tasks[number].end
-        waited = [number for number, task in enumerate(tasks) if not task.goes_on]
+        waited = [number for number, task in enumerate(tasks) if not task.overlaps_next]
         last = max(waited, key=lambda number: tasks[number].end)
         if tasks[last].end > now:
-            self._blame(last, tasks[last].end, now, before, result, itself=True)
+            self._add_waiting(last, tasks[last].end, now, before, result, itself=True)
         return result
 
-    def _blame(
+    def _add_waiting(
         self,
         number: int,
         until: float,
@@ -230,8 +238,9 @@ class Schedule:
         *,
         itself: bool = False,
     ) -> None:
-        """Say what went on between `since` and `until`, when a task began, or with `itself` when it was over: go back
-        along what was waited for."""
+        """Add the reasons for waiting between `since` and `until` to `result`, following the chain of predecessors
+        back from task `number`. `until`: the start of that task, or its end if `itself` is set.
+        """
         tasks = self.loop.tasks
         while until > since:
             if not itself:
@@ -252,14 +261,8 @@ class Schedule:
             result["bubble"] += until - since
 
 
-def _both(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """What pieces wait for, of two lists that may have other lengths: spread over the longer."""
-    count = max(len(first), len(second))
-    return list(zip(_spread(first, count), _spread(second, count), strict=True))
-
-
 def _spread(of: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """What so many pieces wait for."""
+    """Distribute the awaited tasks of `len(of)` tasks over `count` tasks, in their order."""
     result: list[list[int]] = [[] for _ in range(count)]
     for index, each in enumerate(of):
         result[index * count // len(of)] += each

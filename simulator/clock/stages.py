@@ -1,4 +1,4 @@
-"""What a pipeline stage has to do in a step beside its passes: reduce gradients, update, gather weights."""
+"""Work of a pipeline stage in a step besides its passes: reducing gradients, updating and gathering weights."""
 
 from __future__ import annotations
 
@@ -11,44 +11,42 @@ from typing import Any
 
 from configs import derived
 from configs.schema import Config
-from models.blueprint import padded_vocab_size, parts
-from optim.arrangement.arrange import Arrangement, Capacity, Tier
-from optim.arrangement.planning import Bandwidths, ElementBytes, Way, choose, work
+from models.blueprint import model_chunks, padded_vocab_size
+from optim.arrangement.buckets import Arrangement, Capacity, Target
+from optim.arrangement.engines import Bandwidths, BucketEngine, ElementBytes, choose, work
 from simulator.buffers import buffers
-from simulator.clock.axes import DENSE_COPIES, EXPERT_COPIES, Group, collective
+from simulator.clock.axes import DENSE_REPLICAS, EXPERT_REPLICAS, Group, collective
 from simulator.clock.hardware import Hardware
-from simulator.clock.work import Recipe
-from simulator.parameters import places
+from simulator.clock.passes import Recipe
+from simulator.offload.state import stage_arrangements
 from simulator.sizes import FP32
-from simulator.tiers import TierPlan
 
-# Of a number: both moments and the gradient are read, and the moments written; the master and the weight too.
+# Per number: both moments and the gradient are read, the moments written; the master weight is read and written.
 MOMENT_BYTES, MASTER_BYTES = 5 * FP32, 2 * FP32
-MOST_PIECES = 8  # into which a pass is cut for what goes on beside it
-GROUP_OF_KIND = {"dense": DENSE_COPIES, "expert": EXPERT_COPIES}
+MOST_TASKS = 8  # tasks into which a pass is cut to overlap with other work
+GROUP_OF_KIND = {"dense": DENSE_REPLICAS, "expert": EXPERT_REPLICAS}
 Seconds = Mapping[str, float]  # by reason
-KEPT = 4096  # layouts whose buckets are remembered
+KEPT = 4096  # layouts whose buckets are cached
 _ends: OrderedDict[Any, list[dict[str, list[tuple[int, ...]]]]] = OrderedDict()
 
 
 @dataclass(frozen=True)
 class BucketJob:
-    """What is done for a bucket of optimizer state off the device: (resource, reason, seconds) one after the other."""
+    """Steps of the update of an offloaded bucket of optimizer state: (resource, reason, seconds) in their order."""
 
-    parts: tuple[tuple[str, str, float], ...]
+    steps: tuple[tuple[str, str, float], ...]
 
 
 @dataclass(frozen=True)
 class StageRest:
-    """What one rank of a stage has to do: reductions of each model chunk's gradients in the order in which they are
-    ready, gathers of its weights in the order of use, the update on the device, jobs of buckets elsewhere."""
+    """Work of one rank of a stage besides its passes."""
 
-    reductions: tuple[tuple[Seconds, ...], ...]
-    gathers: tuple[tuple[Seconds, ...], ...]
-    update: Seconds
-    jobs: tuple[BucketJob, ...]
-    early: bool  # jobs go on beside the backward pass
-    tied: Seconds  # the sum of a tied embedding's gradients over the first and the last stage
+    reductions: tuple[tuple[Seconds, ...], ...]  # of each model chunk's gradients, in the order of the backward pass
+    gathers: tuple[tuple[Seconds, ...], ...]  # of each model chunk's weights, in the order of use
+    update: Seconds  # on the device
+    jobs: tuple[BucketJob, ...]  # of offloaded buckets
+    early: bool  # jobs may run during the backward pass
+    tied: Seconds  # sum of a tied embedding's gradients over the first and the last stage
 
 
 def stage_rest(
@@ -60,12 +58,15 @@ def stage_rest(
     recipe: Recipe,
     arrangements: Sequence[Arrangement | None] | None,
 ) -> list[StageRest]:
-    """By stage. `arrangements`: of optimizer state in tiers, of a rank of each stage; None: as the config asks for it
-    where there is room for all."""
+    """Return each stage's work besides its passes.
+
+    `arrangements`: of offloaded optimizer state, of a rank of each stage; None: the config's with enough memory.
+    """
     element, distributed = derived.element_size(config), config.optimizer.distributed
     ends = bucket_ends(config, vocab_size, world_size)
     if arrangements is None:
-        arrangements = _arrangements(config, vocab_size, world_size, hardware)
+        capacity = Capacity(device=hardware["device.memory"])
+        arrangements = stage_arrangements(config, vocab_size, world_size, capacity)
     result = []
     for stage in range(config.parallel.pipeline):
         reductions: list[tuple[Seconds, ...]] = []
@@ -76,37 +77,36 @@ def stage_rest(
             reduced, gathered = list[Seconds](), list[Seconds]()
             for kind, of_chunk in of_kind.items():
                 group, start = groups[GROUP_OF_KIND[kind]], 0
-                name = group.place
                 for end in of_chunk[chunk]:
                     numbers, start = end - start, end
                     owned += numbers / (group.size if distributed else 1)
                     if group.size == 1:
                         continue
-                    way = "reduce_scatter" if distributed else "all_reduce"
-                    reduced.append(
-                        {f"gradients:{name}": collective(hardware, way, group, numbers * recipe.gradient_bytes)}
-                    )
+                    operation = "reduce_scatter" if distributed else "all_reduce"
+                    seconds = collective(hardware, operation, group, numbers * recipe.gradient_bytes)
+                    reduced.append({f"gradients:{group.link}": seconds})
                     if distributed:
-                        gathered.append(
-                            {f"weights:{name}": collective(hardware, "all_gather", group, numbers * element)}
-                        )
+                        seconds = collective(hardware, "all_gather", group, numbers * element)
+                        gathered.append({f"weights:{group.link}": seconds})
             reductions.append(_at_most(reduced))
-            gathers.append(_at_most(gathered[::-1]))  # buckets lie in reverse order
-        tiers = arrangements[stage] if derived.has_tiers(config) else None
-        if tiers is None:
+            gathers.append(_at_most(gathered[::-1]))  # buckets are in reverse order
+        arrangement = arrangements[stage] if derived.has_own_optimizer_state(config) else None
+        if arrangement is None:
             per_number = MOMENT_BYTES + FP32 + element if element == FP32 else MOMENT_BYTES + MASTER_BYTES + element
             update: Seconds = {"update": owned * per_number / hardware["device.rate"]}
             jobs, early = tuple[BucketJob, ...](), False
         else:
-            update, jobs, early = _tiered(tiers, config, hardware, world_size)
+            update, jobs, early = _offloaded(arrangement, config, hardware, world_size)
         tied = _tied(config, vocab_size, hardware, groups, stage)
         result.append(StageRest(tuple(reductions), tuple(gathers), update, jobs, early, tied))
     return result
 
 
 def bucket_ends(config: Config, vocab_size: int, world_size: int) -> list[dict[str, list[tuple[int, ...]]]]:
-    """Where buckets of gradients end, in numbers of a rank: by stage, kind of weights and model chunk. Stages whose
-    buffers are alike are laid out once."""
+    """Return where buckets of gradients end, in numbers of a rank, by stage, kind of weights and model chunk.
+
+    Stages with equal buffers are computed once.
+    """
     parallel = config.parallel
     key = (
         repr((config.model, config.moe)),
@@ -117,8 +117,8 @@ def bucket_ends(config: Config, vocab_size: int, world_size: int) -> list[dict[s
     if key not in _ends:
         kinds: dict[tuple[Any, ...], dict[str, list[tuple[int, ...]]]] = {}
         found = []
-        for stage, of_stage in enumerate(parts(config)):
-            alike = (*(replace(part, first_layer=0) for part in of_stage), stage == 0)
+        for stage, of_stage in enumerate(model_chunks(config)):
+            alike = (*(replace(chunk, first_layer=0) for chunk in of_stage), stage == 0)
             if alike not in kinds:
                 laid_out = buffers(config, vocab_size, world_size, stage)
                 kinds[alike] = {kind: [chunk.bucket_ends for chunk in of_kind] for kind, of_kind in laid_out.items()}
@@ -130,35 +130,36 @@ def bucket_ends(config: Config, vocab_size: int, world_size: int) -> list[dict[s
 
 
 def _at_most(seconds: Sequence[Seconds]) -> tuple[Seconds, ...]:
-    """The same in at most MOST_PIECES parts."""
-    if len(seconds) <= MOST_PIECES:
+    """Return the same seconds, summed up in at most MOST_TASKS groups."""
+    if len(seconds) <= MOST_TASKS:
         return tuple(seconds)
-    size = math.ceil(len(seconds) / MOST_PIECES)
-    parts = []
+    size = math.ceil(len(seconds) / MOST_TASKS)
+    sums = []
     for first in range(0, len(seconds), size):
-        part: dict[str, float] = {}
+        total: dict[str, float] = {}
         for each in seconds[first : first + size]:
             for name, value in each.items():
-                part[name] = part.get(name, 0.0) + value
-        parts.append(part)
-    return tuple(parts)
+                total[name] = total.get(name, 0.0) + value
+        sums.append(total)
+    return tuple(sums)
 
 
 def _tied(
     config: Config, vocab_size: int, hardware: Hardware, groups: Mapping[str, Group], stage: int
 ) -> dict[str, float]:
+    """Return the seconds of the sum of a tied embedding's gradients; none for stages between the first and the last."""
     stages = config.parallel.pipeline
     if stages == 1 or not config.model.tie_embeddings or stage not in (0, stages - 1):
         return {}
     pipeline = groups["pipeline"]
-    pair = Group(2, min(pipeline.in_node, 2) if pipeline.in_node >= stages else 1, pipeline.beside)
-    rows = padded_vocab_size(vocab_size, config.parallel.tensor) // config.parallel.tensor
-    seconds = collective(hardware, "all_reduce", pair, rows * config.model.hidden_size * FP32)
-    return {f"gradients:{pair.place}": seconds}
+    pair = Group(2, min(pipeline.in_node, 2) if pipeline.in_node >= stages else 1, pipeline.num_sharing)
+    vocab_rows = padded_vocab_size(vocab_size, config.parallel.tensor) // config.parallel.tensor
+    seconds = collective(hardware, "all_reduce", pair, vocab_rows * config.model.hidden_size * FP32)
+    return {f"gradients:{pair.link}": seconds}
 
 
 def rates(hardware: Hardware, world_size: int) -> Bandwidths:
-    """What a rank gets of its node's host and disk while all others use them too."""
+    """Return the rates that a rank gets while all ranks of its node use the host and the disk."""
     ranks = min(hardware["ranks_per_node"], world_size)
     link = min(hardware["host.link_shared_by"], ranks)
     return Bandwidths(
@@ -172,47 +173,41 @@ def rates(hardware: Hardware, world_size: int) -> Bandwidths:
     )
 
 
-def _tiered(
-    tiers: Arrangement, config: Config, hardware: Hardware, world_size: int
+def _offloaded(
+    arrangement: Arrangement, config: Config, hardware: Hardware, world_size: int
 ) -> tuple[Seconds, tuple[BucketJob, ...], bool]:
-    element, of = ElementBytes.of(tiers), rates(hardware, world_size)
-    early = any(tiers.early)
-    ways: Sequence[Way] = tiers.ways
-    if tiers.flexible:
-        own = [(n, tier) for n, tier, way in zip(tiers.numels, tiers.tiers, ways, strict=True) if way != "record"]
-        numels, where = tuple(n for n, _ in own), tuple(tier for _, tier in own)
-        chosen = iter(_chosen(config.optimizer.engine, numels, where, element, of))
-        ways = [way if way == "record" else next(chosen) for way in ways]
+    """Return the update on the device, the jobs of other buckets, and whether they may run in the backward pass."""
+    element, of = ElementBytes.of(arrangement), rates(hardware, world_size)
+    early = any(arrangement.early)
+    numels, targets = arrangement.numels, arrangement.targets
+    engines: Sequence[BucketEngine] = arrangement.engines
+    if arrangement.flexible:
+        own = [(n, target) for n, target, engine in zip(numels, targets, engines, strict=True) if engine != "record"]
+        own_numels, own_targets = tuple(n for n, _ in own), tuple(target for _, target in own)
+        chosen = iter(_chosen(config.optimizer.engine, own_numels, own_targets, element, of))
+        engines = [engine if engine == "record" else next(chosen) for engine in engines]
     update, jobs = 0.0, list[BucketJob]()
-    for way, tier, numel, leaves in zip(ways, tiers.tiers, tiers.numels, tiers.leaving, strict=True):
-        if way == "record":  # see streams.py
+    for engine, target, numel, leaves in zip(engines, targets, numels, arrangement.leaving, strict=True):
+        if engine == "record":  # experts: see streams.py
             continue
-        needs = work(way, tier == "disk", numel, element, of, early)
-        if way == "device":
+        needs = work(engine, target == "disk", numel, element, of, early)
+        if engine == "device":
             update += needs.device
             continue
-        read = numel * element.record / of.read if tier == "disk" else 0.0
+        read = numel * element.record / of.read if target == "disk" else 0.0
         down = needs.down - (needs.leaving if leaves else 0.0)
         up, away = ("host up", "host_link", needs.up), ("host down", "host_link", down)
-        if way == "host":
+        if engine == "host":
             middle = [away, ("host", "host_update", needs.host), up]
         else:
             middle = [up, ("update", "update", needs.device), away]
-        parts = [("disk", "disk", read), *middle, ("disk", "disk", needs.disk - read)]
-        jobs.append(BucketJob(tuple(part for part in parts if part[2] > 0)))
+        steps = [("disk", "disk", read), *middle, ("disk", "disk", needs.disk - read)]
+        jobs.append(BucketJob(tuple(step for step in steps if step[2] > 0)))
     return {"update": update}, tuple(jobs), early
 
 
 @lru_cache(maxsize=KEPT)
 def _chosen(
-    engine: str, numels: tuple[int, ...], tiers: tuple[Tier, ...], element: ElementBytes, of: Bandwidths
-) -> tuple[Way, ...]:
-    return tuple(choose(engine, numels, tiers, element, of))
-
-
-def _arrangements(config: Config, vocab_size: int, world_size: int, hardware: Hardware) -> list[Arrangement | None]:
-    if not derived.has_tiers(config):
-        return [None] * config.parallel.pipeline
-    plan = TierPlan(config, vocab_size, world_size, Capacity(device=hardware["device.memory"]))
-    first = {place.stage: place for place in reversed(list(places(config, world_size)))}
-    return [plan.of(first[stage], 0) for stage in range(config.parallel.pipeline)]
+    engine: str, numels: tuple[int, ...], targets: tuple[Target, ...], element: ElementBytes, of: Bandwidths
+) -> tuple[BucketEngine, ...]:
+    return tuple(choose(engine, numels, targets, element, of))

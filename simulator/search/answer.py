@@ -1,40 +1,45 @@
-"""What a search of layouts says: the fastest layout that fits, those that come next, and why they lose."""
+"""Answer of a layout search, with its text: the fastest layout that fits, the runners-up, and why they are slower."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from configs.schema import Config
-from simulator.clock.prediction import Prediction
+from simulator.clock.prediction import UNTESTED, Prediction, describe_back_tests, describe_reason
+from simulator.search.sizer import LayoutMemory, MemoryLimits
+from simulator.sizes import format_bytes
 
-
-@dataclass(frozen=True)
-class LayoutMemory:
-    """Bytes of the fullest rank by tier: of its device, of its node's host and of the disk."""
-
-    device: int
-    host: int = 0
-    disk: int = 0
-
-
-@dataclass(frozen=True)
-class MemoryLimits:
-    """Bytes of each tier that a rank may take, and what limits the device and the host."""
-
-    device: float = math.inf
-    host: float = math.inf
-    disk: float = 0.0
-    device_name: str = "the device's memory"
-    host_name: str = "the node's memory"
+# What the step does in the seconds of a reason of simulator/clock/prediction.py.
+VERBS = {
+    "products": "is matrix products and attention",
+    "recomputed": "computes layers again",
+    "memory": "only reads and writes memory",
+    "launches": "waits for the host to start operations",
+    "tensor": "waits for tensor ranks %s",
+    "context": "waits for context ranks %s",
+    "expert": "waits for expert ranks %s",
+    "pipeline": "waits for states of other pipeline stages %s",
+    "bubble": "has nothing to do while the pipeline fills and drains",
+    "gradients": "reduces gradients %s",
+    "weights": "gathers updated weights %s",
+    "update": "is the optimizer's update on the device",
+    "host_update": "is the optimizer's update on the host",
+    "host_link": "waits for the link to the host",
+    "disk": "waits for the disk",
+    "step": "is what a step takes beside its passes",
+}
 
 
 @dataclass(frozen=True)
 class SearchedLayout:
-    """A layout that fits. `overrides`: what to type beside the command line that the search was given; `why`: why it
-    loses against the best, empty for the best itself; `choices`: those of which it is the best found, as typed."""
+    """A layout that fits.
+
+    `overrides`: to type in addition to the command line that the search was given. `why`: reason for being slower than
+    the best layout; empty for the best itself. `choices`: overrides of which this is the fastest layout found.
+    """
 
     config: Config = field(repr=False)
     overrides: list[str]
@@ -45,7 +50,7 @@ class SearchedLayout:
     choices: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the layout's entry in search.json."""
         return {
             "overrides": self.overrides,
             "step_seconds": self.prediction.seconds,
@@ -59,9 +64,12 @@ class SearchedLayout:
 
 @dataclass(frozen=True)
 class SearchCounts:
-    """How many layouts the rules allow; of them those that bounds dropped, by time and by memory; those whose memory
-    was counted and was too much; those that were timed; and those left, which are faster by the share `near` at
-    most."""
+    """Numbers of layouts in a search; search.json has them by these names.
+
+    `candidates`: allowed by the rules. `bounded_by_time`, `bounded_by_memory`: dropped by a bound. `too_large`: dropped
+    after their memory was counted. `timed`: fit and were timed. `left`: not examined, as they are faster than the best
+    by at most the share `near`.
+    """
 
     candidates: int
     bounded_by_time: int
@@ -71,28 +79,23 @@ class SearchCounts:
     left: int = 0
     near: float = 0.0
 
-    def as_dict(self) -> dict[str, float]:
-        """For JSON."""
-        return dict(self.__dict__)
-
 
 @dataclass(frozen=True)
 class TooLargeChoice:
-    """A choice, as typed, with which no layout that was looked at fits: the nearest is `short` bytes over a tier."""
+    """An override with which no examined layout fits: the closest is `short` bytes over the capacity of `target`."""
 
     choice: str
     short: float
-    tier: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"choice": self.choice, "short_bytes": self.short, "tier": self.tier}
+    target: str
 
 
 @dataclass(frozen=True)
 class LayoutAnswer:
-    """The best layout and the runners-up, the fastest found with each choice that differs from the best's; `too_large`:
-    choices with which nothing fits. `errors`: what back-tests of the hardware's figures found."""
+    """The best layout and the runners-up.
+
+    A runner-up is the fastest layout found with a choice that differs from the best layout's. `too_large`: choices with
+    which nothing fits. `errors`: results of back-tests of the hardware's figures.
+    """
 
     best: SearchedLayout
     runners_up: list[SearchedLayout]
@@ -104,15 +107,74 @@ class LayoutAnswer:
     too_large: tuple[TooLargeChoice, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """For search.json."""
+        """Return the content of search.json."""
         limits = {name: getattr(self.limits, name) for name in ("device", "host", "disk")}
         return {
             "hardware": self.hardware,
             "back_tests": [dict(error) for error in self.errors],
             "world_size": self.world_size,
             "limits_bytes": {name: None if math.isinf(limit) else limit for name, limit in limits.items()},
-            "counts": self.counts.as_dict(),
+            "counts": asdict(self.counts),
             "best": self.best.as_dict(),
             "runners_up": [layout.as_dict() for layout in self.runners_up],
-            "too_large": [each.as_dict() for each in self.too_large],
+            "too_large": [
+                {"choice": each.choice, "short_bytes": each.short, "tier": each.target} for each in self.too_large
+            ],
         }
+
+
+def answer_text(answer: LayoutAnswer) -> str:
+    """Return the lines that are printed: the best layout with its overrides, the runners-up, and the counts."""
+    counts, limits = answer.counts, answer.limits
+    lines = [
+        f"Fastest layout of {answer.world_size} ranks on {answer.hardware} "
+        f"(back-test: {describe_back_tests(answer.errors)}; a rank may take {format_bytes(limits.device)}, "
+        f"{limits.device_name}, and {format_bytes(limits.host)} of the host)",
+        *_layout(answer.best, answer.errors),
+    ]
+    for number, layout in enumerate(answer.runners_up, 1):
+        choices = f" (the best found with {' or '.join(layout.choices)})" if layout.choices else ""
+        lines += ["", f"Runner-up {number}{choices}: {layout.why}", *_layout(layout, answer.errors)]
+    if answer.too_large:
+        names = {"device": limits.device_name, "host": limits.host_name, "disk": "memory.disk_budget"}
+        lines += ["", "Nothing that was looked at fits with:"]
+        lines += [
+            f"  {each.choice}: {format_bytes(each.short)} more than {names[each.target]}" for each in answer.too_large
+        ]
+    left = f", {counts.left:,} left, no more than {counts.near:.1%} faster" if counts.near else ""
+    lines += [
+        "",
+        f"{counts.candidates:,} candidates: {counts.bounded_by_time:,} dropped by a bound of their time, "
+        f"{counts.bounded_by_memory:,} by one of their memory, {counts.too_large:,} too large, {counts.timed:,} timed"
+        + left,
+    ]
+    return "\n".join(lines)
+
+
+def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the two lines of a layout; the seconds have the largest mean error of the back-tests."""
+    worst = max((float(error["mean_absolute_error_percent"]) for error in errors), default=None)
+    seconds = f"{layout.prediction.seconds:.4g} s ({UNTESTED if worst is None else f'+-{worst:.1f}%'})"
+    memory = format_bytes(layout.memory.device)
+    for name, number in (("host", layout.memory.host), ("disk", layout.memory.disk)):
+        memory += f" and {format_bytes(number)} of the {name}" if number else ""
+    return [
+        f"  {seconds} a step, {layout.tokens_per_second:,.0f} tokens/s, a rank needs {memory}",
+        f"  {' '.join(layout.overrides) or 'the layout that was given'}",
+    ]
+
+
+def why_slower(loser: Prediction, best: Prediction) -> str:
+    """Return why a layout is slower than the best: the reason on which it spends most additional seconds."""
+    names = dict.fromkeys([*loser.reasons, *best.reasons])
+    longer = {name: loser.reasons.get(name, 0.0) - best.reasons.get(name, 0.0) for name in names}
+    name = max(longer, key=lambda each: longer[each], default="")
+    slower = loser.seconds / best.seconds - 1
+    if slower < 5e-4 or not name or longer[name] <= 0:
+        return "as fast, and splits the model over more dimensions or keeps less"
+    own, share_of_best = loser.reasons[name], best.reasons.get(name, 0.0) / best.seconds
+    if own / loser.seconds <= share_of_best:  # no larger share, but of a longer step
+        what = describe_reason(name)
+        return f"{slower:.1%} slower: {longer[name]:.3g} s more for {what} ({own:.3g} s of the step)"
+    verb = describe_reason(name, VERBS)
+    return f"{slower:.1%} slower: {own / loser.seconds:.1%} of the step {verb} ({share_of_best:.1%} of the best's)"

@@ -1,8 +1,8 @@
-"""Best first: what may be fastest is looked at next, until nothing that is left can beat what was found.
+"""Best-first search of layouts: branch and bound, until no remaining candidate can be faster than the best one found.
 
-A node stands for candidates and has seconds that none of them is below. It is a micro-batch size (and all larger ones)
-of a group and a number of chunks; a layout; a layout with a number of chunks of its MoE layers, before and after its
-memory was counted; a candidate that fits.
+A node stands for a set of candidates and has a lower bound of their seconds. From coarse to fine it is: a micro-batch
+size and all larger ones, of a group and a number of model chunks; a layout; a layout with a number of chunks of its MoE
+layers, before and after its memory was counted; a candidate that fits.
 """
 
 from __future__ import annotations
@@ -10,24 +10,25 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 from configs import derived
 from configs.schema import Config
-from optim.arrangement.arrange import Arrangement
+from optim.arrangement.buckets import Arrangement
 from simulator.clock.prediction import Prediction
-from simulator.search.answer import LayoutMemory, MemoryLimits, SearchCounts
+from simulator.search.answer import SearchCounts
 from simulator.search.floor import LayoutFloor
-from simulator.search.memory import LayoutSizer
+from simulator.search.sizer import LayoutMemory, LayoutSizer, MemoryLimits
 from simulator.search.space import LayoutCell, LayoutGroup, LayoutSpace, Saving, is_legal
 
-SAME = 1e-9  # relative difference of seconds that are taken to be the same
+SAME = 1e-9  # relative difference up to which seconds count as equal
 Predict = Callable[[Config, Sequence[Arrangement | None] | None], Prediction]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate that fits, with its time."""
+    """A layout with its memory savings that fits, and its predicted time."""
 
     cell: LayoutCell
     saving: Saving
@@ -36,33 +37,36 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """The fastest first; of those as fast, the simplest."""
+        """Sort key: the fastest first, among equally fast ones the simplest."""
         return float(f"{self.prediction.seconds:.9g}"), *simplicity(self.cell, self.saving)
 
 
 @dataclass(frozen=True)
 class Node:
-    """Candidates that take `bound` seconds at least. `rest`: indices of what the micro-batch sizes go on with."""
+    """Set of candidates that all take at least `bound` seconds.
+
+    `kind`: micro, layout, sized, kept, offload or candidate; `LayoutExplorer` has a method for each.
+    """
 
     kind: str
     bound: float
     group: LayoutGroup
     chunks: int | None
-    cell: LayoutCell | None = None
-    row: tuple[Saving, ...] = ()  # with one degree, what keeps most first
-    index: int = 0
+    cell: LayoutCell
+    savings: tuple[Saving, ...] = ()  # all with the same degree, that which keeps most first
+    index: int = 0  # of the micro-batch size
     memory: LayoutMemory | None = None
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Before which node it is looked at."""
+        """Sort key: the lowest bound first, among equal ones the fewest dimensions."""
         group = self.group
         used = sum(size > 1 for size in (group.tensor, group.pipeline, group.context, group.expert))
         return self.bound, used, group.tensor, group.pipeline, group.context, group.expert
 
 
 def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
-    """Fewer dimensions, less recomputation, no tiers, fewer chunks, small sizes."""
+    """Return a sort key: fewer dimensions, less recomputation, no offloading, fewer chunks, small sizes first."""
     group = cell.group
     dimensions = (group.tensor, group.pipeline, group.context, group.expert, group.expert_tensor or 1)
     used = sum(size > 1 for size in dimensions) + (cell.chunks is not None) + group.sequence
@@ -72,8 +76,11 @@ def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
 
 
 class LayoutExplorer:
-    """Explores a space. `predict` takes a config and arrangements, `least` a config; see simulator/search/timer.py.
-    `near`: a share of the best's seconds by which nothing need be faster to be looked at; 0: the best is exact."""
+    """Explores a space and keeps the candidates that it timed.
+
+    `predict` takes a config and arrangements, `least` a config; see simulator/search/timer.py. `near`: share of the
+    best's seconds; candidates that are faster by less are not examined. 0: the best is exact.
+    """
 
     def __init__(
         self,
@@ -89,44 +96,41 @@ class LayoutExplorer:
         self.floor, self.near = floor, near
         self.found: list[Candidate] = []
         self.candidates = self.bounded_by_memory = self.too_large = self.timed = 0
-        self._rows_of: dict[tuple[int, bool], list[tuple[Saving, ...]]] = {}
-        self._streamed: set[LayoutGroup] = set()  # groups whose experts must leave the device
+        self._by_degree: dict[tuple[int, bool], list[tuple[Saving, ...]]] = {}
+        self._must_offload: set[LayoutGroup] = set()  # groups whose experts do not fit on the device
         self._heap: list[tuple[tuple[Any, ...], int, Node]] = []
         self._number = 0
-        self._begin()
+        self._push_groups()
 
     def counts(self) -> SearchCounts:
-        """What became of all candidates: those that nobody looked at were bounded by time."""
+        """Return the numbers of candidates by outcome; candidates that were not examined are bounded by time."""
         rest = self.candidates - self.bounded_by_memory - self.too_large - self.timed
         best, left = self.best, 0
         if best is not None and self.near:
-            left = sum(self._number_of(node) for _, _, node in self._heap if node.bound < best.prediction.seconds)
+            for _, _, node in self._heap:
+                if node.bound < best.prediction.seconds:
+                    of_micro = node.kind == "micro"
+                    num_cells = self.space.num_cells(node.group, node.chunks, node.index) if of_micro else 1
+                    left += num_cells * len(self._savings(node.cell) if of_micro else node.savings)
         left = min(left, rest)
         return SearchCounts(
             self.candidates, rest - left, self.bounded_by_memory, self.too_large, self.timed, left, self.near
         )
 
-    def _number_of(self, node: Node) -> int:
-        """Candidates that a node stands for."""
-        if node.kind != "micro":
-            return len(node.row)
-        assert node.cell is not None
-        return len(self._savings(node.cell)) * self.space.num_cells(node.group, node.chunks, node.index)
-
     @property
     def best(self) -> Candidate | None:
-        """The fastest found."""
+        """The fastest candidate found."""
         return min(self.found, key=lambda each: each.rank, default=None)
 
     def run(self, most_nodes: float = float("inf")) -> None:
-        """Look at nodes until none can be faster than the best found, by more than is near; or at so many."""
-        best, looked = float("inf"), 0
-        while self._heap and looked < most_nodes:
+        """Examine nodes until none can be faster than the best found by more than `near`, or `most_nodes` nodes."""
+        best, examined = float("inf"), 0
+        while self._heap and examined < most_nodes:
             node = self._heap[0][2]
             if node.bound > best * (1 + SAME if not self.near else 1 - self.near):
                 break
             heapq.heappop(self._heap)
-            looked += 1
+            examined += 1
             before = len(self.found)
             for child in getattr(self, f"_{node.kind}")(node):
                 self._push(child)
@@ -136,7 +140,7 @@ class LayoutExplorer:
         self._number += 1
         heapq.heappush(self._heap, (node.order, self._number, node))
 
-    def _begin(self) -> None:
+    def _push_groups(self) -> None:
         for group in self.space.groups():
             cell = next(self.space.cells(group))
             savings = self.space.legal_savings(cell)
@@ -147,157 +151,149 @@ class LayoutExplorer:
                 self.bounded_by_memory += count
                 continue
             if _stream(savings) and self.sizer.least_device_bytes(cell, _leaves(savings)) > self.limits.device:
-                self._streamed.add(group)  # weights and gradients of all experts are too large
+                self._must_offload.add(group)  # weights and gradients of all experts are too large
                 self.bounded_by_memory += number * sum(not saving.streams for saving in savings)
             for chunks in self.space.chunks_of(group):
                 for node in self._micro_from(group, chunks, 0):
                     self._push(node)
 
     def _micro_from(self, group: LayoutGroup, chunks: int | None, index: int) -> Iterator[Node]:
-        """Larger micro-batches have a larger floor: the pipeline waits longer."""
+        """Yield the node of the micro-batch sizes from `index` on; its bound is that of the first, as larger ones make
+        the pipeline wait longer."""
         micros = self.space.micros_of(group, chunks)
         if index < len(micros):
             cell = LayoutCell(group, chunks, self.space.first_heads, micros[index])
-            rows = self._rows(cell)
-            if rows:
-                bound = self.floor.seconds(cell, [row[0] for row in rows], self.space.first_heads)
+            if by_degree := self._savings_by_degree(cell):
+                bound = self.floor.seconds(cell, [savings[0] for savings in by_degree], self.space.first_heads)
                 yield Node("micro", bound, group, chunks, cell, index=index)
 
-    def _rows(self, cell: LayoutCell) -> list[tuple[Saving, ...]]:
-        """The savings that the rules allow, by degree."""
+    def _savings_by_degree(self, cell: LayoutCell) -> list[tuple[Saving, ...]]:
+        """Return the savings of `_savings`, grouped by the numbers of chunks of MoE layers."""
         savings = self.space.legal_savings(cell)
-        key = id(savings), cell.group in self._streamed
-        if key not in self._rows_of:
-            self._rows_of[key] = _parts(self._savings(cell), lambda each: (each.degree, each.backward_degree))
-        return self._rows_of[key]
+        key = id(savings), cell.group in self._must_offload
+        if key not in self._by_degree:
+            self._by_degree[key] = _grouped(self._savings(cell), lambda each: (each.degree, each.backward_degree))
+        return self._by_degree[key]
 
     def _savings(self, cell: LayoutCell) -> list[Saving]:
-        """What the rules and a bound of the group's memory allow."""
+        """Return the savings that the rules and a bound of the group's memory allow."""
         savings = self.space.legal_savings(cell)
-        return [each for each in savings if each.streams] if cell.group in self._streamed else savings
+        return [each for each in savings if each.streams] if cell.group in self._must_offload else savings
 
     def _micro(self, node: Node) -> Iterator[Node]:
-        """The next micro-batch size, and the layouts with this one."""
-        assert node.cell is not None
+        """Yield the node of the next micro-batch size, and the layouts with this one."""
         savings = self._savings(node.cell)
-        room = self.limits.device - self.sizer.staying_bytes(node.cell, _leaves(savings), _stream(savings))
+        headroom = self.limits.device - self.sizer.fixed_bytes(node.cell, _leaves(savings), _stream(savings))
         numbers = self.space.heads_of(node.group, node.chunks, node.cell.micro)
-        if room < 0 or (numbers and self.sizer.has_no_room(replace(node.cell, heads=numbers[0]), savings, room)):
+        if headroom < 0 or (numbers and self.sizer.exceeds(replace(node.cell, heads=numbers[0]), savings, headroom)):
             self.bounded_by_memory += len(savings) * self.space.num_cells(node.group, node.chunks, node.index)
             return
         yield from self._micro_from(node.group, node.chunks, node.index + 1)
         for heads in numbers:
             cell = replace(node.cell, heads=heads)
             used = derived.context_heads(self.space.layout(cell, savings[0]))
-            for row in self._rows(cell):
-                bound = max(node.bound, self.floor.seconds(cell, [row[0]], used), self.floor.streamed(cell, row))
-                yield replace(node, kind="row", cell=cell, row=row, bound=bound)
+            for own in self._savings_by_degree(cell):
+                bound = max(node.bound, self.floor.seconds(cell, [own[0]], used), self.floor.streamed(cell, own))
+                yield replace(node, kind="layout", cell=cell, savings=own, bound=bound)
 
-    def _row(self, node: Node) -> Iterator[Node]:
-        """A closer bound, of this layout alone."""
-        assert node.cell is not None
-        config = self.space.layout(node.cell, node.row[0])
+    def _layout(self, node: Node) -> Iterator[Node]:
+        """Yield the same candidates with a closer bound, of this layout alone."""
+        config = self.space.layout(node.cell, node.savings[0])
         if not is_legal(config, self.space.world_size):
-            self.candidates -= len(node.row)
+            self.candidates -= len(node.savings)
             return
-        yield replace(node, kind="sized", bound=max(node.bound, self._least(node.cell, node.row[0])))
+        yield replace(node, kind="sized", bound=max(node.bound, self._least(node.cell, node.savings[0])))
 
     def _least(self, cell: LayoutCell, saving: Saving) -> float:
         closer = self.floor.closer(cell, saving)
         return self.least(self.space.layout(cell, saving)) if closer is None else closer
 
     def _sized(self, node: Node) -> Iterator[Node]:
-        """What keeps most, and what else may be faster: state in tiers is updated beside the passes, and waits for
-        them. Where there is room for state on the device and for what tiers need there, what keeps less of the layers
-        is no faster, and auto is the device."""
-        assert node.cell is not None
-        first = node.row[0]
-        parts = _parts(node.row, _kept_alike)
-        parts[0] = parts[0][1:]
+        """Yield the candidate that keeps most if it fits, and the others that may be faster.
+
+        Offloaded state is updated during the passes, or delays them. If all state and the buffers of offloading fit on
+        the device, keeping less of the layers is no faster, and auto equals the device.
+        """
+        first = node.savings[0]
+        kept = attrgetter("recompute", "offload", "strategy", "weights_device", "pass_order")
+        groups = _grouped(node.savings, kept)
+        groups[0] = groups[0][1:]
         memory = None if self._keeps_too_much(node.cell, [first]) else self._fitting(node.cell, first)
         if memory is None:
             self.too_large += 1
         else:
-            yield replace(node, kind="candidate", row=(first,), memory=memory)
-            if first.state_device == "device" and self._has_room_beside(node, memory):
-                others = [part for part in parts[1:] if not first.is_below(part[0])]
-                parts = [tuple(each for each in part if each.state_device != "auto") for part in [parts[0], *others]]
+            yield replace(node, kind="candidate", savings=(first,), memory=memory)
+            needed = memory.device
+            if _leaves(node.savings):  # staging buffers and new weights take at most as much as the state itself
+                needed += self.sizer.fixed_bytes(node.cell, False) - self.sizer.fixed_bytes(node.cell, True)
+            if first.state_device == "device" and needed <= self.limits.device:
+                others = [group for group in groups[1:] if not first.is_below(group[0])]
+                groups = [
+                    tuple(each for each in group if each.state_device != "auto") for group in [groups[0], *others]
+                ]
         used = derived.context_heads(self.space.layout(node.cell, first))
-        for part in parts:
-            if part:  # what computes again is bounded by that before it is looked at
-                bound = max(node.bound, self.floor.seconds(node.cell, [part[0]], used))
-                bound = max(bound, self.floor.streamed(node.cell, part))
-                yield replace(node, kind="saved", row=part, bound=bound)
+        for group in groups:
+            if group:  # bounds include recomputation before a group is examined
+                bound = max(node.bound, self.floor.seconds(node.cell, [group[0]], used))
+                bound = max(bound, self.floor.streamed(node.cell, group))
+                yield replace(node, kind="kept", savings=group, bound=bound)
 
-    def _has_room_beside(self, node: Node, memory: LayoutMemory) -> bool:
-        """Whether a device has room for slots and new weights of all state beside what it holds."""
-        assert node.cell is not None
-        if not _leaves(node.row):
-            return True
-        state = self.sizer.staying_bytes(node.cell, False) - self.sizer.staying_bytes(node.cell, True)
-        return memory.device + state <= self.limits.device
-
-    def _saved(self, node: Node) -> Iterator[Node]:
-        """Layers that are kept alike, unless what they keep is more than the device has room for."""
-        assert node.cell is not None
-        if self._keeps_too_much(node.cell, node.row):
-            self.bounded_by_memory += len(node.row)
+    def _kept(self, node: Node) -> Iterator[Node]:
+        """Yield the candidates with equally kept activations, unless these are larger than the device."""
+        if self._keeps_too_much(node.cell, node.savings):
+            self.bounded_by_memory += len(node.savings)
         else:
-            yield replace(node, kind="tiers", bound=max(node.bound, self._least(node.cell, node.row[0])))
+            yield replace(node, kind="offload", bound=max(node.bound, self._least(node.cell, node.savings[0])))
 
-    def _keeps_too_much(self, cell: LayoutCell, row: Sequence[Saving]) -> bool:
-        least = self.sizer.staying_bytes(cell, _leaves(row), _stream(row)) + self.sizer.kept_floor(cell, row[0])
-        return least > self.limits.device
+    def _keeps_too_much(self, cell: LayoutCell, savings: Sequence[Saving]) -> bool:
+        least = self.sizer.fixed_bytes(cell, _leaves(savings), _stream(savings))
+        return least + self.sizer.kept_floor(cell, savings[0]) > self.limits.device
 
-    def _tiers(self, node: Node) -> Iterator[Node]:
-        """The tiers and engines that fit."""
-        assert node.cell is not None
-        if self.sizer.beside_state(node.cell, node.row[0], _leaves(node.row)) > self.limits.device:
-            self.bounded_by_memory += len(node.row)
+    def _offload(self, node: Node) -> Iterator[Node]:
+        """Yield the candidates whose offload targets and update engines fit."""
+        if self.sizer.device_bytes(node.cell, node.savings[0], _leaves(node.savings)) > self.limits.device:
+            self.bounded_by_memory += len(node.savings)
             return
-        for saving in node.row:
+        for saving in node.savings:
             memory = self._fitting(node.cell, saving)
             if memory is None:
                 self.too_large += 1
             else:
-                yield replace(node, kind="candidate", row=(saving,), memory=memory)
+                yield replace(node, kind="candidate", savings=(saving,), memory=memory)
 
     def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
+        """Return the memory of a candidate; None if it is over a limit."""
         memory = self.sizer.memory(cell, saving)
         limits = self.limits
         fits = memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk
         return memory if fits else None
 
     def _candidate(self, node: Node) -> Iterator[Node]:
-        """The time of what fits."""
-        assert node.cell is not None and node.memory is not None
+        """Time a candidate that fits; it has no further nodes."""
+        assert node.memory is not None
         self.timed += 1
-        prediction = self.time(node.cell, node.row[0])
-        self.found.append(Candidate(node.cell, node.row[0], prediction, node.memory))
+        prediction = self.time(node.cell, node.savings[0])
+        self.found.append(Candidate(node.cell, node.savings[0], prediction, node.memory))
         yield from ()
 
     def time(self, cell: LayoutCell, saving: Saving) -> Prediction:
-        """What the clock says of a candidate, with optimizer state where it lies then."""
+        """Return the prediction of a candidate with its arrangement of optimizer state."""
         return self.predict(self.space.layout(cell, saving), self.sizer.arrangements(cell, saving))
 
 
 def _leaves(savings: Sequence[Saving]) -> bool:
-    """Whether optimizer state may leave the device."""
+    """Whether one of the savings offloads optimizer state."""
     return any(saving.state_device != "device" for saving in savings)
 
 
 def _stream(savings: Sequence[Saving]) -> bool:
-    """Whether experts' weights may lie off the device."""
+    """Whether one of the savings offloads experts."""
     return any(saving.streams for saving in savings)
 
 
-def _kept_alike(saving: Saving) -> tuple[Any, ...]:
-    return saving.recompute, saving.offload, saving.strategy, saving.weights_device, saving.pass_order
-
-
-def _parts(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:
-    """Savings that are alike in something, in their order."""
+def _grouped(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:
+    """Return the savings in groups with equal keys, in their order."""
     found: dict[Any, list[Saving]] = {}
     for saving in savings:
         found.setdefault(key(saving), []).append(saving)
-    return [tuple(part) for part in found.values()]
+    return [tuple(group) for group in found.values()]

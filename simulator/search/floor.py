@@ -1,7 +1,7 @@
-"""Seconds that no layout of a group is below: what its rows take at best, and what the pipeline waits.
+"""Lower bounds of the seconds of layouts: computation per sequence row, and waiting in the pipeline.
 
-A row of a large micro-batch takes least, so one timing of it bounds all micro-batch sizes, stages and model chunks.
-Context ranks exchange heads while nothing is computed, and keys and values beside attention.
+A row takes least in a large micro-batch, so one timing bounds all micro-batch sizes, stages and model chunks. Context
+ranks exchange heads while nothing is computed, and keys and values during attention.
 """
 
 from __future__ import annotations
@@ -12,93 +12,101 @@ from dataclasses import replace
 
 from configs import derived
 from configs.schema import Config
-from models.blueprint import parts
+from models.blueprint import model_chunks
 from simulator.clock.hardware import Hardware
 from simulator.clock.streams import least_streamed_seconds
 from simulator.search.space import LayoutCell, LayoutSpace, Saving, with_keys
 from simulator.search.timer import LayerKind, RowSeconds
 
-LARGE = 2**24  # tokens of a micro-batch, about, beside which start-ups are nothing
-ATTENDED = 0.5  # of the rows elsewhere, that a place's queries attend to at least
+LARGE = 2**24  # tokens of a micro-batch with which start-up times are negligible
+ATTENDED = 0.5  # least share of other context ranks' rows to which a rank's queries attend
 
-Stages = list[tuple[Counter[LayerKind], Counter[LayerKind]]]  # by stage: layers of its first chunk, and of all
+Stages = list[tuple[Counter[LayerKind], Counter[LayerKind]]]  # of each stage: layers of its first chunk, and of all
 
 
 class LayoutFloor:
-    """Bounds of a space's layouts; 0 where nothing is known of rows."""
+    """Computes lower bounds of the seconds of a space's layouts; they are 0 without `row_seconds`."""
 
-    def __init__(self, space: LayoutSpace, hardware: Hardware, rows: Callable[[Config], RowSeconds] | None) -> None:
-        self.space, self.hardware, self.rows = space, hardware, rows
-        self._rows: dict[Hashable, RowSeconds] = {}
+    def __init__(
+        self, space: LayoutSpace, hardware: Hardware, row_seconds: Callable[[Config], RowSeconds] | None
+    ) -> None:
+        self.space, self.hardware, self.row_seconds = space, hardware, row_seconds
+        self._row_seconds: dict[Hashable, RowSeconds] = {}
         self._stages: dict[Hashable, Stages] = {}
         self._streamed: dict[Hashable, float] = {}
 
     def seconds(self, cell: LayoutCell, savings: list[Saving], heads: int | None = None) -> float:
-        """No more than the least of a layout's savings; with `heads` ranks that exchange heads, else any number."""
+        """Return a bound for all of a layout's savings, with `heads` ranks that exchange heads; None: any number."""
         group = cell.group
-        if self.rows is None or (group.context > 1 and self.space.kind == "cpu"):
-            return 0.0  # a CPU's attention with context ranks is another one
-        more = self._context_seconds(cell, heads) if group.context > 1 else 0.0
+        if self.row_seconds is None or (group.context > 1 and self.space.kind == "cpu"):
+            return 0.0  # a CPU computes attention differently with context ranks
+        more = 0.0  # seconds per layer and micro-batch in which context ranks wait for each other
+        if group.context > 1:
+            config = with_keys(self.space.config, {"parallel.tensor": group.tensor})
+            numbers = [heads] if heads else [n for n in range(1, group.context + 1) if group.context % n == 0]
+            more = min(self._exchanged(config, cell, number) for number in numbers)
         each = self._micro_batches(cell)
         return min(self._step(cell, self._of_row(cell, saving), *each, more) for saving in savings)
 
     def closer(self, cell: LayoutCell, saving: Saving) -> float | None:
-        """No more than the seconds of one candidate, by the rows of its micro-batch and what it moves of experts; None
-        where nothing is known."""
-        if self.rows is None:
+        """Return a bound for one candidate from the rows of its micro-batch and its transfers of experts; None without
+        `row_seconds`."""
+        if self.row_seconds is None:
             return None
         group = cell.group
-        key = replace(group, pipeline=1), cell.heads, cell.micro, _saved(saving)
-        if key not in self._rows:
-            self._rows[key] = self.rows(self.space.layout(cell, saving))
-        return max(self._step(cell, self._rows[key], *self._micro_batches(cell), 0.0), self.streamed(cell, [saving]))
+        key = replace(group, pipeline=1), cell.heads, cell.micro, _recomputed(saving)
+        if key not in self._row_seconds:
+            self._row_seconds[key] = self.row_seconds(self.space.layout(cell, saving))
+        seconds = self._step(cell, self._row_seconds[key], *self._micro_batches(cell), 0.0)
+        return max(seconds, self.streamed(cell, [saving]))
 
     def streamed(self, cell: LayoutCell, savings: Sequence[Saving]) -> float:
-        """No more than what a layout's savings move of experts off the device takes; 0 where one has them there."""
-        if self.rows is None or not all(each.streams for each in savings):
+        """Return a bound from the transfers of offloaded experts; 0 if one of the savings keeps them on the device."""
+        if self.row_seconds is None or not all(each.streams for each in savings):
             return 0.0
-        found = {(each.weights_device, each.pass_order, each.state_device): each for each in savings}
-        return min(self._moved(cell, own, each) for own, each in found.items())
-
-    def _moved(self, cell: LayoutCell, own: Hashable, saving: Saving) -> float:
-        key = cell.group, cell.chunks, cell.micro, own
-        if key not in self._streamed:
-            config = self.space.layout(cell, saving)
-            self._streamed[key] = least_streamed_seconds(config, self.space.world_size, self.hardware)
-        return self._streamed[key]
+        bounds = []
+        for own, saving in {
+            (each.weights_device, each.pass_order, each.state_device): each for each in savings
+        }.items():
+            key = cell.group, cell.chunks, cell.micro, own
+            if key not in self._streamed:
+                config = self.space.layout(cell, saving)
+                self._streamed[key] = least_streamed_seconds(config, self.space.world_size, self.hardware)
+            bounds.append(self._streamed[key])
+        return min(bounds)
 
     def _micro_batches(self, cell: LayoutCell) -> tuple[int, int]:
-        """How many there are, and the rows of one."""
+        """Return the number of a rank's micro-batches per step, and its sequence rows in one of them."""
         group, config = cell.group, self.space.config
-        copies = self.space.world_size // (group.tensor * group.pipeline * group.context)
-        count = config.training.global_batch_size // (copies * cell.micro)
+        replicas = self.space.world_size // (group.tensor * group.pipeline * group.context)
+        count = config.training.global_batch_size // (replicas * cell.micro)
         return count, cell.micro * config.model.sequence_length // group.context
 
     def _step(self, cell: LayoutCell, row: RowSeconds, count: int, of_micro: int, more: float) -> float:
-        """All passes of a stage, and one of each stage before it, forward until its first and backward after its
-        last."""
+        """Return the seconds of the slowest stage: all its passes, and one micro-batch's passes of the stages before,
+        which it waits for at the start and at the end. `more`: seconds to add per layer and micro-batch."""
         before = most = 0.0
         stages = self._of_stages(cell)
         for number, (first, every) in enumerate(stages):
             own = sum(number * row.layers[kind] for kind, number in every.items())
-            own += row.before * (number == 0) + row.behind * (number == len(stages) - 1)
+            own += row.before * (number == 0) + row.after * (number == len(stages) - 1)
             most = max(most, before + count * (own * of_micro + more * sum(every.values())))
             before += sum(number * row.layers[kind] for kind, number in first.items()) * of_micro
         return most
 
     def _of_row(self, cell: LayoutCell, saving: Saving) -> RowSeconds:
         group = cell.group
-        split = group.tensor, group.sequence, group.expert, group.expert_tensor
-        key = (*split, _saved(saving))
-        if key not in self._rows:
+        key = group.tensor, group.sequence, group.expert, group.expert_tensor, _recomputed(saving)
+        if key not in self._row_seconds:
             asked = self.space.layout(cell, saving)
             size = max(1, LARGE // asked.model.sequence_length)
             large = {"training.micro_batch_size": size, "training.global_batch_size": size * self.space.world_size}
-            apart = {"parallel.context": 1, "parallel.context_heads": None, "training.activation_offload": "none"}
+            unshared = {"parallel.context": 1, "parallel.context_heads": None, "training.activation_offload": "none"}
             whole = {"parallel.pipeline": 1, "parallel.virtual_pipeline": None, "optimizer.state_device": "device"}
-            assert self.rows is not None
-            self._rows[key] = self.rows(with_keys(asked, {**large, **apart, **whole, "optimizer.engine": "auto"}))
-        return self._rows[key]
+            assert self.row_seconds is not None
+            plain = with_keys(asked, {**large, **unshared, **whole, "optimizer.engine": "auto"})
+            self._row_seconds[key] = self.row_seconds(plain)
+        return self._row_seconds[key]
 
     def _of_stages(self, cell: LayoutCell) -> Stages:
         key = cell.group.pipeline, cell.chunks
@@ -107,20 +115,14 @@ class LayoutFloor:
                 self.space.config, {"parallel.pipeline": cell.group.pipeline, "parallel.virtual_pipeline": cell.chunks}
             )
             slides, found = derived.window_pattern(config), []
-            for of_stage in parts(config):
+            for of_stage in model_chunks(config):
                 kinds = [
-                    Counter((kind, slides[number]) for number, kind in enumerate(part.layers, part.first_layer))
-                    for part in of_stage
+                    Counter((kind, slides[number]) for number, kind in enumerate(chunk.layers, chunk.first_layer))
+                    for chunk in of_stage
                 ]
                 found.append((kinds[0], sum(kinds[1:], kinds[0].copy())))
             self._stages[key] = found
         return self._stages[key]
-
-    def _context_seconds(self, cell: LayoutCell, heads: int | None) -> float:
-        """What context ranks wait for each other in a layer, with a micro-batch."""
-        config = with_keys(self.space.config, {"parallel.tensor": cell.group.tensor})
-        numbers = [heads] if heads else [n for n in range(1, cell.group.context + 1) if cell.group.context % n == 0]
-        return min(self._exchanged(config, cell, number) for number in numbers)
 
     def _exchanged(self, config: Config, cell: LayoutCell, heads: int) -> float:
         model, tensor, context = config.model, cell.group.tensor, cell.group.context
@@ -128,31 +130,29 @@ class LayoutFloor:
             return 0.0
         element, size = derived.element_size(config), derived.head_dim(config)
         queries, keys = derived.heads_of_tensor_rank(config)
-        rows, node = cell.micro * model.sequence_length / context, int(self.hardware["ranks_per_node"])
+        sequence_rows, node = cell.micro * model.sequence_length / context, int(self.hardware["ranks_per_node"])
         swapped = 0.0
         if heads > 1:
             width = 2 * size * (queries + max(keys, heads)) * element
             here = min(heads, max(1, node // tensor))
-            swapped = 2 * rows * width * self._a_byte(heads, here) * (heads - 1) / heads
-        places = context // heads
-        spread = places / cell.micro  # places that a sample lies on
+            swapped = 2 * sequence_rows * width * self._seconds_per_byte(heads, here) * (heads - 1) / heads
+        spread = context // heads / cell.micro  # groups of ranks with exchanged heads that share one sample
         if spread <= 1:
             return swapped
         arrives = ATTENDED * model.sequence_length * (1 - 1 / spread) * 2 * size * max(keys // heads, 1) * element
         here = min(context, max(1, node // tensor))
-        attention = 4 * size * queries * rows * model.sequence_length / self._attention_rate(config)
-        return swapped + max(0.0, arrives * self._a_byte(context, here) - attention)
+        rate = self.hardware["products.fp32" if config.training.precision == "fp32" else "attention.half"]
+        attention = 4 * size * queries * sequence_rows * model.sequence_length / rate
+        return swapped + max(0.0, arrives * self._seconds_per_byte(context, here) - attention)
 
-    def _attention_rate(self, config: Config) -> float:
-        return self.hardware["products.fp32" if config.training.precision == "fp32" else "attention.half"]
-
-    def _a_byte(self, size: int, here: int) -> float:
-        """Seconds of a byte of what a rank sends to others alike, at least: the cards are its own."""
+    def _seconds_per_byte(self, size: int, here: int) -> float:
+        """Return a bound of the seconds per byte that a rank sends evenly to `size` - 1 others, of which `here` - 1 are
+        in its node; it assumes that the rank has the node's card to itself."""
         inside, card = 1 / self.hardware["inside.rate"], 1 / self.hardware["between.rate"]
         away = (size - here) / (size - 1)
         return max(away * card, (1 - away) * inside)
 
 
-def _saved(saving: Saving) -> Hashable:
-    """What of it a row's seconds depend on."""
+def _recomputed(saving: Saving) -> Hashable:
+    """Return the fields on which a row's seconds depend."""
     return saving.recompute, saving.offload, saving.degree, saving.backward_degree, saving.strategy

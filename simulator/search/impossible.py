@@ -1,7 +1,7 @@
-"""What to say where no layout fits: how much is missing, and the nearest change with which one does.
+"""Error of a search in which no layout fits: the missing bytes, and the smallest change with which a layout fits.
 
-Changes are tried from small to large: another value of one key that the user gave, budgets, two such keys, more or
-other ranks, a larger limit. A change is proposed only where a candidate was found that fits with it.
+Changes are tried from small to large: another value of one key that the user gave, budgets, several such keys, more or
+other ranks, a larger limit. A change is proposed only if a candidate was found that fits with it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,18 @@ from configs.show import show
 from configs.values import as_typed
 from memory.budgets import MIB
 from simulator.clock.hardware import Hardware
-from simulator.search.answer import LayoutMemory, MemoryLimits
-from simulator.search.limits import GIB, capacity, memory_limits
-from simulator.search.memory import LayoutSizer
-from simulator.search.space import (
-    CHECKED,
-    LayoutCell,
-    LayoutSpace,
-    Saving,
-    with_keys,
-)
-from simulator.search.words import size
+from simulator.search.sizer import GIB, LayoutMemory, LayoutSizer, MemoryLimits, memory_limits
+from simulator.search.space import CHECKED, LayoutCell, LayoutGroup, LayoutSpace, Saving, with_keys
+from simulator.sizes import format_bytes
 
-MOST_CELLS = 48  # layouts whose memory is counted for one change, those with the fewest parameters first
-MOST_VALUES = 4  # of a key, the nearest first
+MOST_CELLS = 48  # layouts whose memory is counted for one change; those with the fewest parameters first
+MOST_VALUES = 4  # values of a key that are tried, the nearest first
 MORE_RANKS = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a search was asked for."""
+    """Arguments of a search."""
 
     config: Config
     world_size: int
@@ -48,39 +40,41 @@ class Asked:
 
     @property
     def limits(self) -> MemoryLimits:
-        """What a rank may take."""
+        """Bytes that a rank may use."""
         return memory_limits(self.config, self.world_size, self.hardware)
 
     def with_values(self, values: dict[str, Any]) -> Asked:
-        """The same with other values of keys, which the user gives then."""
+        """Return the arguments with other values of keys, which count as given by the user."""
         return replace(self, config=with_keys(self.config, values), fixed=self.fixed | values.keys())
 
 
 @dataclass(frozen=True)
 class Closest:
-    """The candidate that is least over its limits, by `over` bytes of a tier; 0: it fits."""
+    """The candidate that is least over its limits: by `over` bytes of the target device, host or disk; 0: it fits."""
 
     cell: LayoutCell
     saving: Saving
     memory: LayoutMemory
     over: float
-    tier: str
+    target: str
 
 
 def closest(asked: Asked, only_fitting: bool = False) -> Closest | None:
-    """The first candidate that fits, else the one that lacks least; None where the rules allow none. `only_fitting`:
-    what cannot fit is not looked at."""
+    """Return the first candidate that fits, else the one least over its limits; None if the rules allow none.
+
+    `only_fitting`: candidates that cannot fit by a bound are not examined.
+    """
     limits = asked.limits
     space = LayoutSpace(
         asked.config, asked.world_size, asked.fixed, asked.hardware.kind, int(asked.hardware["ranks_per_node"])
     )
-    return closest_of(space, LayoutSizer(space, asked.vocab_size, capacity(limits)), limits, MOST_CELLS, only_fitting)
+    return closest_in(space, LayoutSizer(space, asked.vocab_size, limits.capacity), limits, MOST_CELLS, only_fitting)
 
 
-def closest_of(
+def closest_in(
     space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, most_cells: int, only_fitting: bool = False
 ) -> Closest | None:
-    """The same of a space, of which so many layouts are looked at."""
+    """Return what `closest` returns, of a space; at most `most_cells` layouts are examined."""
     cells: list[tuple[float, int, LayoutCell]] = []
     for group in space.groups():
         for chunks in {None, *space.chunks_of(group)[-2:]} & set(space.chunks_of(group)):
@@ -97,75 +91,61 @@ def closest_of(
             break
         for saving in _thrifty(space, sizer, cell, limits.device if only_fitting else math.inf):
             memory = sizer.memory(cell, saving)
-            over, tier = _over(memory, limits)
+            missing = {each: getattr(memory, each) - getattr(limits, each) for each in ("device", "host", "disk")}
+            target = max(missing, key=missing.__getitem__)
+            over = max(missing[target], 0.0)
             if best is None or over < best.over:
-                best = Closest(cell, saving, memory, over, tier)
+                best = Closest(cell, saving, memory, over, target)
             if over == 0:
                 return best
     return best
 
 
 def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: float) -> Iterator[Saving]:
-    """What keeps most, then what takes least of the device, with every tier and engine; but what takes more of it than
-    `most` beside state that may leave."""
+    """Yield the saving that keeps most, then those that need least of the device, with all their targets and engines.
+
+    Savings that need more than `most` bytes of the device even without optimizer state are left out.
+    """
     savings = space.legal_savings(cell)
-    if most == math.inf or sizer.beside_state(cell, savings[0], savings[0].state_device != "device") <= most:
+    if most == math.inf or sizer.device_bytes(cell, savings[0], savings[0].state_device != "device") <= most:
         yield savings[0]
     degrees = {saving.degree for saving in savings if isinstance(saving.degree, int)}
     ends = {min(degrees, default=0), max(degrees, default=0)}
-    parts: dict[Any, list[Saving]] = {}
+    groups: dict[Any, list[Saving]] = {}
     for saving in savings:
         if not isinstance(saving.degree, int) or saving.degree in ends:
             kept = saving.recompute, saving.offload, saving.strategy, saving.degree, saving.backward_degree
-            kept = (*kept, saving.weights_device, saving.pass_order)  # type: ignore[assignment]
-            parts.setdefault(kept, []).append(saving)
-    ordered = sorted(parts.values(), key=lambda part: sizer.beside_state(cell, part[0], True))
-    for part in [*ordered[:1], *[part for part in ordered[1:] if part[0].offload == "none"][:1]]:
-        if most == math.inf or sizer.beside_state(cell, part[0], True) <= most:
-            yield from part
+            groups.setdefault((*kept, saving.weights_device, saving.pass_order), []).append(saving)
+    ordered = sorted(groups.values(), key=lambda group: sizer.device_bytes(cell, group[0], True))
+    for group in [*ordered[:1], *[group for group in ordered[1:] if group[0].offload == "none"][:1]]:
+        if most == math.inf or sizer.device_bytes(cell, group[0], True) <= most:
+            yield from group
 
 
-def _over(memory: LayoutMemory, limits: MemoryLimits) -> tuple[float, str]:
-    """The most that a tier lacks, and which."""
-    found = [(memory.device - limits.device, "device"), (memory.host - limits.host, "host")]
-    found.append((memory.disk - limits.disk, "disk"))
-    over, tier = max(found, key=lambda each: each[0])
-    return max(over, 0.0), tier
-
-
-def refusal(asked: Asked) -> ConfigError:
-    """The error of a search that found nothing: one line."""
+def no_layout_error(asked: Asked) -> ConfigError:
+    """Return the error of a search that found nothing, in one line."""
     nearest = closest(asked)
-    what = _missing(asked, nearest)
-    found = _change(asked, nearest)
-    return ConfigError(f"{what}. {found or 'No change of a key that was given, nor more ranks, makes one fit'}.")
+    found = _change(asked, nearest) or "No change of a key that was given, nor more ranks, makes one fit"
+    return ConfigError(f"{_missing(asked, nearest)}. {found}.")
 
 
 def _missing(asked: Asked, nearest: Closest | None) -> str:
     ranks = f"{asked.world_size} rank{'s' if asked.world_size > 1 else ''}"
-    given = _given(asked)
+    keys = " ".join(as_typed(key, get(asked.config, key)) for key in SEARCHED if key in asked.fixed)
+    given = f" with {keys}" if keys else ""
     if nearest is None:
         return f"the rules allow no layout of {ranks}{given}: {_broken_rule(asked)}"
     limits = asked.limits
-    of_tier = {
-        "device": (nearest.memory.device, limits.device, limits.device_name),
-        "host": (nearest.memory.host, limits.host, limits.host_name),
-        "disk": (nearest.memory.disk, limits.disk, "memory.disk_budget"),
-    }
-    needed, limit, name = of_tier[nearest.tier]
+    needed, limit = getattr(nearest.memory, nearest.target), getattr(limits, nearest.target)
+    names = {"device": limits.device_name, "host": limits.host_name, "disk": "memory.disk_budget"}
     return (
-        f"no layout of {ranks} fits{given}: the nearest needs {size(needed)} of the {nearest.tier}, "
-        f"{size(nearest.over)} more than {name} ({size(limit)})"
+        f"no layout of {ranks} fits{given}: the nearest needs {format_bytes(needed)} of the {nearest.target}, "
+        f"{format_bytes(nearest.over)} more than {names[nearest.target]} ({format_bytes(limit)})"
     )
 
 
-def _given(asked: Asked) -> str:
-    keys = [as_typed(key, get(asked.config, key)) for key in SEARCHED if key in asked.fixed]
-    return f" with {' '.join(keys)}" if keys else ""
-
-
 def _broken_rule(asked: Asked) -> str:
-    """The rule that the least layout breaks."""
+    """Return the rule that the layout with the least of everything breaks."""
     plain = {key: KEYS[key].fresh_default() for key in SEARCHED if key not in asked.fixed}
     plain["training.micro_batch_size"] = 1
     config = with_keys(asked.config, {key: value for key, value in plain.items() if key not in asked.fixed})
@@ -173,8 +153,8 @@ def _broken_rule(asked: Asked) -> str:
         for problem in rules(config, asked.world_size):
             value = asked.world_size if problem.key == "world_size" else get(config, problem.key)
             return f"{problem.key} ({show(value)}) {problem.rule}"
-    size = asked.config.training.global_batch_size
-    return f"training.global_batch_size ({size}) and the model divide over no {asked.world_size} ranks"
+    batch = asked.config.training.global_batch_size
+    return f"training.global_batch_size ({batch}) and the model divide over no {asked.world_size} ranks"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,12 +176,12 @@ def _change(asked: Asked, nearest: Closest | None) -> str | None:
             return _try(_differences(free, found, pair), found)
     for ranks in _other_ranks(asked, nearest):
         if found := _fitting(replace(asked, world_size=ranks)):
-            return f"Try {ranks} ranks ({size(found.memory.device)} each)"
+            return f"Try {ranks} ranks ({format_bytes(found.memory.device)} each)"
     for ranks in _other_ranks(asked, nearest) if given else []:
         free = replace(asked, world_size=ranks, fixed=asked.fixed - set(given))
         if found := _fitting(free):
             keys = _differences(free, found, tuple(given))
-            return f"Try {ranks} ranks with {' '.join(keys)} ({size(found.memory.device)} each)"
+            return f"Try {ranks} ranks with {' '.join(keys)} ({format_bytes(found.memory.device)} each)"
     return _larger_limit(asked, nearest)
 
 
@@ -211,8 +191,8 @@ def _fitting(asked: Asked) -> Closest | None:
 
 
 def _try(keys: list[str], found: Closest) -> str:
-    host = f" and {size(found.memory.host)} of the host" if found.memory.host else ""
-    return f"Try {' '.join(keys)} ({size(found.memory.device)} of the device{host})"
+    host = f" and {format_bytes(found.memory.host)} of the host" if found.memory.host else ""
+    return f"Try {' '.join(keys)} ({format_bytes(found.memory.device)} of the device{host})"
 
 
 def _differences(asked: Asked, found: Closest, keys: tuple[str, ...]) -> list[str]:
@@ -222,37 +202,30 @@ def _differences(asked: Asked, found: Closest, keys: tuple[str, ...]) -> list[st
 
 
 def _other_values(asked: Asked, key: str) -> list[Any]:
-    """Values of a key that was given, the nearest first."""
+    """Return other values of a key that the user gave, the nearest first."""
     own = get(asked.config, key)
     free = LayoutSpace(asked.config, asked.world_size, asked.fixed - {key}, asked.hardware.kind, 8)
     if key in SAVING_KEYS:
-        index = SAVING_KEYS.index(key)
-        every = [tuple(each.values().values())[index] for spread in (False, True) for each in free.savings(spread)]
+        every = [each.values()[key] for spread in (False, True) for each in free.savings(spread)]
         values = [value for value in dict.fromkeys(every) if value != own]
     else:
-        cells = (cell for group in free.groups() for cell in _few(free, group, key))
-        index = LAYOUT_KEYS.index(key)
-        values = [value for value in dict.fromkeys(_layout(cell)[index] for cell in cells) if value != own]
+        cells = (cell for group in free.groups() for cell in _cells_for(free, group, key))
+        values = [value for value in dict.fromkeys(cell.values()[key] for cell in cells) if value != own]
     if all(isinstance(value, int) for value in (own, *values)):
         values.sort(key=lambda value: (abs(math.log(max(value, 1) / max(own, 1))), value))
     return values[:MOST_VALUES]
 
 
-def _few(space: LayoutSpace, group: Any, key: str) -> Iterator[LayoutCell]:
+def _cells_for(space: LayoutSpace, group: LayoutGroup, key: str) -> Iterator[LayoutCell]:
+    """Yield layouts of a group with every value of `key`; exchanged heads vary only if they are the key."""
     for chunks in space.chunks_of(group):
         for micro in space.micros_of(group, chunks):
             for heads in space.heads_of(group, chunks, micro) if key == "parallel.context_heads" else [None]:
                 yield LayoutCell(group, chunks, heads, micro)
 
 
-def _layout(cell: LayoutCell) -> tuple[Any, ...]:
-    group = cell.group
-    sizes = (group.tensor, group.sequence, group.pipeline, cell.chunks, group.context)
-    return (*sizes, cell.heads, group.expert, group.expert_tensor, cell.micro)
-
-
 def _budgets(asked: Asked) -> str | None:
-    """A larger budget of the host, as large as the node has memory; or the disk."""
+    """Return a host budget up to the node's memory, or a disk folder, with which a layout fits; None if none does."""
     config, hardware = asked.config, asked.hardware
     if config.memory.host_budget is not None:
         most = memory_limits(with_keys(config, {"memory.host_budget": None}), asked.world_size, hardware).host

@@ -1,7 +1,7 @@
-"""The fastest layout that is found with another choice than the best's: the best layout with one key changed, and what
-must change with it.
+"""Runners-up of a search: the fastest layouts found with one key of the best layout changed, and the keys that must
+change with it.
 
-Each is looked for by its own few nodes, best first, and is not proven to be the best with that choice.
+Each choice has its own short best-first search, so its result is not proven to be the best with that choice.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from configs.searched import SEARCHED
 from configs.values import as_typed
 from simulator.search.answer import TooLargeChoice
 from simulator.search.explore import Candidate, LayoutExplorer
-from simulator.search.impossible import closest_of
+from simulator.search.impossible import closest_in
 from simulator.search.space import RECOMPUTE, LayoutSpace, divisors_of, with_keys
 
-MOST_NODES = 160  # that are looked at for one choice, in each of two spaces
-MOST_CELLS = 6  # layouts whose memory is counted where none of these fits
+MOST_NODES = 160  # examined for one choice, in each of two spaces
+MOST_CELLS = 6  # layouts whose memory is counted if none of these nodes fits
 MOST_VALUES = {"parallel.tensor": 4, "parallel.pipeline": 4, "parallel.expert": 3, "parallel.context": 2}
-MOST_RANKS_PER_NODE = 8  # of tensor ranks, where the best has no more
-# What changes with any choice, with single ones, and where nothing else fits.
+MOST_TENSOR = 8  # tensor ranks that are tried, unless the best layout has more
+# Keys that may change with any choice, with single choices, and if nothing else fits.
 ALWAYS = (
     "parallel.virtual_pipeline",
     "training.micro_batch_size",
@@ -45,20 +45,20 @@ AT_LAST = (
 
 
 @dataclass(frozen=True)
-class LayoutChoiceOf:
-    """A key of the layout with a value that is not the best's."""
+class OtherChoice:
+    """A key of the layout with a value other than the best layout's."""
 
     key: str
     value: Any
 
     @property
     def typed(self) -> str:
-        """The key and its value, as one types them."""
+        """The override as typed."""
         return as_typed(self.key, self.value)
 
 
-def other_choices(space: LayoutSpace, best: Config) -> Iterator[LayoutChoiceOf]:
-    """What the structure might be instead, but for keys that the user gave: of sizes those next to the best's."""
+def other_choices(space: LayoutSpace, best: Config) -> Iterator[OtherChoice]:
+    """Yield other values of the layout's keys that the user did not give; of sizes, those next to the best's."""
     for key, values in _values(space, best).items():
         own = get(best, key)
         if key in space.fixed:
@@ -67,57 +67,52 @@ def other_choices(space: LayoutSpace, best: Config) -> Iterator[LayoutChoiceOf]:
         if key in MOST_VALUES:
             others.sort(key=lambda value: (abs(math.log(value / own)), value))
             others = sorted(others[: MOST_VALUES[key]])
-        yield from (LayoutChoiceOf(key, value) for value in others)
+        yield from (OtherChoice(key, value) for value in others)
 
 
 def _values(space: LayoutSpace, best: Config) -> dict[str, list[Any]]:
     world, model = space.world_size, best.model
     groups = derived.num_query_groups(best)
     tensor = [d for d in divisors_of(model.num_attention_heads) if groups % d == 0 and world % d == 0]
-    most = max(best.parallel.tensor, min(space.ranks_per_node, MOST_RANKS_PER_NODE))
-    copies = world // (best.parallel.tensor * best.parallel.pipeline)
+    most = max(best.parallel.tensor, min(space.ranks_per_node, MOST_TENSOR))
+    replicas = world // (best.parallel.tensor * best.parallel.pipeline)
     return {
         "parallel.tensor": [d for d in tensor if d <= most],
         "parallel.pipeline": [d for d in divisors_of(model.num_layers) if world % d == 0],
         "parallel.expert": [d for d in divisors_of(best.moe.num_experts or 1) if world % d == 0],
-        "parallel.context": list(divisors_of(copies)),
+        "parallel.context": list(divisors_of(replicas)),
         "parallel.sequence": [False, True] if best.parallel.tensor > 1 and not space.is_moe else [],
         "training.recompute": list(RECOMPUTE),
         "optimizer.state_device": ["device", "host"],
     }
 
 
-def found_with(explorer: LayoutExplorer, best: Candidate, choice: LayoutChoiceOf) -> Candidate | TooLargeChoice | None:
-    """The fastest that was found with a choice; what it lacks where nothing fits, None where the rules allow
+def found_with(explorer: LayoutExplorer, best: Candidate, choice: OtherChoice) -> Candidate | TooLargeChoice | None:
+    """Return the fastest candidate found with a choice; the bytes it is over if nothing fits; None if the rules allow
     nothing."""
     own = explorer.space.layout(best.cell, best.saving)
     free = {*ALWAYS, *WITH.get(choice.key, ())}
     if own.optimizer.engine != "auto":
         free.add("optimizer.engine")
     for more in ((), AT_LAST):
-        space = _space(explorer.space, own, choice, free | set(more))
+        fixed = explorer.space.fixed | {choice.key} | {key for key in SEARCHED if key not in free | set(more)}
+        space = LayoutSpace(
+            with_keys(own, {choice.key: choice.value}),
+            explorer.space.world_size,
+            fixed,
+            explorer.space.kind,
+            explorer.space.ranks_per_node,
+            explorer.space.given,
+        )
         near = LayoutExplorer(
-            space,
-            explorer.sizer,
-            explorer.limits,
-            explorer.predict,
-            explorer.least,
-            explorer.floor,
-            explorer.near,
+            space, explorer.sizer, explorer.limits, explorer.predict, explorer.least, explorer.floor, explorer.near
         )
         near.run(MOST_NODES)
         if near.best is not None:
             return near.best
-    nearest = closest_of(space, explorer.sizer, explorer.limits, MOST_CELLS)
+    nearest = closest_in(space, explorer.sizer, explorer.limits, MOST_CELLS)
     if nearest is None:
         return None
     if nearest.over > 0:
-        return TooLargeChoice(choice.typed, nearest.over, nearest.tier)
+        return TooLargeChoice(choice.typed, nearest.over, nearest.target)
     return Candidate(nearest.cell, nearest.saving, explorer.time(nearest.cell, nearest.saving), nearest.memory)
-
-
-def _space(space: LayoutSpace, own: Config, choice: LayoutChoiceOf, free: set[str]) -> LayoutSpace:
-    """The layouts that differ from one in a choice and in what is free."""
-    fixed = space.fixed | {choice.key} | {key for key in SEARCHED if key not in free}
-    config = with_keys(own, {choice.key: choice.value})
-    return LayoutSpace(config, space.world_size, fixed, space.kind, space.ranks_per_node, space.given)

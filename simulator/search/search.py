@@ -1,21 +1,27 @@
-"""The fastest layout that fits: `search_layout`."""
+"""Search for the fastest layout that fits the memory."""
 
 from __future__ import annotations
 
-from configs.schema import Config
-from simulator.clock.hardware import Hardware
-from simulator.search.answer import LayoutAnswer, MemoryLimits
-from simulator.search.clock_timer import clock_timer
-from simulator.search.explore import LayoutExplorer
-from simulator.search.floor import LayoutFloor
-from simulator.search.impossible import Asked, refusal
-from simulator.search.limits import capacity, memory_limits
-from simulator.search.memory import LayoutSizer
-from simulator.search.runners import ranked, searched_layout
-from simulator.search.space import LayoutSpace
-from simulator.search.timer import LayoutTimer
+from collections.abc import Sequence
+from typing import Any
 
-NEAR = 1e-3  # share of a step's seconds by which no layout that was left is faster
+from configs.keys import get
+from configs.schema import Config
+from configs.searched import SEARCHED
+from configs.values import as_typed
+from simulator.clock.hardware import Hardware
+from simulator.memory import rank_memory
+from simulator.search.answer import LayoutAnswer, SearchedLayout, TooLargeChoice, why_slower
+from simulator.search.explore import Candidate, LayoutExplorer
+from simulator.search.floor import LayoutFloor
+from simulator.search.impossible import Asked, no_layout_error
+from simulator.search.nearby import found_with, other_choices
+from simulator.search.sizer import LayoutMemory, LayoutSizer, MemoryLimits, memory_limits
+from simulator.search.space import LayoutSpace
+from simulator.search.timer import LayoutTimer, clock_timer
+from simulator.sizes import format_bytes
+
+NEAR = 1e-3  # share of the best layout's seconds by which layouts that are left out may be faster
 
 
 def search_layout(
@@ -27,30 +33,26 @@ def search_layout(
     timer: LayoutTimer | None = None,
     near: float = NEAR,
 ) -> LayoutAnswer:
-    """The fastest layout of a config on so many ranks of this hardware, and those that come next.
+    """Return the fastest layout of a config on `world_size` ranks of this hardware, and the runners-up.
 
     Args:
-        config: a config whose values of `fixed` stay; its other keys of the layout are where the search starts, and
-            need not fit so many ranks.
+        config: its values of the keys `fixed` stay; its other layout keys are ignored and need not fit the ranks.
         fixed: dotted names of the keys that the user gave.
-        timer: the clock; by default simulator/clock.
-        near: a share of the best's seconds; what could be faster by no more is left. 0: the best is exact.
+        timer: predicts seconds; by default simulator/clock.
+        near: layouts that are faster than the best by at most this share may be left out. 0: the best is exact.
 
     Raises:
-        ConfigError: where nothing fits: how much is missing on which tier, and the nearest change with which a layout
-            fits.
+        ConfigError: if nothing fits, with the missing bytes and the nearest change with which a layout fits.
     """
-    if timer is None:
-        timer = clock_timer()
     limits = memory_limits(config, world_size, hardware)
-    explorer = layout_explorer(config, world_size, vocab_size, hardware, fixed, timer, limits, near)
+    explorer = layout_explorer(config, world_size, vocab_size, hardware, fixed, timer or clock_timer(), limits, near)
     explorer.run()
     if explorer.best is None:
-        raise refusal(Asked(config, world_size, vocab_size, hardware, fixed))
+        raise no_layout_error(Asked(config, world_size, vocab_size, hardware, fixed))
     counts = explorer.counts()
-    found, too_large = ranked(explorer, explorer.best)
-    (best, _), *_ = found
-    layouts = [searched_layout(explorer, each, config, best, choices) for each, choices in found]
+    found, too_large = _ranked(explorer, explorer.best)
+    best = found[0][0]
+    layouts = [_searched_layout(explorer, each, config, best, choices) for each, choices in found]
     return LayoutAnswer(
         layouts[0], layouts[1:], counts, limits, hardware.name, world_size, hardware.errors, tuple(too_large)
     )
@@ -66,17 +68,72 @@ def layout_explorer(
     limits: MemoryLimits,
     near: float = 0.0,
 ) -> LayoutExplorer:
-    """All candidates, of which none was looked at."""
+    """Return an explorer of all candidates that has examined none of them."""
     space = LayoutSpace(config, world_size, fixed, hardware.kind, int(hardware["ranks_per_node"]))
-    rows = timer.rows
+    row_seconds = timer.row_seconds
     return LayoutExplorer(
         space,
-        LayoutSizer(space, vocab_size, capacity(limits)),
+        LayoutSizer(space, vocab_size, limits.capacity),
         limits,
-        lambda asked, lie: timer.predict(asked, world_size, vocab_size, hardware, lie),
+        lambda asked, state: timer.predict(asked, world_size, vocab_size, hardware, state),
         lambda asked: timer.least(asked, world_size, vocab_size, hardware),
         LayoutFloor(
-            space, hardware, None if rows is None else lambda asked: rows(asked, world_size, vocab_size, hardware)
+            space,
+            hardware,
+            None if row_seconds is None else lambda asked: row_seconds(asked, world_size, vocab_size, hardware),
         ),
         near,
     )
+
+
+def _ranked(
+    explorer: LayoutExplorer, best: Candidate
+) -> tuple[list[tuple[Candidate, tuple[str, ...]]], list[TooLargeChoice]]:
+    """Return the best and the runners-up, the fastest first, and the choices with which nothing fits.
+
+    Each candidate has the choices of which it is the fastest found.
+    """
+    too_large: list[TooLargeChoice] = []
+    found: dict[Any, tuple[Candidate, tuple[str, ...]]] = {(best.cell, best.saving): (best, ())}
+    for choice in other_choices(explorer.space, explorer.space.layout(best.cell, best.saving)):
+        candidate = found_with(explorer, best, choice)
+        if isinstance(candidate, TooLargeChoice):
+            too_large.append(candidate)
+        elif candidate is not None:
+            key = candidate.cell, candidate.saving
+            choices = found[key][1] if key in found else ()
+            found[key] = candidate, (*choices, choice.typed)
+    return sorted(found.values(), key=lambda each: each[0].rank), too_large
+
+
+def _searched_layout(
+    explorer: LayoutExplorer, candidate: Candidate, start: Config, best: Candidate, choices: Sequence[str]
+) -> SearchedLayout:
+    """Return a candidate as the answer has it. The best one's memory is counted rank by rank, as in a run."""
+    config = explorer.space.layout(candidate.cell, candidate.saving)
+    tokens = config.training.global_batch_size * config.model.sequence_length
+    memory, why = candidate.memory, ""
+    if candidate is best:
+        sizer = explorer.sizer
+        counted = rank_memory(config, sizer.vocab_size, sizer.world_size, sizer.kind, capacity=sizer.capacity)
+        memory = LayoutMemory(
+            max(rank.total for rank in counted), max(rank.host for rank in counted), max(rank.disk for rank in counted)
+        )
+    else:
+        why = why_slower(candidate.prediction, best.prediction)
+        plain = explorer.space.legal_savings(candidate.cell)[0]
+        if candidate.saving.steps != plain.steps:
+            short = explorer.sizer.memory(candidate.cell, plain).device - explorer.limits.device
+            if short > 0:
+                before, now = plain.values(), candidate.saving.values()
+                saved = " ".join(as_typed(key, value) for key, value in now.items() if before[key] != value)
+                why += f"; without {saved} it would need {format_bytes(short)} more than {explorer.limits.device_name}"
+    seconds = candidate.prediction.seconds
+    return SearchedLayout(
+        config, changes(start, config), candidate.prediction, memory, tokens / seconds, why, tuple(choices)
+    )
+
+
+def changes(start: Config, config: Config) -> list[str]:
+    """Return the overrides that turn the searched keys of `start` into those of `config`."""
+    return [as_typed(key, get(config, key)) for key in SEARCHED if get(config, key) != get(start, key)]

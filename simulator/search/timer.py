@@ -1,42 +1,96 @@
-"""What the search asks of a clock, so that tests can use simple ones."""
+"""Interface between the layout search and the step prediction, and its implementation with simulator/clock.
+
+Tests use simpler implementations.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from configs import derived
 from configs.schema import Config
-from optim.arrangement.arrange import Arrangement
+from optim.arrangement.buckets import Arrangement
 from simulator.clock.hardware import Hardware
+from simulator.clock.predict import StepClock, least_seconds, predict_step
 from simulator.clock.prediction import Prediction
+from simulator.search.space import with_keys
 
-LayerKind = tuple[int, int]  # whether it has experts, and whether it has the sliding window
+LayerKind = tuple[int, int]  # 1 if it has experts else 0, 1 if it has the sliding window else 0
 
 
 @dataclass(frozen=True)
 class RowSeconds:
-    """Seconds that a row of a rank takes in both passes, of a micro-batch as large as the config's: of a layer of each
-    kind, and of what is before and behind the layers."""
+    """Seconds of both passes per sequence row of a rank, with the config's micro-batch size: of a layer of each kind,
+    and of the modules before and after the layers."""
 
     layers: Mapping[LayerKind, float]
     before: float
-    behind: float
+    after: float
 
 
 @dataclass(frozen=True)
 class LayoutTimer:
-    """All functions take a config, the number of ranks, the vocabulary's size and the hardware.
+    """Functions that predict steps of layouts. All take a config, number of ranks, vocabulary size and hardware.
 
-    `predict`: the step; it also takes the arrangements of optimizer state in tiers, of a rank of each stage, None where
-    there are none. `least`: seconds below which `predict` of the same config is not, wherever optimizer state lies.
-    `rows`: the same for a row, whatever parallel.pipeline and virtual_pipeline are; a row of a larger micro-batch takes
-    no more. Where it is known, `least` is not asked.
+    `predict`: the step; its last argument has the arrangement of offloaded optimizer state on a rank of each stage.
+    `least`: a lower bound of `predict`'s seconds for any place of the optimizer state. `row_seconds`: such a bound per
+    sequence row, for any parallel.pipeline and virtual_pipeline; a larger micro-batch takes no more per row. If it is
+    given, `least` is not called.
 
-    The search counts on this of `predict`, where all else is equal: to keep something of the layers is never slower
-    than to compute, send or fetch it again, with optimizer state in the same tier; auto is the device where all state
-    is there. Nothing is assumed of tiers and engines: an update beside the passes may be faster than one on the device.
+    The search assumes of `predict`, all else being equal: keeping activations is never slower than computing, sending
+    or fetching them again with optimizer state on the same target, and state_device=auto equals device if all state
+    fits there. It assumes nothing of targets and engines: an update during the passes may be faster than one on the
+    device.
     """
 
     predict: Callable[[Config, int, int, Hardware, Sequence[Arrangement | None] | None], Prediction]
     least: Callable[[Config, int, int, Hardware], float]
-    rows: Callable[[Config, int, int, Hardware], RowSeconds] | None = None
+    row_seconds: Callable[[Config, int, int, Hardware], RowSeconds] | None = None
+
+
+def clock_timer(attended_share: float | None = None) -> LayoutTimer:
+    """Return the timer of simulator/clock. `attended_share`: as in simulator/flops.py."""
+
+    def predict(
+        config: Config,
+        world_size: int,
+        vocab_size: int,
+        hardware: Hardware,
+        arrangements: Sequence[Arrangement | None] | None = None,
+    ) -> Prediction:
+        return predict_step(
+            config, world_size, vocab_size, hardware, attended_share=attended_share, arrangements=arrangements
+        )
+
+    def row_seconds(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> RowSeconds:
+        """Derive the seconds per row from predictions of models with one and with two layers."""
+        number = derived.rank_sequence_rows(config)
+
+        def stages(layers: list[LayerKind], count: int) -> list[float]:
+            small = _small_model(config, layers, count)
+            clock = StepClock(small, count * world_size, vocab_size, hardware, attended_share=attended_share)
+            chunks = [of_stage[0] for of_stage in clock.chunks()]
+            return [(sum(each.forward.values()) + sum(each.backward.values())) / number for each in chunks]
+
+        kinds = sorted(set(zip(derived.moe_layer_pattern(config), derived.window_pattern(config))))
+        (whole,) = stages(kinds[:1], 1)
+        first, last = stages([kinds[0], kinds[0]], 2)
+        layer = first + last - whole
+        others = {kind: stages([kinds[0], kind], 1)[0] - whole for kind in kinds[1:]}
+        return RowSeconds({kinds[0]: layer, **others}, first - layer, last - layer)
+
+    return LayoutTimer(predict, least_seconds, row_seconds)
+
+
+def _small_model(config: Config, layers: list[LayerKind], stages: int) -> Config:
+    """Return the config with only these layers, in `stages` pipeline stages."""
+    number, slides = len(layers), sum(each[1] for each in layers)
+    model = replace(config.model, num_layers=number)
+    if config.model.sliding_window is not None:  # layers with the window are the last ones
+        layers = sorted(layers, key=lambda each: each[1])
+        model = replace(model, sliding_window_from=number - slides)
+    moe = {"moe.layers": [each[0] for each in layers]} if derived.is_moe(config) else {}
+    return with_keys(
+        replace(config, model=model), {**moe, "parallel.pipeline": stages, "parallel.virtual_pipeline": None}
+    )

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import apertus_order
 from benchmarks.apertus_order import PAIRS, ApertusRun, ordered_pairs, predicted
-from models.blueprint import parts
+from models.blueprint import model_chunks
 from simulator.parameters import parameters
 
 pytestmark = pytest.mark.fast
@@ -14,9 +14,14 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize("run", {run.model: run for pair in PAIRS for run in pair}.values(), ids=lambda run: run.model)
 def test_models_have_the_sizes_of_their_names(run: ApertusRun) -> None:
-    total, active = (float(part.strip("AB")) for part in run.model.split("-"))
+    total, active = (float(chunk.strip("AB")) for chunk in run.model.split("-"))
     config = run.config()
-    every = [p for of in parts(config) for part in of for p in parameters(config, part, config.model.vocab_size or 0)]
+    every = [
+        p
+        for of in model_chunks(config)
+        for chunk in of
+        for p in parameters(config, chunk, config.model.vocab_size or 0)
+    ]
     assert sum(parameter.total for parameter in every) / 1e9 == pytest.approx(total, rel=0.02)
     # their names round, and do not say whether embedding and head count
     assert sum(parameter.active for parameter in every) / 1e9 == pytest.approx(active, abs=0.9)

@@ -200,7 +200,7 @@ def test_a_word_of_no_rung_is_refused() -> None:
 # --- In time ---------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_begun_that_would_not_end_in_time(tree: Path) -> None:
+def test_nothing_is_started_that_would_not_end_in_time(tree: Path) -> None:
     every = [rung("long", seconds=50.0), rung("short", seconds=5.0)]
     assert walk(tree, every, seconds=20.0) == {"short": "well"}
     assert walk(tree, every, seconds=60.0) == {"long": "well"}
@@ -332,11 +332,11 @@ def test_the_page_has_a_table_for_each_kind_of_row(tmp_path: Path) -> None:
         "note": "a note",
     }
     tests = [{"test": f"t{i}", "outcome": "passed" if i else "skipped", "seconds": 1.0} for i in range(3)]
-    for name, rows in (
+    for name, values in (
         ("tests", tests),
         ("training", [trained, {"ratio_of": "rival", "their_time_by_ours": 1.25, "two_errors": 0.01}]),
     ):
-        kept.put(Record(name, "a card", records.WELL, "code", "abc", "2026-11-27", 12.0, MACHINE, rows))
+        kept.put(Record(name, "a card", records.WELL, "code", "abc", "2026-11-27", 12.0, MACHINE, values))
     kept.put(Record("worse", "a card", records.FAILED, "code", "abc", "2026-11-27", 1.0, MACHINE, [trained], "a | b"))
     text = page(kept)
     assert "Tests marked gpu: 2 passed, 1 skipped." in text
@@ -363,13 +363,13 @@ def test_the_committed_page_has_what_is_on_record() -> None:
 def test_the_list_names_every_rung_with_cost_and_state(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.card", "--list", "--small", "--results", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LONG, check=True)
-    head, names, *rows = done.stdout.splitlines()
+    head, names, *printed = done.stdout.splitlines()
     assert (
         head.startswith("card: ")
         and head.endswith("tiny sizes")
         and names.split() == ["turn", "rung", "seconds", "state"]
     )
-    assert len(rows) > 20 and all(row.endswith("never measured") for row in rows)
+    assert len(printed) > 20 and all(row.endswith("never measured") for row in printed)
     assert not list(tmp_path.iterdir())
 
 

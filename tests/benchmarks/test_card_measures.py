@@ -46,14 +46,14 @@ def test_a_trace_says_what_runs_and_who_was_late() -> None:
     trace = Trace.read(EVENTS)
     assert trace.count == 4  # the copy is none
     assert trace.busy == pytest.approx((45 + 10 + 10) / 130)
-    gemm, sort, copy = trace.longest(20)
+    gemm, sort, host_copy = trace.longest(20)
     assert (gemm["kernel"], gemm["calls"], gemm["ms"], gemm["share"]) == (
         "gemm",
         3,
         pytest.approx(0.06),
         pytest.approx(0.8),
     )
-    assert [sort["kernel"], copy["kernel"]] == ["sort", "copy"] and len(trace.longest(1)) == 1
+    assert [sort["kernel"], host_copy["kernel"]] == ["sort", "copy"] and len(trace.longest(1)) == 1
     (gap,) = trace.gaps()
     assert gap == {"line": "moe/route.py(30): counts", "before": "sort", "gaps": 1, "ms": 0.05, "longest_us": 50.0}
     assert [each["line"] for each in trace.gaps(10.0)] == ["moe/route.py(30): counts", "models/build.py(12): forward"]

@@ -50,8 +50,8 @@ def test_rungs_run_on_the_pretended_device(tmp_path: Path) -> None:
         "one layer of mixtral_8x7b": "well",
         "pinned copies between host and card": "well",
     }
-    rows = [row for each in found for row in each["rows"]]
-    systems = {row["system"] for row in rows if "difference" in row}
-    assert len(systems) == 5 and max(row["difference"] for row in rows if "difference" in row) < MOE["bfloat16"]
-    losses = [row["loss"] for row in rows if row.get("model") == "llama_1b" and "loss" in row]
+    result_rows = [row for each in found for row in each["rows"]]
+    systems = {row["system"] for row in result_rows if "difference" in row}
+    assert len(systems) == 5 and max(row["difference"] for row in result_rows if "difference" in row) < MOE["bfloat16"]
+    losses = [row["loss"] for row in result_rows if row.get("model") == "llama_1b" and "loss" in row]
     assert len(losses) == 2 and max(losses) - min(losses) < 0.1  # of other weights, near that of no knowledge

@@ -40,9 +40,9 @@ def test_a_command_that_fails_or_never_ends_is_told(
         claims.Smallest("python d", None, "it needs a card", False, False),
     ]
     assert claims.run_all(entries) == 1
-    said = capfd.readouterr().out
-    assert "    no such case" in said
-    assert "not run: python d: it needs a card" in said and "claims: 1 of 2 commands ran, 1 not run" in said
+    output = capfd.readouterr().out
+    assert "    no such case" in output
+    assert "not run: python d: it needs a card" in output and "claims: 1 of 2 commands ran, 1 not run" in output
     monkeypatch.setattr(claims, "SECONDS", 1.0)
     endless = claims.Smallest("python c", "python -c 'import time; time.sleep(600)'", None, False, False)
     assert claims.run_all([endless]) == 1 and "stopped after 1 s" in capfd.readouterr().out

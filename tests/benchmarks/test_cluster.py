@@ -83,7 +83,7 @@ def test_ranks_live_in_nodes_and_keep_their_state() -> None:
 
 
 @pytest.mark.netns
-def test_two_clusters_at_once_are_apart() -> None:
+def test_two_clusters_at_once_are_separate() -> None:
     with Cluster(2, "200mbit") as slow, Cluster(2, "1gbit") as fast:
         assert slow.call(calls.keep_and_add, 1) == [3, 3]
         assert fast.call(calls.keep_and_add, 2) == [6, 6]

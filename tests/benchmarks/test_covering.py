@@ -24,8 +24,8 @@ def conflict(row: Row) -> str | None:
 @pytest.mark.parametrize("rule", [no_conflict, conflict])
 def test_every_pair_that_may_meet_does(rule: object) -> None:
     chosen = conflict if rule is conflict else no_conflict
-    rows = covering_rows(FACTORS, chosen)
-    found = {pair for row in rows for pair in pairs_of(row, FACTORS)}
+    covering = covering_rows(FACTORS, chosen)
+    found = {pair for row in covering for pair in pairs_of(row, FACTORS)}
     every = {
         pair
         for one, other in itertools.combinations(FACTORS, 2)
@@ -34,8 +34,8 @@ def test_every_pair_that_may_meet_does(rule: object) -> None:
     without = excluded_pairs(FACTORS, chosen)
     assert found == every - without.keys()
     assert without == ({(("a", "2"), ("c", "1")): "a 2 goes with c 0 alone"} if chosen is conflict else {})
-    assert 12 <= len(rows) <= 16  # at least 3 x 4; all combinations are 72
-    assert rows == covering_rows(FACTORS, chosen)
+    assert 12 <= len(covering) <= 16  # at least 3 x 4; all combinations are 72
+    assert covering == covering_rows(FACTORS, chosen)
 
 
 def test_what_costs_less_is_preferred() -> None:

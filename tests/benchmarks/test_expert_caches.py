@@ -1,4 +1,4 @@
-"""The judges of expert caches count what a search through all choices and plain lists count; and their command line."""
+"""The hits of expert caches are those of a search through all choices and of plain lists; and the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def small(seed: int, top_k: int, num_passes: int = 6) -> Recording:
     return recording
 
 
-def best_hits(visits: Sequence[RoutedLayer], slots: int) -> int:
+def best_hits(visits: Sequence[RoutedLayer], num_slots: int) -> int:
     """The most hits of any choice of what stays, by following all caches that can be."""
     caches: dict[frozenset[Key], int] = {frozenset(): 0}
     for visit in visits:
@@ -44,14 +44,14 @@ def best_hits(visits: Sequence[RoutedLayer], slots: int) -> int:
         for cache, hits in caches.items():
             hits += len(needed & cache)
             every = needed | cache
-            for stay in itertools.combinations(sorted(every), min(slots, len(every))):
+            for stay in itertools.combinations(sorted(every), min(num_slots, len(every))):
                 new = frozenset(stay)
                 after[new] = max(after.get(new, 0), hits)
         caches = after
     return max(caches.values())
 
 
-def by_list(visits: Sequence[RoutedLayer], slots: int, rank: Callable[[list[Key], Key], tuple[int, ...]]) -> int:
+def by_list(visits: Sequence[RoutedLayer], num_slots: int, rank: Callable[[list[Key], Key], tuple[int, ...]]) -> int:
     """Hits of a cache in which what `rank` puts first goes, of all uses so far and a cached expert."""
     cached: list[Key] = []
     uses: list[Key] = []
@@ -64,7 +64,7 @@ def by_list(visits: Sequence[RoutedLayer], slots: int, rank: Callable[[list[Key]
         for key in needed:
             if key in hit:
                 continue
-            if len(cached) == slots:
+            if len(cached) == num_slots:
                 cached.remove(min(cached, key=lambda one: rank(uses, one)))
             cached.append(key)
             uses.append(key)
@@ -83,17 +83,19 @@ RANKS: dict[str, Callable[[list[Key], Key], tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_belady_is_the_best_of_all_choices(top_k: int) -> None:
-    for seed, slots in itertools.product(range(8), (1, 2, 3, 4, 5, 6, 8)):
+    for seed, num_slots in itertools.product(range(8), (1, 2, 3, 4, 5, 6, 8)):
         recording = small(seed, top_k)
-        hits = {name: num_hits(recording.visits, slots, make(recording)) for name, make in POLICIES.items()}
-        assert max(hits.values()) == hits["Belady"] == best_hits(recording.visits, slots), (seed, slots, hits)
+        hits = {name: num_hits(recording.visits, num_slots, make(recording)) for name, make in POLICIES.items()}
+        assert max(hits.values()) == hits["Belady"] == best_hits(recording.visits, num_slots), (seed, num_slots, hits)
 
 
-@pytest.mark.parametrize("kind", ["words", "rows", "local"])
+@pytest.mark.parametrize("kind", ["words", "batch", "local"])
 def test_lru_and_lfu_are_those_of_plain_lists(kind: str) -> None:
     recording = made(kind, 1, num_layers=3, num_experts=8, top_k=2, num_passes=30)
-    for slots, (name, rank) in itertools.product((1, 3, 8, 12, 20), RANKS.items()):
-        assert num_hits(recording.visits, slots, POLICIES[name](recording)) == by_list(recording.visits, slots, rank)
+    for num_slots, (name, rank) in itertools.product((1, 3, 8, 12, 20), RANKS.items()):
+        assert num_hits(recording.visits, num_slots, POLICIES[name](recording)) == by_list(
+            recording.visits, num_slots, rank
+        )
 
 
 def test_fifo_does_not_mind_use() -> None:
@@ -133,7 +135,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     lines = capsys.readouterr().out.splitlines()
     results = json.loads(lines[-1])["results"]
     assert [(one["recording"], one["slots"]) for one in results] == [
-        (path.name, slots) for path in (plain, packed) for slots in (4, 8)
+        (path.name, num_slots) for path in (plain, packed) for num_slots in (4, 8)
     ]
     assert results[0]["hits"] == results[2]["hits"] and results[0]["share"] == 0.25
     for one in results:
@@ -167,7 +169,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     (tmp_path / "a_file").write_text("text")
     empty = record(tmp_path / "empty.jsonl", Recording(HEADER))
-    places = {"folder": tmp_path, "text": tmp_path / "a_file", "empty": empty}
-    assert run(monkeypatch, *(argument.format(**places) for argument in arguments)) == 2
+    paths = {"folder": tmp_path, "text": tmp_path / "a_file", "empty": empty}
+    assert run(monkeypatch, *(argument.format(**paths) for argument in arguments)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line

@@ -8,7 +8,7 @@ from benchmarks.expert_tiers_rig import Ranks, Rates, StepMoves
 from benchmarks.expert_tiers_step import Shape, exact_bytes, filling, in_turns, phases
 from benchmarks.expert_tiers_tables import RatioRow
 from configs.compose import compose
-from optim.arrangement.traffic import ExpertTraffic, expert_traffic
+from optim.arrangement.experts import ExpertTraffic, expert_traffic
 
 TINY = Shape(layers=2, hidden=64, width=32, experts=4, length=16, samples=2, bucket=4096)
 

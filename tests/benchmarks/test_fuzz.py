@@ -46,7 +46,7 @@ def test_a_threshold_is_in_every_layout_of_its_cases() -> None:
     )
 
 
-def test_what_is_further_apart_than_the_constants_is_a_fault() -> None:
+def test_differences_above_the_constants_are_faults() -> None:
     assert faults(lines(), case()) == faults(lines(5.00004, 1.00009), case()) == []
     assert "5.0001, one process 5.0: 2.0e-05 apart, allowed 1e-05" in faults(lines(5.0001), case())[0]
     assert "grad_norm" in faults(lines(norm=1.0002), case())[0]

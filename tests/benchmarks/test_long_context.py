@@ -1,4 +1,4 @@
-"""The plans of a million tokens at published widths, and what stands beside the article's figures."""
+"""The plans of a million tokens at published widths, and the comparison with the article's figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks/longest_context.py predicts of two peaks, and its rows on tiny sizes."""
+"""Predictions of benchmarks/longest_context.py from two peaks, and its rows on tiny sizes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FIXED, PER_TOKEN = 2 * GIB, 65_536  # of the device below
 
 
 class LinearSide:
-    """Takes what a line says, and runs out of memory where a step would take more than the cap."""
+    """A side whose memory is a line, and that runs out of memory if a step would take more than the cap."""
 
-    parts = ("one", "two")
+    features = ("one", "two")
     num_parameters = 1
 
     def __init__(self, meter: LinearDevice, extra: float) -> None:
         self.meter, self.extra = meter, extra
-        self.begun = list[tuple[int, int]]()
+        self.started = list[tuple[int, int]]()
 
-    def begin(self, part: int, length: int) -> Callable[[], float]:
-        self.begun.append((part, length))
+    def begin(self, feature: int, length: int) -> Callable[[], float]:
+        self.started.append((feature, length))
         bend = 20_000  # tokens from which each takes more than the short lengths tell
-        peak = FIXED + PER_TOKEN * (length + self.extra * max(0, length - bend)) / (1 + part)
+        peak = FIXED + PER_TOKEN * (length + self.extra * max(0, length - bend)) / (1 + feature)
 
         def step() -> float:
             if peak > self.meter.limit:
@@ -45,12 +45,12 @@ class LinearSide:
     def end(self) -> None:
         pass
 
-    def host_bytes(self, part: int, length: int) -> float:
-        return part * 1000.0 * length
+    def host_bytes(self, feature: int, length: int) -> float:
+        return feature * 1000.0 * length
 
 
 class LinearDevice(MeteredDevice):
-    """No device: the side says what it took."""
+    """No device: the side sets its peak."""
 
     def __init__(self) -> None:
         self.device, self.has_cap, self.total = torch.device("cpu"), True, 64 * GIB
@@ -115,11 +115,11 @@ def test_a_prediction_that_does_not_hold_is_made_again(capsys: pytest.CaptureFix
     assert confirmed["length"] < again["longest_under_cap"] < 65_536
 
 
-def test_nothing_is_begun_for_which_no_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_started_for_which_no_time_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     meter = LinearDevice()
     side = LinearSide(meter, 0.0)
     Ladder(side, meter, lambda length: 1e20, arguments(small=False)).climb()
-    assert [length for _, length in side.begun] == [4096, 8192] * 2
+    assert [length for _, length in side.started] == [4096, 8192] * 2
     assert [line["what"] for line in lines(capsys)][-2:] == ["not begun"] * 2
 
 
@@ -134,16 +134,16 @@ def test_sizes_are_those_of_the_published_model() -> None:
 def tiny_rows(model: dict[str, int]) -> list[tuple[str, float]]:
     side = mixtrain_side.MixtrainSide(model, torch.device("cpu"))
     meter, found = MeteredDevice(is_small=True), []
-    for part, name in enumerate(side.parts):
-        row = longest_context.attempt(side, meter, part, 1280, steps=1)
+    for feature, name in enumerate(side.features):
+        row = longest_context.attempt(side, meter, feature, 1280, steps=1)
         assert longest_context.went_well(row) and row["peak"] > 0, row
         found.append((name, row["loss"]))
     return found
 
 
 def test_all_parts_compute_the_same_loss() -> None:
-    (rows,) = distributed.run(tiny_rows, 1, SMALL | {"num_experts": 4, "top_k": 2})
-    names = [*mixtrain_side.PARTS, *mixtrain_side.OF_EXPERTS]
-    assert [name for name, _ in rows] == names
+    (rows_found,) = distributed.run(tiny_rows, 1, SMALL | {"num_experts": 4, "top_k": 2})
+    names = [*mixtrain_side.FEATURES, *mixtrain_side.OF_EXPERTS]
+    assert [name for name, _ in rows_found] == names
     # Weights are drawn anew for each row: all near those of chance.
-    assert all(abs(loss - 6.24) < 0.1 for _, loss in rows), rows
+    assert all(abs(loss - 6.24) < 0.1 for _, loss in rows_found), rows_found

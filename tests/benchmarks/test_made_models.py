@@ -44,7 +44,7 @@ def test_every_preset_is_tried() -> None:
 def test_opens_and_generates(family: str, logical: bool, tmp_path: Path) -> None:
     config = made_config(family, dtype="float32", fixed=FIXED[family])
     folder = tmp_path / "made"
-    total = write_made_model(folder, config, part_bytes=200_000, logical=logical)
+    total = write_made_model(folder, config, max_file_bytes=200_000, logical=logical)
     assert total == weights_bytes(config) == _num_bytes(Reader(folder))
     assert len(list(folder.glob("model-*-of-*.safetensors"))) > 1
     if not logical:
@@ -121,12 +121,12 @@ def test_times_of_tokens(mapped: bool, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_mapped_weights_are_pages_of_files(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    write_made_model(folder, made_config("llama", fixed=FIXED["llama"]), part_bytes=100_000, logical=True)
+    write_made_model(folder, made_config("llama", fixed=FIXED["llama"]), max_file_bytes=100_000, logical=True)
     weights = mapped_weights(folder)
     mapped = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if str(folder) in line:
-            begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+            begin, end = (int(word, 16) for word in line.split()[0].split("-"))
             mapped.append(range(begin, end))
     assert weights.keys() == Reader(folder).names()
     assert all(any(tensor.data_ptr() in each for each in mapped) for tensor in weights.values())

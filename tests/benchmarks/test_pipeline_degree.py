@@ -98,5 +98,5 @@ def test_the_layers_agree_and_are_timed(monkeypatch: pytest.MonkeyPatch) -> None
         variants = {"first": (IN_TURN,), "second": (Plan(4, 2),), "third": (MEGATRON,), "fourth": (EXCHANGES,)}
         result = rounds.measure(cluster, layer_step.step, variants, rounds=1)
     assert set(result.seconds) == set(variants)
-    for parts in result.seconds.values():
-        assert parts["together"][0] >= max(parts["forward"][0], parts["backward"][0]) > 0
+    for seconds in result.seconds.values():
+        assert seconds["together"][0] >= max(seconds["forward"][0], seconds["backward"][0]) > 0

@@ -12,15 +12,15 @@ import pytest
 from benchmarks import placement_plans
 from benchmarks.placement_plans import GPU, Setting, busiest_domain, calls, planned
 from benchmarks.planners import PLANNERS, Entry
-from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries
 from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 
 
-def halves(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def halves(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """A planner: the experts of rank 0 are computed on rank 1 by half."""
-    quotas_ER = at_home(counts_RE, placement)
+    quotas_ER = at_primaries(counts_RE, placement)
     moved_E = quotas_ER[:, 0] // 2
     quotas_ER[:, 0] -= moved_E
     quotas_ER[:, 1] += moved_E
@@ -29,7 +29,7 @@ def halves(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: C
 
 def test_copies_are_new_once_where_they_are_kept() -> None:
     counts_RE = np.full((4, 4), [40, 10, 10, 20])
-    setting = Setting(4, 4, 4, Costs(copy_in_node=8), "")
+    setting = Setting(4, 4, 4, Costs(replica_in_node=8), "")
     for keeps in (False, True):
         found = planned(Entry(halves, keeps), setting, np.stack([counts_RE, counts_RE]))
         assert (found["copies"], found["fan_out"], found["imbalance"]) == (1, 1, 120 / 80)

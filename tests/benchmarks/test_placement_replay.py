@@ -12,17 +12,17 @@ import pytest
 
 from benchmarks import placement_replay
 from benchmarks.planners import PLANNERS, Entry
-from benchmarks.planners.replay import Replay, correlation, rows, spread
-from moe.placement.quotas import CopyLimits, Costs, at_home, shares
+from benchmarks.planners.replay import Replay, correlation, sent_rows, spread
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, shares
 from moe.placement.trace import TraceHeader, TraceWriter
 from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
 
 
-def expert_of(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def expert_of(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """A planner for 4 ranks and experts: the largest expert is computed on the next rank alone."""
-    quotas_ER = at_home(counts_RE, placement)
+    quotas_ER = at_primaries(counts_RE, placement)
     expert = int(quotas_ER.sum(1).argmax())
     quotas_ER[expert] = np.roll(quotas_ER[expert], 1)
     return quotas_ER
@@ -37,7 +37,7 @@ def calls(*largest: int) -> Integers:
 
 
 @pytest.mark.parametrize(
-    ("keeps", "slots", "steps", "first", "refresh", "second"),
+    ("keeps", "replica_slots", "steps", "first", "refresh", "second"),
     [
         # without memory each micro-batch sends its copy twice
         (False, 1, [(0, 0, 1), (0, 0, 1)], 6, 0, 6),
@@ -47,9 +47,9 @@ def calls(*largest: int) -> Integers:
     ],
 )
 def test_weights_travel_once_for_each_reason(
-    keeps: bool, slots: int, steps: list[tuple[int, ...]], first: int, refresh: int, second: int
+    keeps: bool, replica_slots: int, steps: list[tuple[int, ...]], first: int, refresh: int, second: int
 ) -> None:
-    replay = Replay(Entry(expert_of, keeps), Costs(), CopyLimits(slots, 2))
+    replay = Replay(Entry(expert_of, keeps), Costs(), ReplicaLimits(replica_slots, 2))
     for largest in steps:
         replay.step(calls(*largest))
     found = replay.tally
@@ -57,12 +57,12 @@ def test_weights_travel_once_for_each_reason(
     # expert 0 goes from rank 0 to 1, in the node; expert 1 on to rank 2, in the other
     for why, number in (("first", first), ("refresh", refresh), ("second", second)):
         assert found.pushes[why, "in_node"] + found.pushes[why, "between"] == number, why
-    assert found.copies == found.calls == sum(map(len, steps))
+    assert found.num_replicas == found.calls == sum(map(len, steps))
 
 
-def both(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def both(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """Of 3 ranks and experts: experts 0 and 1 are computed on rank 2, but for those without assignments."""
-    quotas_ER = at_home(counts_RE, placement)
+    quotas_ER = at_primaries(counts_RE, placement)
     quotas_ER[:2] = np.stack([quotas_ER[:2].sum(1) * 0, quotas_ER[:2].sum(1) * 0, quotas_ER[:2].sum(1)], 1)
     return quotas_ER
 
@@ -70,8 +70,8 @@ def both(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Cop
 def test_what_was_used_last_stays_where_slots_are_few() -> None:
     only = np.array([[9, 0, 1], [0, 9, 1], [0, 0, 1]])
     only_0, only_1 = only * [1, 0, 1], only * [0, 1, 1]
-    for slots, expected in ((1, 3), (2, 2)):
-        replay = Replay(Entry(both, keeps=True), Costs(), CopyLimits(slots, 3))
+    for replica_slots, expected in ((1, 3), (2, 2)):
+        replay = Replay(Entry(both, keeps=True), Costs(), ReplicaLimits(replica_slots, 3))
         replay.step(np.stack([only_0, only_1, only_0]))
         assert replay.tally.pushes == {("first", "in_node"): expected}
         replay.step(np.stack([only_0]))
@@ -79,7 +79,7 @@ def test_what_was_used_last_stays_where_slots_are_few() -> None:
 
 
 def test_figures_are_by_call_and_step() -> None:
-    replay = Replay(Entry(expert_of), Costs(), CopyLimits(1, 2))
+    replay = Replay(Entry(expert_of), Costs(), ReplicaLimits(1, 2))
     replay.step(calls(0, 1))
     replay.step(calls(0, 1))
     figures = replay.tally.figures(2, expert_bytes=1000, row_bytes=1)
@@ -98,11 +98,11 @@ def test_rows_are_those_of_the_shares() -> None:
         for _ in range(5):
             counts_RE = rng.poisson(rng.lognormal(2, 1, 2 * ranks), (ranks, 2 * ranks))
             plan = PLANNERS["moonep"].plan
-            quotas_ER = plan(counts_RE, PlacementMap(2 * ranks, ranks), Costs(), CopyLimits(0, node))
+            quotas_ER = plan(counts_RE, PlacementMap(2 * ranks, ranks), Costs(), ReplicaLimits(0, node))
             sent_RR = np.stack([shares(counts_RE, quotas_ER, node, rank).sum(0) for rank in range(len(counts_RE))])
             ranks_R = np.arange(ranks)
             between = int(sent_RR[ranks_R[:, None] // node != ranks_R // node].sum())
-            assert rows(counts_RE, quotas_ER, node) == (int(sent_RR.sum() - sent_RR.trace()), between)
+            assert sent_rows(counts_RE, quotas_ER, node) == (int(sent_RR.sum() - sent_RR.trace()), between)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 64])

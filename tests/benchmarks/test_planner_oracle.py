@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import limit_cases, planner_oracle
 from benchmarks.planner_oracle import COMPARED, case, exact
-from moe.placement.planners.instances import may_hold
+from moe.placement.planners.published import may_hold
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import CopyLimits, Costs, held, outcome
+from moe.placement.quotas import Costs, ReplicaLimits, held, outcome
 from moe.placement_map import Integers, PlacementMap
 
 pytestmark = pytest.mark.fast
@@ -31,16 +31,16 @@ def splits(total: int, ranks: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: CopyLimits) -> int | None:
+def brute_force(totals: list[int], placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> int | None:
     experts, ranks = placement.num_experts, placement.num_ranks
     may_ER = may_hold(placement, costs, limits) | held(placement)
     is_home = np.zeros_like(may_ER)
-    is_home[np.arange(experts), placement.home_ranks] = True
+    is_home[np.arange(experts), placement.primary_ranks] = True
     best = 10**9
     for quotas in product(*(splits(total, ranks) for total in totals)):
         quotas_ER = np.array(quotas, dtype=np.int64)
         used_ER = quotas_ER > 0
-        if (used_ER & ~may_ER & ~is_home).any() or ((used_ER & ~is_home).sum(0) > limits.slots).any():
+        if (used_ER & ~may_ER & ~is_home).any() or ((used_ER & ~is_home).sum(0) > limits.replica_slots).any():
             continue
         if limits.most is None or quotas_ER.sum(0).max() <= limits.most:
             best = min(best, outcome(quotas_ER, placement, costs, limits).seconds)
@@ -54,14 +54,18 @@ def test_exact_is_the_best_of_all_plans(ranks: int, experts: int, most: int, cas
         counts_RE: Integers = np.zeros((ranks, experts), np.int64)
         counts_RE[0] = rng.integers(0, most, experts)
         counts_RE[0, rng.integers(experts)] = most
-        homes, slots = rng.permutation(experts), int(rng.integers(1, 3))
-        copies = [(int(e), r) for r in range(ranks) for e in rng.permutation(experts)[:slots] if rng.random() < 0.3]
-        copies = [(e, r) for e, r in copies if homes[e] // (experts // ranks) != r]
-        placement = PlacementMap(experts, ranks, tuple(homes.tolist()), tuple(sorted(copies)))
+        primaries, replica_slots = rng.permutation(experts), int(rng.integers(1, 3))
+        replicas = [
+            (int(e), r) for r in range(ranks) for e in rng.permutation(experts)[:replica_slots] if rng.random() < 0.3
+        ]
+        replicas = [(e, r) for e, r in replicas if primaries[e] // (experts // ranks) != r]
+        placement = PlacementMap(experts, ranks, tuple(primaries.tolist()), tuple(sorted(replicas)))
         far = None if rng.random() < 0.3 else int(rng.integers(0, 3))
         costs = Costs(int(rng.integers(0, 3)), int(rng.integers(0, 2)), far)
         total = int(counts_RE.sum())
-        limits = CopyLimits(slots, int(rng.choice([2, ranks])), (None, -(-total // ranks), total // 2)[number % 3])
+        limits = ReplicaLimits(
+            replica_slots, int(rng.choice([2, ranks])), (None, -(-total // ranks), total // 2)[number % 3]
+        )
         expected = brute_force(counts_RE.sum(0).tolist(), placement, costs, limits)
         assert exact(counts_RE, placement, costs, limits) == expected, number
 
@@ -81,19 +85,21 @@ def test_the_limit_is_kept_wherever_a_plan_keeps_it() -> None:
     found, kinds = Counter[str](), set()
     for number in range(160):
         asked = limit_cases.case(3, number)
-        verdict = limit_cases.judge(asked, exact)
+        verdict = limit_cases.grade(asked, exact)
         assert verdict in ("kept", "impossible"), (number, verdict)
         found[verdict] += 1
         kinds |= set(asked.kinds)
     assert found["kept"] > 80 and found["impossible"] > 10 and len(kinds) == 11
 
 
-def test_the_judge_of_blocks_tries_all_ranks() -> None:
+def test_the_exact_check_of_blocks_tries_all_ranks() -> None:
     sizes, experts = np.array([3, 3, 2, 2, 2]), np.zeros(5, np.int64)
-    placement, node = PlacementMap(2, 2), CopyLimits(1, 2, most=6)
+    placement, node = PlacementMap(2, 2), ReplicaLimits(1, 2, most=6)
     assert limit_cases.blocks_fit(sizes, experts, placement, Costs(), node)
-    assert not limit_cases.blocks_fit(sizes[:3], experts[:3], placement, Costs(), CopyLimits(1, 2, most=4))
-    assert not limit_cases.blocks_fit(sizes, experts, placement, Costs(copy_between=None), CopyLimits(1, 1, most=6))
+    assert not limit_cases.blocks_fit(sizes[:3], experts[:3], placement, Costs(), ReplicaLimits(1, 2, most=4))
+    assert not limit_cases.blocks_fit(
+        sizes, experts, placement, Costs(replica_between=None), ReplicaLimits(1, 1, most=6)
+    )
 
 
 def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

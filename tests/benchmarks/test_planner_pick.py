@@ -1,4 +1,4 @@
-"""How planner_pick judges: which plans run on, and what a pick is compared with when plans ran for different numbers of
+"""How planner_pick grades: which plans run on, and what a pick is compared with when plans ran for different numbers of
 rounds."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_pick import LAYERS, contenders, judge, regret, whole_step_regret
+from benchmarks.planner_pick import LAYERS, contenders, grade, regret, whole_step_regret
 from moe.chunk_plan import Plan
 
 pytestmark = pytest.mark.fast
@@ -54,7 +54,7 @@ def test_a_plan_that_left_counts_in_the_rounds_it_ran_in() -> None:
         two: ([1.0, 1.0], [4.0, 4.0]),
         late: ([3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0]),
     }
-    forward, backward = judge(_record(times, one, [one, late]))
+    forward, backward = grade(_record(times, one, [one, late]))
     assert (forward.best, forward.pick, backward.best) == (2, 1, 2)
     assert forward.seconds == {1: 4.0, 2: 2.5}
     assert forward.regret == pytest.approx(1.0) and backward.regret == pytest.approx(1.5)

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import published_facts
 from benchmarks.facts import FACTS, PublishedFact
 from benchmarks.published_facts import figure_of
-from models.blueprint import parts
+from models.blueprint import model_chunks
 from simulator.clock.prediction import Prediction
 from simulator.parameters import parameters
 
@@ -45,7 +45,7 @@ def test_models_have_the_published_size(words: str, billions: float) -> None:
     (fact,) = [fact for fact in FACTS if fact.name.startswith(words)]
     config = fact.config()
     size = config.model.vocab_size or 0
-    every = [p for of_stage in parts(config) for part in of_stage for p in parameters(config, part, size)]
+    every = [p for of_stage in model_chunks(config) for chunk in of_stage for p in parameters(config, chunk, size)]
     # the published sizes have two or three digits, and SC'21's count no padding
     assert sum(parameter.total for parameter in every) / 1e9 == pytest.approx(billions, rel=0.03)
 

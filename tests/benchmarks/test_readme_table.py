@@ -1,5 +1,5 @@
 """What README and the guides show can be typed one after the other in one clone: runs and folders have names of their
-own. The check that types README's table finds its rows, and is not content with a run that trained nothing."""
+own. The benchmark that types the tasks finds all of them, and a run that trained nothing fails it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tests.test_commands import COMMAND, GUIDES
 
 pytestmark = pytest.mark.fast
 
-README = (ROOT / "README.md").read_text()
-ROWS = readme_table.rows_of(README)
+README, INDEX = ((ROOT / name).read_text() for name in ("README.md", "docs/README.md"))
+TASKS = [*readme_table.tasks_of_readme(README), *readme_table.tasks_of_index(INDEX)]
 TAKES = r"--(ranks-per-node|max-restarts|num-nodes|node-rank|master-addr|nodes|time|array|gpus-per-node|config-dir) \S+"
 
 
 def typed() -> list[str]:
-    """The commands of README's table, then those of the code blocks of README and the guides, in order."""
-    commands = [row.command for row in ROWS if row.command is not None]
+    """The commands of the tasks, then those of the code blocks of README and the guides, in order."""
+    commands = [row.command for row in TASKS if row.command is not None]
     for page in [README, *(guide.read_text() for guide in GUIDES)]:
+        page = re.sub(r"\s*\\\n\s*", " ", page)
         commands += [line.strip() for line in page.splitlines() if line.startswith("    ") and COMMAND.match(line[4:])]
     return [re.sub(r"\s+#.*", "", command).removeprefix(".venv/bin/") for command in commands]
 
@@ -35,18 +36,19 @@ def overrides_of(command: str) -> list[str]:
     return [word for word in words if "=" in word and not word.startswith("checkpoint.weights=")]
 
 
-def steps_apart(overrides: list[str]) -> list[str]:
+def without_steps(overrides: list[str]) -> list[str]:
     return sorted(word for word in overrides if not word.startswith("training.steps="))
 
 
-def test_each_row_has_a_command_that_can_be_typed() -> None:
-    assert len(ROWS) == README.partition("## I want to")[2].count("\n| ") - 1
-    without = [row.want for row in ROWS if row.command is None or not re.match(r"(python|bash) ", row.command)]
-    assert without == ["stop a run, know how it ended", "know what listens where"]
-    assert sum(readme_table.trains(row.command or "") for row in ROWS) == 10
-    for row in ROWS:
-        for place in re.findall(r"(?:corpus=|--files )(.+?)(?: name=|$)", row.command or ""):
-            assert all((ROOT / word).exists() for word in place.split()), row.command
+def test_tasks_have_commands_that_can_be_typed() -> None:
+    shown = README.partition("\n## Tasks\n")[2]
+    assert len({row.want for row in TASKS[:13]}) == shown.count("\n    # ") == 12
+    assert len(TASKS) == 13 + INDEX.count("\n| ") - INDEX.count("\n| I want to ")
+    assert all(re.match(r"(python|bash) ", row.command) for row in TASKS if row.command is not None)
+    assert sum(readme_table.trains(row.command or "") for row in TASKS) == 10
+    for row in TASKS:
+        for file_names in re.findall(r"(?:corpus=|--files )(.+?)(?: name=|$)", row.command or ""):
+            assert all((ROOT / word).exists() for word in file_names.split()), row.command
 
 
 def test_every_run_has_a_name_of_its_own() -> None:
@@ -58,7 +60,7 @@ def test_every_run_has_a_name_of_its_own() -> None:
         overrides = overrides_of(command)
         config = compose(overrides)
         others = runs[config.run_dir]
-        assert all(steps_apart(overrides) == steps_apart(other) for other in others), (command, config.run_dir)
+        assert all(without_steps(overrides) == without_steps(other) for other in others), (command, config.run_dir)
         others.append(overrides)
     assert len(runs) > 15
 
@@ -74,7 +76,7 @@ def test_every_folder_that_is_made_has_a_name_of_its_own() -> None:
     assert {folder: commands for folder, commands in made.items() if len(commands) > 1} == {}
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/guide/{guide.name}" for guide in GUIDES)])
+@pytest.mark.parametrize("page", ["README.md", "docs/README.md", *(f"docs/guide/{guide.name}" for guide in GUIDES)])
 def test_nothing_that_is_shown_stands_for_a_path(page: str) -> None:
     shown = [line for line in (ROOT / page).read_text().splitlines() if line.startswith(("    ", "| "))]
     assert [line for line in shown if re.search(r"path/to|\ba\.txt|\bcorpus\.jsonl", line)] == []
@@ -97,5 +99,5 @@ TRAIN = "python train.py model=gpt_tiny"
         ("python -m checkpoint ls runs/quickstart", 2, "error: it is not there\n", False),
     ],
 )
-def test_what_came_of_a_row_is_judged(command: str, status: int, output: str, ok: bool) -> None:
-    assert readme_table.judge(command, status, output, {"runs/old 5"})[0] == ok
+def test_the_outcome_of_a_row_is_checked(command: str, status: int, output: str, ok: bool) -> None:
+    assert readme_table.verdict(command, status, output, {"runs/old 5"})[0] == ok

@@ -81,7 +81,7 @@ def test_section_is_cut_where_it_is_told() -> None:
 
 
 def test_values_are_found_and_divided() -> None:
-    places = {
+    expressions = {
         "tokens": r"([\d,]+) tokens",
         "small": r"^\| 8 \| ([\d.]+)",
         "large": r"^\| 16 \| ([\d.]+)",
@@ -92,15 +92,15 @@ def test_values_are_found_and_divided() -> None:
     }
     wanted = {"tokens": 1296, "small": 20.5, "large": 82.0, "ratio": 4.0, "least": 10.0, "rows": 3, "last": 8}
     columns = {"small": "ms", "large": ["ms"], "least": "ms", "last": "size"}
-    assert summary.values_of(TEXT, places, columns) == wanted
+    assert summary.values_of(TEXT, expressions, columns) == wanted
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [({}, "column 'ms', which `columns` does not name"), ({"small": "size"}, "takes '20.5' .* 'ms', not 'size'")],
 )
-def test_a_value_out_of_another_column_is_refused(columns: dict[str, str], said: str) -> None:
-    with pytest.raises(NotFound, match=said):
+def test_a_value_out_of_another_column_is_refused(columns: dict[str, str], message: str) -> None:
+    with pytest.raises(NotFound, match=message):
         summary.values_of(TEXT, {"small": r"^\| 8 .*\| ([\d.]+) \|"}, columns)
 
 

@@ -80,8 +80,8 @@ def test_only_the_ragged_workload_has_ranks_with_more_tokens() -> None:
     for name in MEGATRON:
         (step,) = counts(name, SMALL, 1)
         assert step.shape == (1, 2, 4, 8)
-        parts = [1, 2, 3, 4] if name == "W4" else [2.5] * 4
-        assert step.sum(3)[0].tolist() == [pytest.approx([4096 * part / 10 for part in parts], abs=2)] * 2
+        shares = [1, 2, 3, 4] if name == "W4" else [2.5] * 4
+        assert step.sum(3)[0].tolist() == [pytest.approx([4096 * share / 10 for share in shares], abs=2)] * 2
 
 
 @pytest.mark.parametrize("kind", POPULARITIES)

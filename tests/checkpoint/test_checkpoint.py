@@ -23,11 +23,12 @@ from configs import checksums
 from configs.files import WriteError
 from configs.schema import ConfigError
 from tests import distributed
-from tests.test_rooms import ROOT
+from tests.test_packages import ROOT
 from tests.training.helpers import Lines, make_config, read_metrics, train, train_on_ranks
 from tests.training.test_step import batches_of, build, small
 from tests.waits import LONG
-from training.resilience import events, status
+from training import status
+from training.resilience import events
 
 TINY = ["experiment=gpt_moe_tiny", "model.hidden_size=32", "model.num_layers=2"]
 
@@ -233,9 +234,9 @@ def test_a_full_disk_at_the_end_ends_every_rank_with_a_clear_line(data: list[str
     assert manifest.verify(manifest.folder_of(tmp_path, 2)) is None
 
 
-def train_where_room_is_short(config: Any) -> Lines:
-    """Train where no line of metrics.jsonl finds room while the checkpoint of step 2 is being written, which takes
-    until step 4, and nothing that the run can do without ever does."""
+def train_while_metrics_cannot_be_written(config: Any) -> Lines:
+    """Train on a disk that is full for metrics.jsonl while the checkpoint of step 2 is written, which takes until step
+    4, and always full for what the run can do without."""
     from checkpoint import shards
     from checkpoint.saver import Saver
     from configs import files
@@ -251,7 +252,7 @@ def train_where_room_is_short(config: Any) -> Lines:
             cancelled.wait(timeout=LONG)
         return write(self, path, cancelled)
 
-    def no_room(self: Any, text: str) -> None:
+    def disk_is_full(self: Any, text: str) -> None:
         if any(saver._save is not None and saver._save.step == 2 for saver in savers):
             raise WriteError(self.path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
         line(self, text)
@@ -268,7 +269,7 @@ def train_where_room_is_short(config: Any) -> Lines:
     Log.append = lambda self, content: refuse(Path(self.path), content, lambda c: append(self, c))  # type: ignore
     files.write_text = lambda path, content, **more: refuse(path, content, lambda c: text(path, c, **more))  # type: ignore
     run_plan.write_text = files.write_text  # type: ignore[attr-defined]
-    shards.ShardWriter.write, Log.write, Saver.__init__ = slow, no_room, remember  # type: ignore[method-assign, assignment]
+    shards.ShardWriter.write, Log.write, Saver.__init__ = slow, disk_is_full, remember  # type: ignore[method-assign, assignment]
     try:
         return train(config)
     finally:
@@ -281,7 +282,7 @@ def test_an_unfinished_checkpoint_gives_way_to_the_record_of_steps(
 ) -> None:
     words = [f"run_dir={tmp_path}", "checkpoint.interval=2", "training.steps=6", "moe.placement.record=true"]
     config = make_config([*TINY, *data, *words])
-    (lines,) = distributed.run(train_where_room_is_short, 1, config)
+    (lines,) = distributed.run(train_while_metrics_cannot_be_written, 1, config)
     assert [line["step"] for line in read_metrics(tmp_path)] == [line["step"] for line in lines] == list(range(1, 7))
     assert [path.name for path in manifest.list_checkpoints(tmp_path)] == ["step_0000006", "step_0000004"]
     said = capfd.readouterr().out

@@ -22,7 +22,7 @@ from configs.schema import Config, ConfigError
 from inference.open_model import open_model
 from tests import distributed
 from tests.distributed import RankError
-from tests.test_rooms import ROOT, own_modules
+from tests.test_packages import ROOT, own_modules
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import largest_difference, train_on_ranks
 from training.resilience import events
@@ -98,20 +98,20 @@ KINDS = (truncate, flip_a_bit, lose, swap, zero_a_block)
 def test_every_damage_is_found_and_passed_over(run_dir: Path, tmp_path: Path) -> None:
     rng = random.Random(4)
     newest, older = manifest.folder_of(run_dir, 5), manifest.folder_of(run_dir, 4)
-    copy = tmp_path / "run"
+    damaged_run = tmp_path / "run"
     # the same in all steps
     cases = [(name, damage) for name in FILES for damage in KINDS if (name, damage) != ("config.yaml", swap)]
     for name, damage in cases * (DAMAGES // len(cases)):
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(run_dir / "checkpoints", copy / "checkpoints")
-        damaged = manifest.folder_of(copy, 5)
+        shutil.rmtree(damaged_run, ignore_errors=True)
+        shutil.copytree(run_dir / "checkpoints", damaged_run / "checkpoints")
+        damaged = manifest.folder_of(damaged_run, 5)
         damage(damaged / name, older / name, rng)
         changed = not (damaged / name).exists() or (damaged / name).read_bytes() != (newest / name).read_bytes()
         assert changed, f"{damage.__name__} of {name} did nothing"
         problem = manifest.verify(damaged)
         assert problem is not None and name in problem and "\n" not in problem, (name, damage.__name__, problem)
-        found = start.find(auto(copy))
-        assert found.checkpoint == manifest.folder_of(copy, 4)
+        found = start.find(auto(damaged_run))
+        assert found.checkpoint == manifest.folder_of(damaged_run, 4)
         assert found.passed_over == (f"passed over {damaged}: {problem}",)
         config = auto(tmp_path / "other")
         config.checkpoint.resume = str(damaged)
@@ -128,15 +128,16 @@ def open_here(folder: Path) -> str:
 
 
 def test_a_model_is_never_opened_from_damage(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copy = shutil.copytree(run_dir, tmp_path / "run")
-    flip_a_bit(manifest.folder_of(copy, 5) / FILES[1], copy, random.Random(0))
-    assert distributed.run(open_here, 1, copy) == ["step_0000004"]
-    assert f"passed over {manifest.folder_of(copy, 5)}: its file {FILES[1]} was changed" in capsys.readouterr().out
+    damaged_run = shutil.copytree(run_dir, tmp_path / "run")
+    newest = manifest.folder_of(damaged_run, 5)
+    flip_a_bit(newest / FILES[1], damaged_run, random.Random(0))
+    assert distributed.run(open_here, 1, damaged_run) == ["step_0000004"]
+    assert f"passed over {newest}: its file {FILES[1]} was changed" in capsys.readouterr().out
     with pytest.raises(RankError, match="holds no good checkpoint: .*rank_00001.safetensors was changed"):
-        distributed.run(open_here, 1, manifest.folder_of(copy, 5))
-    (manifest.folder_of(copy, 5) / manifest.STATE).unlink()
+        distributed.run(open_here, 1, manifest.folder_of(damaged_run, 5))
+    (manifest.folder_of(damaged_run, 5) / manifest.STATE).unlink()
     with pytest.raises(RankError, match="holds no good checkpoint: .*state.json is missing"):
-        distributed.run(open_here, 1, manifest.folder_of(copy, 5))
+        distributed.run(open_here, 1, manifest.folder_of(damaged_run, 5))
 
 
 def test_folders_that_took_each_others_names(run_dir: Path, tmp_path: Path) -> None:
@@ -247,9 +248,9 @@ def test_a_planted_payload_never_runs(run_dir: Path, tmp_path: Path, name: str) 
         for recomputed in (False, True):
             if recomputed and name == "manifest.json":
                 continue
-            copy = tmp_path / f"run{i}{recomputed}"
-            shutil.copytree(run_dir / "checkpoints", copy / "checkpoints")
-            folder = manifest.folder_of(copy, 5)
+            damaged_run = tmp_path / f"run{i}{recomputed}"
+            shutil.copytree(run_dir / "checkpoints", damaged_run / "checkpoints")
+            folder = manifest.folder_of(damaged_run, 5)
             (folder / name).write_bytes(payload(mark, (folder / name).read_bytes()))
             # where other formats keep their pickles
             for planted in (".metadata", "common.pt", "optimizer.pt", "__0_0.distcp"):
@@ -258,12 +259,12 @@ def test_a_planted_payload_never_runs(run_dir: Path, tmp_path: Path, name: str) 
                 manifest.write(
                     folder, 5, {file: checksums.sum_of(folder / file) for file in FILES if file != "manifest.json"}
                 )
-            found = start.find(auto(copy))
+            found = start.find(auto(damaged_run))
             (said,) = found.passed_over
-            assert found.checkpoint == manifest.folder_of(copy, 4)
+            assert found.checkpoint == manifest.folder_of(damaged_run, 4)
             assert said.startswith(f"passed over {folder}: its ") and name in said and "\n" not in said
             if recomputed or name == "manifest.json":
-                (answers,) = distributed.run(use_everything, 1, str(folder), str(copy / "out"))
+                (answers,) = distributed.run(use_everything, 1, str(folder), str(damaged_run / "out"))
                 assert answers["ls"] == answers["verify"] == 1 and answers["show"] == answers["convert"] == 2
                 if name != "config.yaml":
                     assert answers["ShardReader" if name != "state.json" else "read_state"] is not None

@@ -146,7 +146,7 @@ def test_an_export_holds_its_own_files_alone(run_dir: Path, tmp_path: Path) -> N
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {*tokenizer, *ours}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert all((tmp_path / "hf" / part).is_file() for part in index["weight_map"].values())
+    assert all((tmp_path / "hf" / shard).is_file() for shard in index["weight_map"].values())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "weights"]
     for path in [
         tmp_path / "hf",
@@ -225,7 +225,7 @@ def texts(source: Path, prompts: Sequence[str] = PROMPTS) -> list[tuple[str, boo
     arguments = ["--checkpoint", str(source), "--device", "cpu", "--json", "--max-tokens", str(NUM_TOKENS)]
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        assert generate.main([*arguments, *(part for prompt in prompts for part in ("--prompt", prompt))]) == 0
+        assert generate.main([*arguments, *(word for prompt in prompts for word in ("--prompt", prompt))]) == 0
     return [
         (line["text"], line["stopped"], line["prompt_tokens"]) for line in map(json.loads, out.getvalue().splitlines())
     ]

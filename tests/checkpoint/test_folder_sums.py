@@ -29,7 +29,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (hf / name).unlink()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=310, max_position_embeddings=32)).save_pretrained(hf)
-    convert.import_folder(hf, path / "ours", part_bytes=16_000)
+    convert.import_folder(hf, path / "ours", max_file_bytes=16_000)
     return path / "ours"
 
 
@@ -46,16 +46,16 @@ def _train(folder: Path, run_dir: Path, data: list[str]) -> float:
 def test_each_damaged_file_is_named(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = sorted(str(path.relative_to(imported)) for path in imported.rglob("*") if path.is_file())
     assert FOLDER_SUMS in names and sum(name.endswith(".safetensors") for name in names) > 2
-    rng, copy = random.Random(7), tmp_path / "copy"
+    rng, folder_copy = random.Random(7), tmp_path / "copy"
     for name, other in zip(names, names[1:] + names[:1], strict=True):
         for damage in KINDS:
             if (name, damage.__name__) == (FOLDER_SUMS, "lose"):
                 continue  # a folder without sums is taken as it is
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(imported, copy)
-            damage(copy / name, imported / other, rng)
+            shutil.rmtree(folder_copy, ignore_errors=True)
+            shutil.copytree(imported, folder_copy)
+            damage(folder_copy / name, imported / other, rng)
             capsys.readouterr()
-            assert command.main(["verify", str(copy)]) == 1, (name, damage.__name__)
+            assert command.main(["verify", str(folder_copy)]) == 1, (name, damage.__name__)
             printed = capsys.readouterr().out
             assert name.rpartition("/")[2] in printed and len(printed.splitlines()) == 1, (name, damage.__name__)
 
@@ -63,15 +63,15 @@ def test_each_damaged_file_is_named(imported: Path, tmp_path: Path, capsys: pyte
 def test_training_refuses_a_damaged_folder(imported: Path, tmp_path: Path, data: list[str]) -> None:
     loss = _train(imported, tmp_path / "whole", data)
     for number, name in enumerate(["config.yaml", "model-00001-of-*", "model-00002-of-*"]):
-        copy = tmp_path / f"damaged{number}"
-        shutil.copytree(imported, copy)
-        (path,) = copy.glob(name)
+        folder_copy = tmp_path / f"damaged{number}"
+        shutil.copytree(imported, folder_copy)
+        (path,) = folder_copy.glob(name)
         flip_a_bit(path, path, random.Random(number))
         with pytest.raises(
             (ConfigError, RankError), match=f"is not as it was written: its file {path.name} was changed"
         ):
-            _train(copy, tmp_path / f"run{number}", data)
-    copy = tmp_path / "without"
-    shutil.copytree(imported, copy)
-    (copy / FOLDER_SUMS).unlink()
-    assert _train(copy, tmp_path / "run", data) == loss
+            _train(folder_copy, tmp_path / f"run{number}", data)
+    folder_copy = tmp_path / "without"
+    shutil.copytree(imported, folder_copy)
+    (folder_copy / FOLDER_SUMS).unlink()
+    assert _train(folder_copy, tmp_path / "run", data) == loss

@@ -74,7 +74,10 @@ def test_any_map_policy_and_number_of_ranks_goes_on(
         words = [f"run_dir={tmp_path / 'turns'}", f"training.steps={2 * i}", "checkpoint.keep=9"]
         train_on_ranks([*common, *layout, *words], ranks)
         said = capfd.readouterr().out
-        back = "moe.placement.policy is static and parallel.expert 2: experts that had moved are at home in order again"
+        back = (
+            "moe.placement.policy is static and parallel.expert 2: experts that had migrated are on their initial "
+            "ranks again"
+        )
         assert (back in said) == ("moe.placement.policy=static" in layout) and "is without: it is left out" not in said
     whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "turns")
     assert _moved(found) > 4

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.kill_test import differences
 from checkpoint import manifest
-from tests.test_rooms import ROOT
+from tests.test_packages import ROOT
 from tests.training.helpers import train_on_ranks
 from tests.waits import LONG, until, until_gone
 

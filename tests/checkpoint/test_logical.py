@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.blueprint_check import presets
 from checkpoint import __main__ as command
 from checkpoint import manifest, safetensors_header, state, state_file
-from checkpoint.logical.names import lacking_weights, parts_of
+from checkpoint.logical.names import blocks_of, lacking_weights
 from checkpoint.logical.reader import LogicalReader, open_checkpoint, open_logical
 from checkpoint.safetensors_header import Entry
 from checkpoint.shards import ShardWriter
@@ -61,10 +61,10 @@ def _sharded(chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
 def _lacking(config: Config, vocab_size: int) -> list[str]:
     """What the names and boxes that Megatron-core gives the weights of a model on the meta device do not make up."""
     config.training.device = "cpu"
-    place, meta = topology.initialize(config), torch.device("meta")
+    rank_topology, meta = topology.initialize(config), torch.device("meta")
     try:
         with meta:
-            chunks = build_model(config, replace(place, device=meta), vocab_size, fill=False)
+            chunks = build_model(config, replace(rank_topology, device=meta), vocab_size, fill=False)
         entries = [
             Entry(each.key, "F32", tuple(each.data.shape), tuple(each.global_shape), tuple(each.global_offset), 0, 0)
             for each in _sharded(chunks)
@@ -72,7 +72,7 @@ def _lacking(config: Config, vocab_size: int) -> list[str]:
     finally:
         topology.leave_layout()
     shapes = logical_shapes(config, vocab_size)
-    strangers = {part.name for entry in entries for part in parts_of(entry)} - shapes.keys()
+    strangers = {block.name for entry in entries for block in blocks_of(entry)} - shapes.keys()
     return [*lacking_weights(entries, shapes), *strangers]
 
 
@@ -93,7 +93,7 @@ def _lacking_in_families(_: Any) -> dict[str, list[str]]:
     found = {}
     for name, (class_name, values) in FAMILIES.items():
         hf = getattr(transformers, class_name).config_class(**values).to_dict()
-        overrides = translate.read_config({**hf, "architectures": [class_name]})[1]
+        overrides = translate.read_config({**hf, "architectures": [class_name]})[2]
         found[name] = _lacking(folder.config_from(overrides), VOCAB_SIZE)
     return found
 
@@ -146,21 +146,21 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def _write(config: Config, run_dir: Path) -> dict[str, torch.Tensor]:
     """Write a checkpoint of the initial weights in a layout; the weights by their logical names."""
     config.training.device = "cpu"
-    place = topology.initialize(config)
+    rank_topology = topology.initialize(config)
     target = manifest.folder_of(run_dir, 1)
     target.mkdir(parents=True, exist_ok=True)
     try:
-        chunks = build_model(config, place, VOCAB_SIZE, fill=False)
+        chunks = build_model(config, rank_topology, VOCAB_SIZE, fill=False)
         initialize_weights(chunks, config)
         for chunk in chunks:
             for name, buffer in chunk.named_buffers():
                 if name.endswith("expert_bias"):
                     buffer.copy_(torch.arange(len(buffer)) + 34.2753)  # no number of bf16
-        writer, name = ShardWriter(HostLink(torch.device("cpu"))), f"rank_{place.rank:05d}.safetensors"
+        writer, name = ShardWriter(HostLink(torch.device("cpu"))), f"rank_{rank_topology.rank:05d}.safetensors"
         writer.take([each for each in _sharded(chunks) if is_main_replica(each.replica_id)])
         sums: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(sums, (name, writer.write(target / name, threading.Event())))
-        if place.rank == 0:
+        if rank_topology.rank == 0:
             _seal(target, config, dict(sums))
         torch.distributed.barrier()
         return dict(gather_logical(chunks))
@@ -233,13 +233,13 @@ def _rewrite(run_dir: Path, rank: int, edit: Callable[[Entries], object]) -> Pat
     header, entries = safetensors_header.read_all(path)
     body = path.read_bytes()[header.body :]
     edit(entries)
-    content, start, parts = [], 0, []
+    content, start, bodies = [], 0, []
     for entry in entries.values():
         end = start + entry.end - entry.start
-        parts.append(body[entry.start : entry.end])
+        bodies.append(body[entry.start : entry.end])
         content.append(replace(entry, start=start, end=end))
         start = end
-    path.write_bytes(safetensors_header.encode(content) + b"".join(parts))
+    path.write_bytes(safetensors_header.encode(content) + b"".join(bodies))
     names = [file.name for file in target.iterdir() if file.name != manifest.MANIFEST]
     manifest.write(target, 1, {name: checksums.sum_of(target / name) for name in names})
     return target

@@ -18,8 +18,8 @@ from configs import checksums, files
 from configs.schema import Config, ConfigError
 from tests.training.test_start import ID, save, take_steps
 from training.resilience.health import SKIPPED, SkippedSamples
-from training.starting.beginning import name_damage
-from training.starting.choice_file import read_choice
+from training.starting.choices import read_choice
+from training.starting.start_log import log_damaged_files
 
 pytestmark = pytest.mark.fast
 
@@ -131,11 +131,11 @@ def test_damage_is_named_in_one_line_and_one_event(
     run_dir = Path(config.run_dir)
     (run_dir / name).write_bytes(b'{"step": 1}\n{"step": 2}\n')
     folder = save(run_dir, 4, facts={"files": GrowingFiles(run_dir).sums()})
-    begun = start.Start(Record(ID, "auto"), folder, False)
-    name_damage(run_dir, begun)
+    found = start.Start(Record(ID, "auto"), folder, False)
+    log_damaged_files(run_dir, found)
     assert capsys.readouterr().out == ""
     damage(run_dir / name)
-    name_damage(run_dir, begun)
+    log_damaged_files(run_dir, found)
     (line,) = capsys.readouterr().out.splitlines()
     assert f"not as step_0000004 found it: {name} {words}" in line
     (event,) = [event for event in files.read_json_lines(run_dir / "events.jsonl") if event.get("text") == line]
@@ -147,12 +147,12 @@ def box(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
 
 
 def test_boxes_that_overlap_are_refused_where_their_number_of_elements_is_right() -> None:
-    parts = [box("a", (0, 0), (2, 4)), box("a", (2, 0), (2, 2)), box("a", (2, 2), (2, 2))]
-    assert incomplete(parts) is None
-    assert incomplete([*parts[:2], box("a", (2, 1), (2, 2))]) == "its files hold elements of a twice, and lack others"
+    boxes = [box("a", (0, 0), (2, 4)), box("a", (2, 0), (2, 2)), box("a", (2, 2), (2, 2))]
+    assert incomplete(boxes) is None
+    assert incomplete([*boxes[:2], box("a", (2, 1), (2, 2))]) == "its files hold elements of a twice, and lack others"
     assert incomplete([box("a", (0, 0), (2, 4)), box("a", (1, 0), (2, 4))]) is not None
-    rows = [box("a", (row, 0), (4,)) for row in (3, 0, 2, 1)]  # the first dimension is one wide
-    assert incomplete(rows) is None and incomplete([*rows[:3], rows[0]]) is not None
+    row_boxes = [box("a", (row, 0), (4,)) for row in (3, 0, 2, 1)]  # the first dimension is one wide
+    assert incomplete(row_boxes) is None and incomplete([*row_boxes[:3], row_boxes[0]]) is not None
 
 
 def test_a_choice_that_was_changed_is_not_obeyed(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ def _box(rank: int, ranks: int, data: torch.Tensor) -> ShardedTensor:
 
 
 def _written(folder: Path, ranks: int) -> Path:
-    """A checkpoint of WHOLE, a part of whose rows each rank has written."""
+    """Write a checkpoint of WHOLE, of whose rows each rank writes a shard."""
     files = {}
-    for rank, rows in enumerate(WHOLE.chunk(ranks)):
+    for rank, shard in enumerate(WHOLE.chunk(ranks)):
         snapshot, name = ShardWriter(HostLink(torch.device("cpu"))), f"rank_{rank:05d}.safetensors"
-        snapshot.take([_box(rank, ranks, rows.clone())])
+        snapshot.take([_box(rank, ranks, shard.clone())])
         files[name] = snapshot.write(folder / name, threading.Event())
     for name in (manifest.STATE, manifest.CONFIG):
         files[name] = manifest.write_text(folder / name, "{}")
@@ -43,10 +43,10 @@ def _written(folder: Path, ranks: int) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_any_ranks_read_what_others_wrote(ranks: int, tmp_path: Path) -> None:
     reader = ShardReader(_written(tmp_path, 3))
-    for rank, rows in enumerate(WHOLE.chunk(ranks)):
-        target = torch.full_like(rows, -1.0)
+    for rank, shard in enumerate(WHOLE.chunk(ranks)):
+        target = torch.full_like(shard, -1.0)
         reader.fill(_box(rank, ranks, target))
-        assert torch.equal(target, rows)
+        assert torch.equal(target, shard)
 
 
 def test_elements_that_nobody_wrote_are_an_error(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def begin_save(model: Any, folder: Path, steps: int = 2) -> Any:
     from checkpoint.saver import Saver
     from training.progress import Progress, state
 
-    model.settle()
+    model.synchronize()
     saver = Saver(model.config, model.host_link)
     saver.start(model.chunks, model.optimizer, state(model, Progress(steps, 8 * steps), {}), folder)
     return saver
@@ -93,7 +93,7 @@ def save(model: Any, folder: Path, steps: int = 2) -> Any:
 
 def free_buckets(model: Any) -> list[bool]:
     """Of each bucket whether a change would wait for a save."""
-    return [held.is_issued for held in model.optimizer.tiers._hold._held]
+    return [released.is_issued for released in model.optimizer.offload._snapshot._released]
 
 
 def content(folder: Path) -> dict[str, torch.Tensor]:
@@ -120,14 +120,14 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
-def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
+def save_in_both_directions(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     """A model saved from the device and from tiers; both loaded by a model of the other kind, which goes on."""
     import torch.distributed as dist
 
     from checkpoint.state import tensors_to_save
-    from optim.tiers.state_snapshot import StateSnapshot
-    from optim.tiers.stored import StoredTensor
-    from optim.tiers.tiers import Tiers
+    from optim.offload.optimizer import OffloadedOptimizer
+    from optim.offload.records import StateSnapshot
+    from optim.state import StoredTensor
     from training.progress import load
 
     on_device, on_host = trained(config), None
@@ -141,7 +141,12 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
     stored = [box for box in boxes if isinstance(box, StoredTensor)]
 
     calls: list[tuple[str, int]] = []
-    read, release, fill, empty = StateSnapshot.read, StateSnapshot.release, Tiers.fill, Tiers.empty
+    read, release, fill, empty = (
+        StateSnapshot.read,
+        StateSnapshot.release,
+        OffloadedOptimizer.fill,
+        OffloadedOptimizer.empty,
+    )
 
     def said(name: str, function: Any) -> Any:
         def call(self: Any, index: int) -> Any:
@@ -152,11 +157,11 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
         return call
 
     StateSnapshot.read, StateSnapshot.release = said("read", read), said("release", release)  # type: ignore[method-assign]
-    Tiers.empty, Tiers.fill = said("empty", empty), said("fill", fill)  # type: ignore[method-assign]
+    OffloadedOptimizer.empty, OffloadedOptimizer.fill = said("empty", empty), said("fill", fill)  # type: ignore[method-assign]
     try:
         saver = save(on_host, folder / "host")
         written = sorted({box.bucket for box in stored})
-        seen = {"snapshot": saver._snapshot.num_bytes - rest, "buckets": len(written)}
+        seen = {"snapshot": saver._shard_writer.num_bytes - rest, "buckets": len(written)}
         seen["reads"] = calls == [(name, bucket) for bucket in written for name in ("read", "release")]
         seen["free"] = all(free_buckets(on_host))
         dist.barrier()
@@ -167,7 +172,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
         other = another(on_device, tiered)
         calls.clear()
         load(other, folder / "device")
-        buckets = range(len(other.optimizer.tiers.buckets))
+        buckets = range(len(other.optimizer.offload.buckets))
         seen["fills"] = calls == [(name, bucket) for bucket in buckets for name in ("empty", "fill")]
         expected = step_on(on_device, 3)
         seen["to device"], seen["to host"] = step_on(fresh, 3) == expected, step_on(other, 3) == expected
@@ -177,7 +182,7 @@ def save_both_ways(config: Any, tiered: Any, folder: Path) -> dict[str, Any]:
         seen["later"] = same(content(folder / "on"), content(folder / "other"))
     finally:
         StateSnapshot.read, StateSnapshot.release = read, release  # type: ignore[method-assign]
-        Tiers.empty, Tiers.fill = empty, fill  # type: ignore[method-assign]
+        OffloadedOptimizer.empty, OffloadedOptimizer.fill = empty, fill  # type: ignore[method-assign]
     for model in (on_device, on_host, fresh, other):
         model.close()
     return seen
@@ -189,7 +194,7 @@ def test_tiers_and_device_write_and_read_the_same(layout: str, precision: str, t
     common = [*overrides, f"training.precision={precision}"]
     config = small(*common, ranks=ranks)
     tiered = small(*common, *TIERS[tier], f"memory.disk_dir={tmp_path}", ranks=ranks)
-    for seen in distributed.run(save_both_ways, ranks, config, tiered, tmp_path):
+    for seen in distributed.run(save_in_both_directions, ranks, config, tiered, tmp_path):
         assert seen.pop("buckets") > 4
         assert seen.pop("snapshot") == 0  # no byte of the state
         assert all(seen.values()), seen
@@ -284,7 +289,7 @@ def train_while_saving(config: Any, folder: Path) -> dict[str, Any]:
         saver.finish()
     finally:
         vars(os)["pwrite"] = pwrite
-    seen["waits"] = model.optimizer.tiers.store.waits_for_save
+    seen["waits"] = model.optimizer.offload.memory.store.waits_for_save
     seen["free"] = all(free_buckets(model))
     seen["same"] = same(content(folder / "before"), content(folder / "during"))
     model.close()
@@ -339,7 +344,7 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
         finally:
             vars(os)["pwrite"], vars(os)["preadv"] = pwrite, preadv
         step_on(model, 3)  # which waits for every bucket
-        model.settle()
+        model.synchronize()
         seen[name] = (text, all(free_buckets(model)))
 
     def full(savers: Any, data: bytearray) -> bytearray:
@@ -366,8 +371,8 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
     def fine(savers: Any, data: bytearray) -> bytearray:
         return data
 
-    ways = {"full": full, "cancelled": cancelled, "end": endless, "flipped": flipped, "unreadable": fine}
-    for name, write in ways.items():
+    writes = {"full": full, "cancelled": cancelled, "end": endless, "flipped": flipped, "unreadable": fine}
+    for name, write in writes.items():
         attempt(name, write)
     spoil(model, float("inf"))
     attempt("broken", fine)
@@ -379,12 +384,12 @@ def failing_saves(config: Any, folder: Path) -> dict[str, Any]:
 
 def spoil(model: Any, value: float) -> None:
     """Set an element of a bucket's state."""
-    tiers = model.optimizer.tiers
-    tiers.settle()
-    hold = tiers.hold()
-    for kind, flat in hold.read(3).items():
+    tiers = model.optimizer.offload
+    tiers.synchronize()
+    snapshot = tiers.snapshot()
+    for kind, flat in snapshot.read(3).items():
         tiers.empty(3)[kind].copy_(flat)
-    hold.close()
+    snapshot.close()
     tiers.empty(3)["exp_avg_sq"][0] = value
     tiers.fill(3)
 

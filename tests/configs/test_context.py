@@ -83,20 +83,20 @@ def test_fewer_key_heads_than_ranks_are_replicated(heads: int, groups: int) -> N
     words = ["parallel.context=4", f"parallel.context_heads={heads}", f"model.num_query_groups={groups}"]
     config = compose([TINY, *words])
     validate(config, 4)
-    assert (derived.context_heads(config), derived.context_places(config)) == (heads, 4 // heads)
-    assert derived.rows_of_rank(config) * 4 == 2 * config.model.sequence_length
+    assert (derived.context_heads(config), derived.num_cp_ranks(config)) == (heads, 4 // heads)
+    assert derived.rank_sequence_rows(config) * 4 == 2 * config.model.sequence_length
 
 
-def sent(rows: int, heads: int, groups: int, dim: int, context: int, ranks: int) -> float:
-    """Numbers that a rank sends of one sample of `rows`, counted chunk by chunk: zig-zag over `context / ranks` places,
-    `ranks` of which exchange heads."""
-    places = context // ranks
-    chunks = 2 * places
-    needed = 0  # pairs of a place and a chunk that lies elsewhere, and that some query of the place attends to
-    for place, chunk in itertools.product(range(places), range(chunks)):
-        needed += chunk not in (place, chunks - 1 - place) and chunk <= chunks - 1 - place
-    ring = needed / places * rows / chunks * max(groups // ranks, 1) * 2 * dim
-    each = rows / context / ranks * (ranks - 1)  # rows times the share of heads that others compute
+def sent(length: int, heads: int, groups: int, dim: int, context: int, ranks: int) -> float:
+    """Return the elements that a rank sends for one sample of `length` tokens, counted by chunk: zig-zag over
+    `context / ranks` groups, whose `ranks` exchange heads."""
+    cp_size = context // ranks
+    chunks = 2 * cp_size
+    needed = 0  # pairs of a context rank and a chunk of another one to which some of its queries attend
+    for cp_rank, chunk in itertools.product(range(cp_size), range(chunks)):
+        needed += chunk not in (cp_rank, chunks - 1 - cp_rank) and chunk <= chunks - 1 - cp_rank
+    ring = needed / cp_size * length / chunks * max(groups // ranks, 1) * 2 * dim
+    each = length / context / ranks * (ranks - 1)  # rows times the fraction of heads that others compute
     return ring + each * (2 * heads * dim + 2 * max(groups, ranks) * dim)
 
 
@@ -113,7 +113,7 @@ def test_the_chosen_heads_send_least(context: int, groups: int) -> None:
 
 def test_what_is_chosen_is_allowed_and_one_where_nothing_is_joined() -> None:
     few = compose([TINY, "parallel.context=8", "training.micro_batch_size=1", "data.documents=separate"])
-    assert derived.context_heads(few) == 1 and derived.context_places(few) == 8
+    assert derived.context_heads(few) == 1 and derived.num_cp_ranks(few) == 8
     for words in ((TINY,), (MOE,), (BERT,), (TINY, *LATENT), (TINY, "training.micro_batch_size=8")):
         config = compose([*words, "parallel.context=8"])
         assert derived.context_heads(config) in derived.allowed_context_heads(config)
@@ -128,8 +128,8 @@ def test_what_is_chosen_is_allowed_and_one_where_nothing_is_joined() -> None:
 def test_tokens_of_a_call_are_a_ranks_rows(context: int) -> None:
     config = compose([MOE, f"parallel.context={context}"])
     validate(config, context)
-    assert derived.tokens_per_call(config) == derived.rows_of_rank(config) == 128 // context
+    assert derived.tokens_per_call(config) == derived.rank_sequence_rows(config) == 128 // context
 
 
 def test_the_defaults_share_nothing() -> None:
-    assert derived.context_heads(Config()) == derived.context_places(Config()) == 1
+    assert derived.context_heads(Config()) == derived.num_cp_ranks(Config()) == 1

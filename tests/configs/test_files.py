@@ -44,13 +44,13 @@ def test_a_full_disk_still_takes_what_is_written_over(tmp_path: Path, monkeypatc
     assert path.read_text() == "short" and [entry.name for entry in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_line_without_room_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_on_a_full_disk_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, write = Log(tmp_path / "lines"), os.write
     log.write("one")
-    parts = iter([2, 0])
+    sizes = iter([2, 0])
 
     def half(descriptor: int, data: Any) -> int:
-        size = next(parts)
+        size = next(sizes)
         if size == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(descriptor, data[:size])

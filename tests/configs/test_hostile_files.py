@@ -14,8 +14,8 @@ from configs.compose import compose, load, run
 from configs.schema import ConfigError
 from configs.validate import validate
 from inference import generate
-from simulator.clock.files import load as load_hardware
-from training.resilience import status
+from simulator.clock.hardware import load_hardware
+from training import status
 
 pytestmark = pytest.mark.fast
 

@@ -1,5 +1,5 @@
-"""What is accepted has an effect: every key that needs another one is refused without it, or said, and what the refusal
-proposes is accepted."""
+"""Accepted values have an effect: a key that needs another one is refused or named without it, and the proposed fix is
+accepted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from configs.changes import changes
 from configs.compose import compose
-from configs.mistakes import presets_by_group
+from configs.overrides import presets_by_group
 from configs.rules import idle
 from configs.schema import KEYS, ConfigError
 from configs.show import show
@@ -117,7 +117,7 @@ def test_what_stands_ready_is_named(needs: idle.Needs) -> None:
 
 
 def other_or(name: str) -> Any:
-    """As `other`, also for a text and a budget."""
+    """Return the value of `other`, also for a text and a budget."""
     if name == "data.text_key":
         return "body"
     return 64.0 if "_budget" in name and float in KEYS[name].kinds else other(name)

@@ -1,4 +1,4 @@
-"""What the launcher puts into the environment: read, or refused in one line that names the variable."""
+"""Variables of the launcher: read, or refused in one line that names the variable."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from configs.compose import compose_groups
 from configs.keys import Key
-from configs.mistakes import check_override
+from configs.overrides import check_override
 from configs.schema import Config
 from configs.validate import validate
 from configs.values import set_values, to_config
@@ -82,8 +82,7 @@ def take(presets: DictConfig, overrides: Sequence[str], world_size: int = 1) -> 
 
 
 def fault(wrong: WrongValue, message: str) -> str:
-    """What is wrong with what was said of a wrong value; "" where it names key, value and rule, and advises
-    something."""
+    """Return the fault of a message about a wrong value; "" if it names key, value and rule and proposes a value."""
     name, _, rest = message.partition(" (")
     value, _, rule = rest.partition(") ")
     written = wrong.written.replace("'", "")

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tests import distributed
-from tests.cuda import places, runs
+from tests.cuda import runs, sync_points
 from tests.cuda.pretended import logs
 from tests.cuda.pretended.observed import Mutant
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS, PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
@@ -34,7 +34,7 @@ LLAMA3 = (
     "original_max_position_embeddings: 8}"
 )
 WINDOW = ("model.sliding_window=8", "model.sliding_window_from=1")
-APART = "data.documents=separate"
+SEPARATE_DOCUMENTS = "data.documents=separate"
 SHARED_EXPERT = "moe.shared_expert_ffn_hidden_size=64"
 SCARCE = ("moe.capacity_factor=0.8", "moe.router_score=sigmoid", "moe.expert_bias=true")
 
@@ -50,7 +50,7 @@ class Case:
     ranks_per_node: int | None = None
     card: str | None = None  # see runs.CARDS
     one_sided: bool = False  # all tokens go to the first half of the experts
-    ways_in_turn: bool = False  # buckets that may go either way go one way and the other in turn
+    alternate_engines: bool = False  # buckets that may go either way go one way and the other in turn
     # How many events each thread of the host link waits for in a step at most, by its name.
     thread_waits: Mapping[str, int] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ def _expert_parallel(strategy: str, *overrides: str) -> tuple[str, ...]:
     return _experts("parallel.expert=2", f"moe.memory_strategy={strategy}", *overrides)
 
 
-def _tiered(where: str, engine: str, early: str) -> tuple[str, ...]:
+def _offloaded(where: str, engine: str, early: str) -> tuple[str, ...]:
     """Optimizer state off the device, in small buckets."""
     return (
         f"optimizer.state_device={where}",
@@ -102,17 +102,17 @@ CONTEXT = (
     "model.attention_dropout=0",
 )
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
-DENSE, NONE = "model=gpt_tiny", places.waits({}, 0)
+DENSE, NONE = "model=gpt_tiny", sync_points.waits({}, 0)
 PLACED = ("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2")
 IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
-PARTS = "moe.shard_weights=true"  # of ranks that hold the same experts
-BY_LAYER = ("training.pass_order=by_layer", "model.tie_embeddings=false")
+SHARDED_WEIGHTS = "moe.shard_weights=true"  # of ranks that hold the same experts
+LAYER_WISE = ("training.pass_order=by_layer", "model.tie_embeddings=false")
 LAYERS_OFFLOADED = ("training.recompute=full", "training.activation_offload=auto")
-FLAT = places.waits(places.FLAT, NUM_LAYERS * 2)
+FLAT = sync_points.waits(sync_points.FLAT, NUM_LAYERS * 2)
 CASES = {
-    "dense": Case(1, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
-    "experts on one rank": Case(1, _experts(), places.waits({}, 0)),
+    "dense": Case(1, ("model=gpt_tiny",), sync_points.waits({}, 0), "fp32"),
+    "experts on one rank": Case(1, _experts(), sync_points.waits({}, 0)),
     "keep": Case(2, _expert_parallel("keep"), FLAT),
     "keep, chunks": Case(2, _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
     "recompute": Case(2, _expert_parallel("recompute", SHARED_EXPERT), FLAT),
@@ -122,46 +122,50 @@ CASES = {
     "hierarchical": Case(
         4,
         _experts("parallel.expert=4", "moe.all_to_all=hierarchical", SHARED_EXPERT, *_chunks(4, 2)),
-        places.waits(places.HIERARCHICAL, NUM_LAYERS),
+        sync_points.waits(sync_points.HIERARCHICAL, NUM_LAYERS),
         ranks_per_node=2,
     ),
     "communicate": Case(2, _expert_parallel("communicate_recompute", *_chunks(2, 2)), FLAT),
     "capacity": Case(
         2,
         _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true", *SCARCE),
-        places.waits(places.FLAT, NUM_LAYERS * 4),
+        sync_points.waits(sync_points.FLAT, NUM_LAYERS * 4),
     ),
     "capacity by position": Case(
         2,
         _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true", *SCARCE, "moe.drop_policy=position"),
-        places.waits(places.FLAT, NUM_LAYERS * 4),
+        sync_points.waits(sync_points.FLAT, NUM_LAYERS * 4),
     ),
     "experts at copies": Case(
         2,
         _expert_parallel("keep", SHARED_EXPERT, *_chunks(4, 2), *PLACED),
-        places.waits(places.PLACED, NUM_LAYERS * 2),
+        sync_points.waits(sync_points.PLACED, NUM_LAYERS * 2),
         one_sided=True,
     ),
     "experts at copies, offload": Case(
         4,
         _experts("parallel.expert=4", "moe.memory_strategy=offload", *PLACED),
-        places.waits(places.PLACED, NUM_LAYERS),
+        sync_points.waits(sync_points.PLACED, NUM_LAYERS),
         one_sided=True,
     ),
     "experts at copies, in blocks": Case(
         2,
         _expert_parallel("recompute", *_chunks(2, 2), *PLACED, *IN_BLOCKS),
-        places.waits(places.PLACED_LOOP, NUM_LAYERS * 2),
+        sync_points.waits(sync_points.PLACED_LOOP, NUM_LAYERS * 2),
         one_sided=True,
     ),
     "recompute layers": Case(
-        2, _expert_parallel("keep", "training.recompute=full"), places.waits(places.FLAT_TWICE, NUM_LAYERS * 2)
+        2,
+        _expert_parallel("keep", "training.recompute=full"),
+        sync_points.waits(sync_points.FLAT_TWICE, NUM_LAYERS * 2),
     ),
-    "layer inputs on the host": Case(1, (*LAYERS_OFFLOADED, *DROPOUT, "model=gpt_tiny"), places.waits({}, 0), "fp32"),
+    "layer inputs on the host": Case(
+        1, (*LAYERS_OFFLOADED, *DROPOUT, "model=gpt_tiny"), sync_points.waits({}, 0), "fp32"
+    ),
     "by layer": Case(
         2,
-        (*_expert_parallel("keep", *BY_LAYER, *LAYERS_OFFLOADED, *DROPOUT), "training.micro_batch_size=1"),
-        places.waits(places.FLAT_TWICE, NUM_LAYERS * 4),
+        (*_expert_parallel("keep", *LAYER_WISE, *LAYERS_OFFLOADED, *DROPOUT), "training.micro_batch_size=1"),
+        sync_points.waits(sync_points.FLAT_TWICE, NUM_LAYERS * 4),
     ),
     "some layer inputs on the host": Case(
         4,
@@ -170,18 +174,18 @@ CASES = {
             "training.recompute=full",
             "training.activation_offload=0.02",
         ),
-        places.waits(places.FLAT_TWICE, NUM_LAYERS * 2 // 2),
+        sync_points.waits(sync_points.FLAT_TWICE, NUM_LAYERS * 2 // 2),
     ),
     "tensor": Case(
         2,
         _expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true", *DROPOUT),
-        places.waits(places.FLAT, NUM_LAYERS * 4),
+        sync_points.waits(sync_points.FLAT, NUM_LAYERS * 4),
     ),
     "bert": Case(2, ("model=bert_moe_tiny", "parallel.expert=2"), FLAT),
     "fp16": Case(
         2,
         _expert_parallel("keep"),
-        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
+        sync_points.waits(sync_points.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
         "fp16",
     ),
     "empty groups": Case(
@@ -193,20 +197,20 @@ CASES = {
     "older card": Case(
         2,
         _expert_parallel("keep", *_chunks(4, 2)),
-        places.waits(places.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
+        sync_points.waits(sync_points.LOOP_OVER_EXPERTS, NUM_LAYERS * 2),
         card="A100",
     ),
-    "loop on one rank": Case(1, _experts(), places.waits(places.LOOP_LOCAL, NUM_LAYERS * 4), "fp32"),
-    "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2", LLAMA3), places.waits({}, 0)),
+    "loop on one rank": Case(1, _experts(), sync_points.waits(sync_points.LOOP_LOCAL, NUM_LAYERS * 4), "fp32"),
+    "pipeline": Case(2, ("model=gpt_tiny", "parallel.pipeline=2", LLAMA3), sync_points.waits({}, 0)),
     "experts in a pipeline": Case(
-        4, _expert_parallel("keep", "parallel.pipeline=2"), places.waits(places.FLAT, NUM_LAYERS * 2 // 2)
+        4, _expert_parallel("keep", "parallel.pipeline=2"), sync_points.waits(sync_points.FLAT, NUM_LAYERS * 2 // 2)
     ),
     "latent attention": Case(2, _expert_parallel("keep", *LATENT), FLAT),
-    "documents apart": Case(2, _expert_parallel("keep", APART, "model.num_query_groups=2"), FLAT),
-    "documents apart, fp32": Case(1, (DENSE, APART, *WINDOW), NONE, "fp32"),
-    "documents apart, latent attention": Case(2, _expert_parallel("keep", APART, *LATENT), FLAT),
+    "documents apart": Case(2, _expert_parallel("keep", SEPARATE_DOCUMENTS, "model.num_query_groups=2"), FLAT),
+    "documents apart, fp32": Case(1, (DENSE, SEPARATE_DOCUMENTS, *WINDOW), NONE, "fp32"),
+    "documents apart, latent attention": Case(2, _expert_parallel("keep", SEPARATE_DOCUMENTS, *LATENT), FLAT),
     "documents apart, recomputed": Case(
-        2, (DENSE, APART, *WINDOW, "parallel.tensor=2", "parallel.sequence=true", *LAYERS_OFFLOADED), NONE
+        2, (DENSE, SEPARATE_DOCUMENTS, *WINDOW, "parallel.tensor=2", "parallel.sequence=true", *LAYERS_OFFLOADED), NONE
     ),
     "context": Case(2, (DENSE, *CONTEXT, *WINDOW), NONE),
     "context, fp32": Case(2, (DENSE, *CONTEXT, "model.num_query_groups=2"), NONE, "fp32"),
@@ -214,7 +218,9 @@ CASES = {
     "context by heads": Case(
         4, _expert_parallel("keep", *CONTEXT, "parallel.context=4", "parallel.context_heads=2"), FLAT
     ),
-    "context, recomputed": Case(2, (DENSE, APART, *CONTEXT, *LAYERS_OFFLOADED, "training.token_tile=16"), NONE),
+    "context, recomputed": Case(
+        2, (DENSE, SEPARATE_DOCUMENTS, *CONTEXT, *LAYERS_OFFLOADED, "training.token_tile=16"), NONE
+    ),
     "context, bert": Case(2, ("model=bert_tiny", *CONTEXT), NONE),
     "communicate, two degrees": Case(2, _expert_parallel("communicate", SHARED_EXPERT, *_chunks(4, 2)), FLAT),
     "communicate and offload": Case(2, _expert_parallel("communicate_offload", *_chunks(2, 2)), FLAT),
@@ -223,74 +229,85 @@ CASES = {
     "interleaved": Case(
         2,
         ("model=gpt_tiny", "parallel.pipeline=2", "parallel.virtual_pipeline=2", "model.num_layers=4", *WINDOW),
-        places.waits({}, 0),
+        sync_points.waits({}, 0),
     ),
-    "data parallel": Case(2, ("model=gpt_tiny",), places.waits({}, 0), "fp32"),
-    "gradients not sharded": Case(2, ("model=gpt_tiny", "optimizer.distributed=false"), places.waits({}, 0), "fp32"),
+    "data parallel": Case(2, ("model=gpt_tiny",), sync_points.waits({}, 0), "fp32"),
+    "gradients not sharded": Case(
+        2, ("model=gpt_tiny", "optimizer.distributed=false"), sync_points.waits({}, 0), "fp32"
+    ),
     "nothing overlapped": Case(
-        2, ("model=gpt_tiny", "parallel.overlap_grad_reduce=false"), places.waits({}, 0), "fp32"
+        2, ("model=gpt_tiny", "parallel.overlap_grad_reduce=false"), sync_points.waits({}, 0), "fp32"
     ),
-    "state streamed from the host": Case(2, _expert_parallel("keep", *_tiered("host", "device_stream", "never")), FLAT),
-    "state streamed early": Case(1, (DENSE, *_tiered("host", "device_stream", "always")), NONE, "fp32"),
+    "state streamed from the host": Case(
+        2, _expert_parallel("keep", *_offloaded("host", "device_stream", "never")), FLAT
+    ),
+    "state streamed early": Case(1, (DENSE, *_offloaded("host", "device_stream", "always")), NONE, "fp32"),
     "state updated on the host": Case(
-        2, (DENSE, *_tiered("host", "host", "never")), NONE, "fp16", thread_waits=places.host_waits(7)
+        2, (DENSE, *_offloaded("host", "host", "never")), NONE, "fp16", thread_waits=sync_points.host_waits(7)
     ),
     "state updated on the host early": Case(
-        2, _expert_parallel("keep", *_tiered("host", "host", "always")), FLAT, thread_waits=places.host_waits(10)
+        2,
+        _expert_parallel("keep", *_offloaded("host", "host", "always")),
+        FLAT,
+        thread_waits=sync_points.host_waits(10),
     ),
     "state split": Case(
         1,
-        (DENSE, *_tiered("host", "split", "never")),
+        (DENSE, *_offloaded("host", "split", "never")),
         NONE,
         "fp16",
-        ways_in_turn=True,
-        thread_waits=places.host_waits(7),
+        alternate_engines=True,
+        thread_waits=sync_points.host_waits(7),
     ),
     "state split early": Case(
-        1, (DENSE, *_tiered("host", "split", "always")), NONE, ways_in_turn=True, thread_waits=places.host_waits(7)
+        1,
+        (DENSE, *_offloaded("host", "split", "always")),
+        NONE,
+        alternate_engines=True,
+        thread_waits=sync_points.host_waits(7),
     ),
     "state by the fastest engine": Case(
-        1, (DENSE, *_tiered("host", "auto", "auto")), NONE, "fp32", thread_waits=places.host_waits(13)
+        1, (DENSE, *_offloaded("host", "auto", "auto")), NONE, "fp32", thread_waits=sync_points.host_waits(13)
     ),
     "state dropped where it is clipped": Case(
         1,
-        (DENSE, *_tiered("host", "split", "always"), CLIPPED),
+        (DENSE, *_offloaded("host", "split", "always"), CLIPPED),
         NONE,
-        ways_in_turn=True,
-        thread_waits=places.host_waits(7),
+        alternate_engines=True,
+        thread_waits=sync_points.host_waits(7),
     ),
     "state streamed from the disk": Case(
-        1, (DENSE, *_tiered("disk", "device_stream", "never")), NONE, "fp32", thread_waits=places.disk_waits(13)
+        1, (DENSE, *_offloaded("disk", "device_stream", "never")), NONE, "fp32", thread_waits=sync_points.disk_waits(13)
     ),
     "state streamed from the disk early": Case(
-        1, (DENSE, *_tiered("disk", "device_stream", "always")), NONE, thread_waits=places.disk_waits(13)
+        1, (DENSE, *_offloaded("disk", "device_stream", "always")), NONE, thread_waits=sync_points.disk_waits(13)
     ),
     "state on the disk updated on the host": Case(
-        1, (DENSE, *_tiered("disk", "host", "never")), NONE, "fp32", thread_waits=places.host_waits(13)
+        1, (DENSE, *_offloaded("disk", "host", "never")), NONE, "fp32", thread_waits=sync_points.host_waits(13)
     ),
     "state on the disk updated on the host early": Case(
         1,
-        (DENSE, *_tiered("disk", "host", "always"), "optimizer.moment_dtype=bf16"),
+        (DENSE, *_offloaded("disk", "host", "always"), "optimizer.moment_dtype=bf16"),
         NONE,
-        thread_waits=places.host_waits(13),
+        thread_waits=sync_points.host_waits(13),
     ),
     "state and layer inputs on the host": Case(
         4,
-        (*_expert_parallel("keep", "parallel.pipeline=2"), *_tiered("host", "split", "always"), *LAYERS_OFFLOADED),
-        places.waits(places.FLAT_TWICE, NUM_LAYERS * 2 // 2),
-        ways_in_turn=True,
-        thread_waits=places.host_waits(3),
+        (*_expert_parallel("keep", "parallel.pipeline=2"), *_offloaded("host", "split", "always"), *LAYERS_OFFLOADED),
+        sync_points.waits(sync_points.FLAT_TWICE, NUM_LAYERS * 2 // 2),
+        alternate_engines=True,
+        thread_waits=sync_points.host_waits(3),
     ),
     "state, late gradients": Case(
         2,
         (
             *_expert_parallel("keep", "parallel.tensor=2", "parallel.sequence=true"),
-            *_tiered("host", "split", "always"),
+            *_offloaded("host", "split", "always"),
             CLIPPED,
         ),
-        places.waits(places.FLAT, NUM_LAYERS * 4),
-        ways_in_turn=True,
-        thread_waits=places.host_waits(5),
+        sync_points.waits(sync_points.FLAT, NUM_LAYERS * 4),
+        alternate_engines=True,
+        thread_waits=sync_points.host_waits(5),
     ),
     "state of interleaved stages": Case(
         2,
@@ -299,60 +316,63 @@ CASES = {
             "parallel.pipeline=2",
             "parallel.virtual_pipeline=2",
             "model.num_layers=4",
-            *_tiered("host", "split", "always"),
+            *_offloaded("host", "split", "always"),
         ),
         NONE,
-        ways_in_turn=True,
-        thread_waits=places.host_waits(6),
+        alternate_engines=True,
+        thread_waits=sync_points.host_waits(6),
     ),
     "experts on the host": Case(
         2,
         _expert_parallel("keep", *_streamed("host"), "moe.weight_slots=1"),
-        places.waits(places.FLAT, 3 * 2),
-        thread_waits=places.expert_waits(45),
+        sync_points.waits(sync_points.FLAT, 3 * 2),
+        thread_waits=sync_points.expert_waits(45),
     ),
     "experts on the disk": Case(
         2,
         _expert_parallel("offload", *_streamed("disk", *FOUR_IN_THREE), *_chunks(2, 2)),
-        places.waits(places.FLAT, 4 * 2),
-        thread_waits=places.expert_waits(45, read=16, written=20),
+        sync_points.waits(sync_points.FLAT, 4 * 2),
+        thread_waits=sync_points.expert_waits(45, read=16, written=20),
     ),
     "experts on the host by layer": Case(
         1,
         # Layer inputs stay: their copies would order those of gradients, too.
-        _experts(*_streamed("host"), *BY_LAYER, "training.recompute=full"),
+        _experts(*_streamed("host"), *LAYER_WISE, "training.recompute=full"),
         NONE,
-        thread_waits=places.expert_waits(45),
+        thread_waits=sync_points.expert_waits(45),
     ),
     "experts on the disk by layer": Case(
         2,
-        _expert_parallel("keep", *_streamed("disk", *EARLY), *BY_LAYER, *LAYERS_OFFLOADED),
-        places.waits(places.FLAT_TWICE, 3 * 2),
-        thread_waits=places.expert_waits(45, read=16, written=20),
+        _expert_parallel("keep", *_streamed("disk", *EARLY), *LAYER_WISE, *LAYERS_OFFLOADED),
+        sync_points.waits(sync_points.FLAT_TWICE, 3 * 2),
+        thread_waits=sync_points.expert_waits(45, read=16, written=20),
     ),
     "experts' parts on the host": Case(
-        2, _experts(*_streamed("host", PARTS, "model.num_layers=2", *EARLY)), NONE, thread_waits=places.expert_waits(45)
+        2,
+        _experts(*_streamed("host", SHARDED_WEIGHTS, "model.num_layers=2", *EARLY)),
+        NONE,
+        thread_waits=sync_points.expert_waits(45),
     ),
     "experts' parts on the disk by layer": Case(
         2,
-        _experts(*_streamed("disk", PARTS), *BY_LAYER, *LAYERS_OFFLOADED),
+        _experts(*_streamed("disk", SHARDED_WEIGHTS), *LAYER_WISE, *LAYERS_OFFLOADED),
         NONE,
-        thread_waits=places.expert_waits(45, read=16, written=20),
+        thread_waits=sync_points.expert_waits(45, read=16, written=20),
     ),
     "experts' parts over ranks": Case(
         4,
-        _expert_parallel("recompute", *_streamed("disk", PARTS), "training.micro_batch_size=1"),
-        places.waits(places.FLAT, 3 * 2),
-        thread_waits=places.expert_waits(45, read=16, written=20),
+        _expert_parallel("recompute", *_streamed("disk", SHARDED_WEIGHTS), "training.micro_batch_size=1"),
+        sync_points.waits(sync_points.FLAT, 3 * 2),
+        thread_waits=sync_points.expert_waits(45, read=16, written=20),
     ),
     "experts on the host at copies": Case(
         2,
         _expert_parallel("keep", *_streamed("host"), *PLACED),
-        places.waits(places.PLACED, 3 * 2),
+        sync_points.waits(sync_points.PLACED, 3 * 2),
         one_sided=True,
-        thread_waits=places.expert_waits(60),
+        thread_waits=sync_points.expert_waits(60),
     ),
-    "tensor, whole sequences": Case(2, ("model=gpt_tiny", "parallel.tensor=2"), places.waits({}, 0), "fp32"),
+    "tensor, whole sequences": Case(2, ("model=gpt_tiny", "parallel.tensor=2"), sync_points.waits({}, 0), "fp32"),
 }
 
 # Left to the matrix: what they add to others is their combination.
@@ -389,7 +409,7 @@ def run(name: str, device: str, mutant: Mutant | None = None, early: bool = Fals
     case = CASES[name]
     overrides = (f"model.num_layers={NUM_LAYERS}", f"training.precision={case.precision}", *case.overrides)
     backend = distributed.PRETENDED if device == "cuda" else "gloo"
-    arguments = device, overrides, case.ranks_per_node, mutant, case.card, early, case.one_sided, case.ways_in_turn
+    arguments = device, overrides, case.ranks_per_node, mutant, case.card, early, case.one_sided, case.alternate_engines
     return distributed.run(runs.train, case.ranks, *arguments, backend=backend)
 
 
@@ -408,10 +428,10 @@ def _worst(outcomes: Sequence[runs.Outcome], of_cpu: Sequence[runs.Outcome], nam
 
 def faults(outcomes: Sequence[runs.Outcome]) -> list[str]:
     """What no program should do, of all ranks; also an order of operations at which NCCL would hang."""
-    pinned = {f"memory is pinned in a step, in {place}" for outcome in outcomes for place in outcome.pinned}
+    pinned = {f"memory is pinned in a step, in {call_site}" for outcome in outcomes for call_site in outcome.pinned}
     return (
         sorted({what for outcome in outcomes for what in outcome.faults})
-        + sorted(pinned - {f"memory is pinned in a step, in {places.SMALL}"})
+        + sorted(pinned - {f"memory is pinned in a step, in {sync_points.SMALL}"})
         + logs.compare([outcome.log for outcome in outcomes])
     )
 
@@ -420,8 +440,8 @@ def wrong_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[str]:
     """Where rank 0's host waits in a step, and the table does not say so, or the other way round; and threads that wait
     for more events than the case says."""
     found, table = outcomes[0].waits, Counter(CASES[name].waits)
-    new = [f"{count} new: {kind} in {place}" for (kind, place), count in (found - table).items()]
-    gone = [f"{count} gone: {kind} in {place}" for (kind, place), count in (table - found).items()]
+    new = [f"{count} new: {kind} in {call_site}" for (kind, call_site), count in (found - table).items()]
+    gone = [f"{count} gone: {kind} in {call_site}" for (kind, call_site), count in (table - found).items()]
     return new + gone + _too_many_thread_waits(name, outcomes)
 
 
@@ -430,8 +450,8 @@ def _too_many_thread_waits(name: str, outcomes: Sequence[runs.Outcome]) -> list[
     wrong = []
     for rank, outcome in enumerate(outcomes):
         by_thread: Counter[str] = Counter()
-        for (thread, kind, place), count in outcome.worker_waits.items():
-            if kind == "event.synchronize" and place != places.STREAMS_END:  # all other kinds are faults
+        for (thread, kind, call_site), count in outcome.worker_waits.items():
+            if kind == "event.synchronize" and call_site != sync_points.STREAMS_END:  # all other kinds are faults
                 by_thread[thread] += count
         for thread, count in by_thread.items():
             most = CASES[name].thread_waits.get(thread, 0) * runs.STEPS
@@ -453,7 +473,7 @@ def noticed(name: str, mutant: Mutant) -> str:
             raise
         return "refused: gloo received another size than was expected"
     if not any(outcome.mutant is not None and outcome.mutant.left_out for outcome in outcomes):
-        raise ValueError(f"{mutant.what} was not called through {mutant.place} in {name}")
+        raise ValueError(f"{mutant.what} was not called through {mutant.call_site} in {name}")
     if not all(math.isfinite(number) for outcome in outcomes for number in outcome.losses + outcome.grad_norms):
         return "no numbers"
     if early and [each.losses for each in outcomes] != [each.losses for each in run(name, "cuda")]:

@@ -16,9 +16,9 @@ from inference.fill_mask import fill_masks
 from inference.generation import Sampling, generate
 from inference.open_model import OpenModel, open_model
 from inference.scoring import log_likelihoods
-from inference.weights.files import FileWeights
-from inference.weights.host_copies import HostCopies
-from inference.weights.plan import MIB
+from inference.weights.budget import MIB
+from inference.weights.file_weights import FileWeights
+from inference.weights.loader import HostCopies
 from memory.budgets import HOST
 from tests.cuda import runs
 from tests.cuda.pretended.observed import OBSERVED, Mutant
@@ -53,48 +53,50 @@ class Used:
     host_bytes: Counter[str] = field(default_factory=Counter)  # counted under the host's budget
 
 
-def on_cpu(folder: Path, share: float | None, rows: int) -> tuple[float | None, Used]:
+def on_cpu(folder: Path, share: float | None, batch_size: int) -> tuple[float | None, Used]:
     """`use`, and its budget in MiB: room for what is needed beside the weights, for one unit and one expert, and for a
     share of the rest; None: for all."""
-    budget = None if share is None else _budget(folder, share, rows)
-    return budget, _use("cpu", folder, budget, rows)
+    budget = None if share is None else _budget(folder, share, batch_size)
+    return budget, _use("cpu", folder, budget, batch_size)
 
 
-def _budget(folder: Path, share: float, rows: int) -> float:
+def _budget(folder: Path, share: float, batch_size: int) -> float:
     with open_model(folder, device="cpu") as model:
-        _first_use(model, rows)
+        _first_use(model, batch_size)
         sizes, other = model.weights.sizes, model.weights._other
     least = sizes.small + max(size for _, size in sizes.units) + sizes.expert
     return float(other + least + share * (sizes.total - least)) / MIB
 
 
-def use(folder: Path, budget: float | None, rows: int, early: bool, mutant: Mutant | None, copies: bool) -> Used:
+def use(
+    folder: Path, budget: float | None, batch_size: int, early: bool, mutant: Mutant | None, host_copies: bool
+) -> Used:
     """Generate twice and score a text twice on the device, or fill in masks twice, with a budget of so many MiB.
-    `rows`: texts of a batch. `copies`: the host has room for what comes and goes."""
+    `batch_size`: texts of a batch. `host_copies`: the host keeps copies of streamed weights."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(runs.pretended(mutant, early))
         if mutant is not None:  # its faults are looked at, not what came of them
             stack.enter_context(mock.patch.object(FileWeights, "check_finite"))
-        if not copies:
+        if not host_copies:
             stack.enter_context(mock.patch.object(HostCopies, "add", lambda *_: None))
-        used = _use("cuda", folder, budget, rows, draws=mutant is None)  # from what is no number nobody can draw
+        used = _use("cuda", folder, budget, batch_size, draws=mutant is None)  # from what is no number nobody can draw
     used.faults, used.left_out = sorted(OBSERVED.faults), mutant.left_out if mutant else 0
     return used
 
 
-def _first_use(model: OpenModel, rows: int) -> None:
+def _first_use(model: OpenModel, batch_size: int) -> None:
     if model.config.model.family == "bert":
         _guesses(model)
     else:
-        _generate(model.decoder(), rows)
+        _generate(model.decoder(), batch_size)
         _scores(model.decoder())
 
 
-def _use(device: str, folder: Path, budget: float | None, rows: int, draws: bool = True) -> Used:
+def _use(device: str, folder: Path, budget: float | None, batch_size: int, draws: bool = True) -> Used:
     used = Used(worker_waits=OBSERVED.worker_waits)
     with open_model(folder, device=device, budget=budget) as model:
         weights = model.weights
-        _first_use(model, rows)
+        _first_use(model, batch_size)
         used.bytes_read.append(weights.loader.bytes_read)
         OBSERVED.pinned.clear()
         with _waits_of_passes(weights) as passes:
@@ -103,8 +105,8 @@ def _use(device: str, folder: Path, budget: float | None, rows: int, draws: bool
                 used.scoring = passes[-1]
             else:
                 decoder = model.decoder()
-                used.tokens = _generate(decoder, rows)
-                used.prefill, *used.each_token = passes[: NEW_TOKENS if rows >= len(PROMPTS) else None]
+                used.tokens = _generate(decoder, batch_size)
+                used.prefill, *used.each_token = passes[: NEW_TOKENS if batch_size >= len(PROMPTS) else None]
                 used.bytes_read.append(weights.loader.bytes_read)
                 before = len(passes)
                 used.drawn = _generate(decoder, 1, PROMPTS[:1], DRAWN) if draws else []
@@ -123,22 +125,22 @@ def _use(device: str, folder: Path, budget: float | None, rows: int, draws: bool
 def _waits_of_passes(weights: FileWeights) -> Iterator[list[Waits]]:
     """The host's waits since the last pass, at the end of each."""
     passes: list[Waits] = []
-    is_over, before = weights.pass_is_over, Counter(OBSERVED.waits)
+    end_pass, before = weights.end_pass, Counter(OBSERVED.waits)
 
     def counted(num_tokens: int) -> None:
         nonlocal before
-        is_over(num_tokens)
+        end_pass(num_tokens)
         passes.append(OBSERVED.waits - before)
         before = Counter(OBSERVED.waits)
 
-    with mock.patch.object(weights, "pass_is_over", counted):
+    with mock.patch.object(weights, "end_pass", counted):
         yield passes
 
 
 def _generate(
-    decoder: Decoder, rows: int, prompts: list[list[int]] = PROMPTS, sampling: Sampling = GREEDY
+    decoder: Decoder, batch_size: int, prompts: list[list[int]] = PROMPTS, sampling: Sampling = GREEDY
 ) -> list[list[int]]:
-    return [found.tokens for found in generate(decoder, prompts, NEW_TOKENS, sampling, batch_size=rows)]
+    return [found.tokens for found in generate(decoder, prompts, NEW_TOKENS, sampling, batch_size=batch_size)]
 
 
 def _scores(decoder: Decoder) -> torch.Tensor:
@@ -147,4 +149,4 @@ def _scores(decoder: Decoder) -> torch.Tensor:
 
 def _guesses(model: OpenModel) -> torch.Tensor:
     found = fill_masks(model, MASKED, MASK, 5)
-    return torch.tensor([[guess.token, guess.probability] for text in found for place in text for guess in place])
+    return torch.tensor([[guess.token, guess.probability] for text in found for masked in text for guess in masked])

@@ -47,7 +47,7 @@ def measure_attention(window: str) -> list[float]:
 def per_layer(launches: Counter[str]) -> dict[str, float]:
     """By layer and micro-batch."""
     micro_batches = 8 // 2 // RANKS  # see runs.COMMON
-    return {place: count / (NUM_LAYERS * micro_batches) for place, count in launches.items()}
+    return {call_site: count / (NUM_LAYERS * micro_batches) for call_site, count in launches.items()}
 
 
 def main() -> None:
@@ -55,9 +55,11 @@ def main() -> None:
     by_degree = [per_layer(measure(degree)) for degree in DEGREES]
     print("| place | one chunk | four chunks |\n|---|---|---|")
     print(f"| all | {' | '.join(f'{sum(each.values()):g}' for each in by_degree)} |")
-    places = sorted({place for each in by_degree for place in each}, key=lambda place: -by_degree[0].get(place, 0))
-    for place in places:
-        print(f"| {place} | {' | '.join(f'{each.get(place, 0):g}' for each in by_degree)} |")
+    call_sites = sorted(
+        {call_site for each in by_degree for call_site in each}, key=lambda call_site: -by_degree[0].get(call_site, 0)
+    )
+    for call_site in call_sites:
+        print(f"| {call_site} | {' | '.join(f'{each.get(call_site, 0):g}' for each in by_degree)} |")
 
 
 if __name__ == "__main__":

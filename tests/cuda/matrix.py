@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tests import distributed
-from tests.cuda import cases, places, runs
+from tests.cuda import cases, runs, sync_points
 
 _Write = Callable[[Sequence[object], bool], None]
 COLUMNS = (
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             wrong += _case(name, early, of_cpu, write)
     num_rows = 2 * len(names)
     if not options.cases:
-        num_rows += len(places.MUTANTS)
+        num_rows += len(sync_points.MUTANTS)
         print()
         write(("left out", "through", "case", "noticed by"), True)
-        for what in places.MUTANTS:
+        for what in sync_points.MUTANTS:
             wrong += _mutant(what, write)
     print(f"\n{num_rows} rows, {len(wrong)} wrong." + "".join(f"\n* {line}" for line in wrong))
     return 1 if wrong else 0
@@ -76,7 +76,7 @@ def _case(name: str, early: bool, of_cpu: list[runs.Outcome], write: _Write) -> 
 
 
 def _mutant(what: str, write: _Write) -> list[str]:
-    mutant, case = places.MUTANTS[what]
+    mutant, case = sync_points.MUTANTS[what]
     try:
         by = cases.noticed(case, mutant)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _mutant(what: str, write: _Write) -> list[str]:
     else:
         problem = "not noticed"
     by = by.replace("|", "/")
-    write((f"{what} ({mutant.what})", mutant.place, case, by[:120] or "nothing"), False)
+    write((f"{what} ({mutant.what})", mutant.call_site, case, by[:120] or "nothing"), False)
     return [] if by else [f"{what}: {problem}"]
 
 

@@ -61,9 +61,9 @@ def main() -> int:
     faults: Counter[str] = Counter(differences(reports))
     for report in reports:
         faults.update(report.faults)
-        waits.update({f"waits: {kind} in {place}": count for (kind, place), count in report.waits.items()})
-        for (thread, kind, place), count in report.worker_waits.items():
-            waits[f"waits of {thread}: {kind} in {place}"] += count
+        waits.update({f"waits: {kind} in {call_site}": count for (kind, call_site), count in report.waits.items()})
+        for (thread, kind, call_site), count in report.worker_waits.items():
+            waits[f"waits of {thread}: {kind} in {call_site}"] += count
     for what, count in waits.most_common() if arguments.waits else ():
         print(f"pretended device: {count} {what}", file=sys.stderr)
     for what, count in faults.items():

@@ -1,6 +1,6 @@
 """One layout trained for a few steps, on the pretended device or on the CPU: what every rank of a test runs.
 
-All that the pretended device needs to know of the product is here; the places that it names are in places.py.
+All that the pretended device needs to know of the product is here; the call sites that it names are in sync_points.py.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def train(
     card: str | None = None,
     early: bool = False,
     one_sided: bool = False,
-    ways_in_turn: bool = False,
+    alternate_engines: bool = False,
 ) -> Outcome:
     """Take STEPS optimizer steps on made-up batches, and evaluate on them. `ranks_per_node`: this host's ranks pretend
     to be on several. `card`: one of CARDS. `early`: what may be late is done at once. `one_sided`: the second half of
-    the experts gets no token. `ways_in_turn`: buckets of the optimizer that may go either way do so in turn."""
+    the experts gets no token. `alternate_engines`: buckets of the optimizer that may go either way do so in turn."""
     import torch.distributed as dist
 
     os.environ.pop("LOCAL_RANK", None)  # there is one device for all
@@ -70,8 +70,8 @@ def train(
                 stack.enter_context(CARDS[card]())
         if one_sided:
             stack.enter_context(_all_to_the_first_half())
-        if ways_in_turn:
-            stack.enter_context(_ways_in_turn())
+        if alternate_engines:
+            stack.enter_context(_alternate_engines())
         if mutant is not None and mutant.what == "written":
             stack.enter_context(_read_too_early())
         outcome = _train(device, overrides)
@@ -99,14 +99,14 @@ def _all_to_the_first_half() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ways_in_turn() -> Iterator[None]:
+def _alternate_engines() -> Iterator[None]:
     """Whatever was measured."""
-    from optim.tiers import tiers
+    from optim.offload import optimizer
 
     def choose(engine: str, numels: Sequence[int], *_: Any) -> list[str]:
         return [("host", "device_stream")[index % 2] for index in range(len(numels))]
 
-    with mock.patch.object(tiers, "choose", choose):
+    with mock.patch.object(optimizer, "choose", choose):
         yield
 
 
@@ -194,11 +194,11 @@ def _train(device: str, overrides: Sequence[str]) -> Outcome:
 
     config = compose([f"training.device={device}", *COMMON, *overrides])
     validate(config, dist.get_world_size())
-    place = topology.initialize(config)
-    model = Engine(config, place, VOCAB_SIZE)
+    ranks = topology.initialize(config)
+    model = Engine(config, ranks, VOCAB_SIZE)
     (where,) = {str(parameter.device) for chunk in model.bare_chunks for parameter in chunk.parameters()}
-    count = config.training.global_batch_size // (config.training.micro_batch_size * place.data.size)
-    batches = made_up_batches(config, count, VOCAB_SIZE, seed=place.data.rank, pin=device == "cuda")
+    count = config.training.global_batch_size // (config.training.micro_batch_size * ranks.data.size)
+    batches = made_up_batches(config, count, VOCAB_SIZE, seed=ranks.data.rank, pin=device == "cuda")
     if "positions" in batches[0]:
         for number, batch in enumerate(batches):
             _cut(batch, number)

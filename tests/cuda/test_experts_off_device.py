@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.cuda import cases, places
+from tests.cuda import cases, sync_points
 from tests.cuda.cases import CASES
 
 pytestmark = [pytest.mark.cuda_pretended]
@@ -35,5 +35,5 @@ def test_experts_off_the_device_have_the_same_bits(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("what", MUTANTS)
 def test_what_experts_must_wait_for_is_missed(what: str) -> None:
-    mutant, case = places.MUTANTS[what]
+    mutant, case = sync_points.MUTANTS[what]
     assert cases.noticed(case, mutant)

@@ -1,5 +1,5 @@
-"""Every preset at its real widths through FakeTensorMode: no error, no other wait than places.py lists, and the plan's
-memory. The whole table, with further layouts, is benchmarks/results/fake_presets.md."""
+"""Every preset at its real widths through FakeTensorMode: no error, no other wait than sync_points.py lists, and the
+plan's memory. The whole table, with further layouts, is benchmarks/results/fake_presets.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from configs.mistakes import presets_by_group
+from configs.overrides import presets_by_group
 from simulator.run_plan import TOLERANCE
 from tests.distributed import ROOT
 from tests.waits import LONG
@@ -59,7 +59,7 @@ def test_one_wait_more_and_memory_that_is_kept_are_noticed(printed: dict[str, An
     plain, twice, kept = (
         printed["noticed"][name] for name in ("as it is", "counts are asked for twice", "logits are kept")
     )
-    place = "tolist, moe/alltoall/flat.py:FlatAllToAll.count"
+    call_site = "tolist, moe/alltoall/flat.py:FlatAllToAll.count"
     assert plain["waits"] == plain["expected_waits"] == twice["expected_waits"]
-    assert twice["waits"][place] == 2 * plain["waits"][place] == 4
+    assert twice["waits"][call_site] == 2 * plain["waits"][call_site] == 4
     assert abs(plain["ratio"] - 1) < TOLERANCE < kept["ratio"] - 1

@@ -14,13 +14,13 @@ from memory.completion import Completion
 from memory.copy_stream import PASSES, SAVES, UPDATES
 from memory.host_link import HostLink
 from tests import distributed
-from tests.cuda import places
+from tests.cuda import sync_points
 from tests.cuda.pretended.observed import OBSERVED, Mutant
 from tests.waits import LONG, until
 
 pytestmark = [pytest.mark.cuda_pretended]
 
-BUCKETS, SIZE, STEPS, SLOTS = 5, 64, 3, 2
+BUCKETS, SIZE, STEPS, NUM_SLOTS = 5, 64, 3, 2
 ENGINES = ("device", "host")
 
 
@@ -44,9 +44,9 @@ def _train(
     with runs.pretended(mutant, early):
         numbers = _loop(engine, torch.device("cuda", 0), hasty)
     waits: Counter[str] = Counter()
-    for (thread, kind, place), count in OBSERVED.worker_waits.items():
+    for (thread, kind, call_site), count in OBSERVED.worker_waits.items():
         assert kind == "event.synchronize"
-        waits[thread] += count if place != places.STREAMS_END else 0
+        waits[thread] += count if call_site != sync_points.STREAMS_END else 0
     return _Outcome(numbers, sorted(OBSERVED.faults), waits, mutant.left_out if mutant else 0)
 
 
@@ -57,26 +57,28 @@ def _loop(engine: str, device: torch.device, hasty: bool) -> dict[str, torch.Ten
     given = torch.randn(STEPS, BUCKETS, SIZE, generator=numbers).to(device)
     weights = stored[:, 0].to(device, torch.bfloat16)
     grads, sums = torch.zeros(BUCKETS, SIZE, device=device), torch.zeros(STEPS, device=device)
-    slots, counts = torch.zeros(SLOTS, 3, SIZE, device=device), torch.arange(1.0, STEPS + 1, device=device)
+    device_slots, counts = torch.zeros(NUM_SLOTS, 3, SIZE, device=device), torch.arange(1.0, STEPS + 1, device=device)
     host_grads = torch.zeros(BUCKETS, SIZE, pin_memory=on_gpu)
     host_weights = torch.zeros(BUCKETS, SIZE, dtype=torch.bfloat16, pin_memory=on_gpu)
     stored = stored.pin_memory() if on_gpu else stored
     link = HostLink(device, timeout=LONG)
-    back, free = ([Completion.already() for _ in range(count)] for count in (BUCKETS, SLOTS))
+    back, free = ([Completion.already() for _ in range(count)] for count in (BUCKETS, NUM_SLOTS))
 
     def on_device(bucket: int, step: int, ready: Completion) -> None:
-        slot = bucket % SLOTS
-        come = link.up.submit(_copy(slots[slot], stored[bucket]), [ready] if hasty else [ready, free[slot]])
-        back[bucket] = link.update.submit(
-            _adamw(slots[slot], grads[bucket], counts[step], weights[bucket]), [come, ready]
+        slot_index = bucket % NUM_SLOTS
+        come = link.up.submit(
+            copying(device_slots[slot_index], stored[bucket]), [ready] if hasty else [ready, free[slot_index]]
         )
-        free[slot] = link.down.submit(_copy(stored[bucket], slots[slot]), [back[bucket]])
+        back[bucket] = link.update.submit(
+            _adamw(device_slots[slot_index], grads[bucket], counts[step], weights[bucket]), [come, ready]
+        )
+        free[slot_index] = link.down.submit(copying(stored[bucket], device_slots[slot_index]), [back[bucket]])
 
     def on_host(bucket: int, step: int, ready: Completion) -> None:
-        gone = link.down.submit(_copy(host_grads[bucket], grads[bucket]), [ready])
+        gone = link.down.submit(copying(host_grads[bucket], grads[bucket]), [ready])
         count = torch.tensor(step + 1.0)
         done = link.host.submit(_adamw(stored[bucket], host_grads[bucket], count, host_weights[bucket]), [gone])
-        back[bucket] = link.up.submit(_copy(weights[bucket], host_weights[bucket]), [done])
+        back[bucket] = link.up.submit(copying(weights[bucket], host_weights[bucket]), [done])
 
     for step in range(STEPS):
         for bucket in range(BUCKETS):
@@ -93,7 +95,7 @@ def _loop(engine: str, device: torch.device, hasty: bool) -> dict[str, torch.Ten
     return {"weights": weights.float().cpu(), "state": stored.clone(), "sums": sums.cpu()}
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+def copying(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     def work() -> None:
         target.copy_(source, non_blocking=True)
 
@@ -146,8 +148,8 @@ MUTANTS = {
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_wait_is_noticed(name: str, early: bool) -> None:
-    engine, what, place, thread = MUTANTS[name]
-    outcome = _run(engine, "cuda", early, Mutant(what, f"memory/{place}", thread=thread))
+    engine, what, call_site, thread = MUTANTS[name]
+    outcome = _run(engine, "cuda", early, Mutant(what, f"memory/{call_site}", thread=thread))
     assert outcome.left_out
     assert any("did not wait for what" in fault for fault in outcome.faults), outcome.faults
 
@@ -164,7 +166,7 @@ def _close() -> tuple[list[str], list[float]]:
     with runs.pretended(None, False):
         device = torch.device("cuda", 0)
         link, source, target = HostLink(device), torch.ones(3, device=device), torch.zeros(3, pin_memory=True)
-        link.down.submit(_copy(target, source), [Completion.so_far(device)])
+        link.down.submit(copying(target, source), [Completion.so_far(device)])
         link.close()
         del source
         return sorted(OBSERVED.faults), target.tolist()
@@ -182,9 +184,9 @@ def _two_priorities(first: int, second: int) -> list[str]:
         device = torch.device("cuda", 0)
         link, target = HostLink(device), torch.zeros(3, device=device)
         sources = [torch.full((3,), float(priority)).pin_memory() for priority in (first, second)]
-        begun = Completion.so_far(device)
+        started = Completion.so_far(device)
         for priority, source in zip((first, second), sources, strict=True):
-            done = link.up.submit(_copy(target, source), [begun], priority=priority)
+            done = link.up.submit(copying(target, source), [started], priority=priority)
             until(lambda done=done: done.is_issued, "a copy to be issued")  # type: ignore[misc]
         link.close()
         return sorted(OBSERVED.faults)

@@ -1,6 +1,6 @@
 """The CUDA path on a pretended device, against the same layout on the CPU; and how often its host waits.
 
-See docs/decisions/pretended-gpu.md.
+See docs/decisions/fake-cuda-device.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import distributed
-from tests.cuda import cases, launches, matrix, places, runs
+from tests.cuda import cases, launches, matrix, runs, sync_points
 from tests.cuda.cases import CASES
 from tests.cuda.pretended import logs
 from tests.cuda.pretended.observed import OBSERVED
@@ -61,7 +61,7 @@ def _compare(name: str, outcomes: list[runs.Outcome]) -> None:
 def test_waits(name: str) -> None:
     """The host waits for the device where the table says, and nowhere else."""
     wrong = cases.wrong_waits(name, _on_device(name))
-    assert not wrong, "host synchronisations of one step, against tests/cuda/places.py:\n" + "\n".join(wrong)
+    assert not wrong, "host synchronisations of one step, against tests/cuda/sync_points.py:\n" + "\n".join(wrong)
 
 
 def test_groups_without_rows_were_there() -> None:
@@ -87,10 +87,10 @@ def test_launches_of_attention(window: str) -> None:
     assert launches.measure_attention(window) == [number, 2 * number]
 
 
-@pytest.mark.parametrize("name", places.MUTANTS_OF_TESTS)
+@pytest.mark.parametrize("name", sync_points.MUTANTS_OF_TESTS)
 def test_a_missing_wait_is_noticed(name: str) -> None:
     """The case passes as it is, see above; without the call its numbers are no numbers, or something refuses it."""
-    mutant, case = places.MUTANTS[name]
+    mutant, case = sync_points.MUTANTS[name]
     assert cases.noticed(case, mutant)
 
 
@@ -182,8 +182,7 @@ def test_non_blocking_copies_of_memory_that_is_not_pinned_are_refused() -> None:
 def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool]:
     """Three steps of three tensors, for which the first has room for two. `lost`: two do not come back in it."""
     from memory.budgets import HOST
-    from memory.host_link import HostLink
-    from memory.offload import OffloadedTensor
+    from memory.host_link import HostLink, OffloadedTensor
     from tests.cuda.pretended.device import Device
 
     with Device():
@@ -192,8 +191,8 @@ def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool
         for step in range(3):
             link.step.begin(1024)
             pinned = OBSERVED.pinned.total()
-            rows = [torch.full((6, 4), step + index, device="cuda", dtype=torch.float32) for index in range(3)]
-            away = [OffloadedTensor(tensor, link) for tensor in rows]
+            token_rows = [torch.full((6, 4), step + index, device="cuda", dtype=torch.float32) for index in range(3)]
+            away = [OffloadedTensor(tensor, link) for tensor in token_rows]
             for index in range(3):
                 away[index].fetch()
             if lost and step == 0:
@@ -209,7 +208,7 @@ def _kept_on_the_host(lost: bool) -> tuple[list[int], list[int], list[str], bool
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_what_experts_offload_is_pinned_between_steps_and_what_finds_no_room_stays(lost: bool) -> None:
+def test_what_experts_offload_is_pinned_between_steps_and_stays_without_capacity(lost: bool) -> None:
     found = distributed.run(_kept_on_the_host, 1, lost, backend=distributed.PRETENDED)
     assert found == [([0, 1024, 1536, 1536, 0], [96, 0, 0], [], True)]
 

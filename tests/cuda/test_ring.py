@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.weights.parts import LocalPart, WeightUnit
+from inference.weights.rank_weights import LocalShard, WeightUnit
 from memory.copy_stream import PASSES, SAVES
 from memory.host_link import HostLink
 from tests import distributed
-from tests.cuda import generations, places
+from tests.cuda import generations, sync_points
 from tests.cuda.generations import Used
 from tests.cuda.pretended.observed import OBSERVED, Mutant
 from tests.inference.test_generate import _save
@@ -32,16 +32,16 @@ class Generation:
 
     family: str
     share: float | None
-    rows: int  # texts of a batch
+    batch_size: int  # texts of a batch
     streams: tuple[bool, bool]  # units, experts
     moe_layers: int = 0
-    copies: bool = True  # the host keeps what comes and goes
-    token: places.Waits = field(default_factory=lambda: places.TOKEN)
+    host_copies: bool = True  # the host keeps what comes and goes
+    token: sync_points.Waits = field(default_factory=lambda: sync_points.TOKEN)
 
-    def waits(self, also: places.Waits | None = None) -> Counter[tuple[str, str]]:
+    def waits(self, also: sync_points.Waits | None = None) -> Counter[tuple[str, str]]:
         """The host's, in a pass."""
-        choices = {key: self.moe_layers * count for key, count in places.CHOICE.items() if self.moe_layers}
-        return Counter({**choices, **places.FINITE, **(also or {})})
+        choices = {key: self.moe_layers * count for key, count in sync_points.CHOICE.items() if self.moe_layers}
+        return Counter({**choices, **sync_points.FINITE, **(also or {})})
 
 
 GENERATIONS = {
@@ -49,7 +49,7 @@ GENERATIONS = {
     "layers": Generation("mistral", 0.3, 3, (True, False)),
     "experts": Generation("qwen3_moe_normalized", 0.5, 1, (False, True), 2),
     "layers and experts": Generation("deepseek_v3", 0.1, 3, (True, True), 1),
-    "layers and experts from files": Generation("qwen3_moe_normalized", 0.2, 2, (True, True), 2, copies=False),
+    "layers and experts from files": Generation("qwen3_moe_normalized", 0.2, 2, (True, True), 2, host_copies=False),
     "BERT": Generation("bert", 0.3, 3, (True, False), token={}),
 }
 
@@ -66,13 +66,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @functools.cache
 def _cpu(name: str, folder: Path) -> tuple[float | None, Used]:
     case = GENERATIONS[name]
-    (found,) = distributed.run(generations.on_cpu, 1, folder, case.share, case.rows)
+    (found,) = distributed.run(generations.on_cpu, 1, folder, case.share, case.batch_size)
     return found  # type: ignore[no-any-return]
 
 
 def _run(name: str, folder: Path, early: bool = False, mutant: Mutant | None = None) -> Used:
     case = GENERATIONS[name]
-    arguments = folder, _cpu(name, folder)[0], case.rows, early, mutant, case.copies
+    arguments = folder, _cpu(name, folder)[0], case.batch_size, early, mutant, case.host_copies
     (used,) = distributed.run(generations.use, 1, *arguments, backend=distributed.PRETENDED)
     assert isinstance(used, Used)
     return used
@@ -114,12 +114,14 @@ def test_waits(name: str, folders: dict[str, Path]) -> None:
     if case.token:
         assert used.prefill == case.waits()
         assert used.each_token and all(found == case.waits(case.token) for found in used.each_token), used.each_token
-        assert used.each_drawn and all(found == case.waits(places.DRAWN) for found in used.each_drawn), used.each_drawn
-        assert used.scoring == case.waits(places.SCORES)
+        assert used.each_drawn and all(found == case.waits(sync_points.DRAWN) for found in used.each_drawn), (
+            used.each_drawn
+        )
+        assert used.scoring == case.waits(sync_points.SCORES)
     else:
-        assert used.scoring == Counter(places.FINITE)
-    assert set(used.pinned) <= {places.SMALL}
-    kinds = {(thread, kind) for thread, kind, place in used.worker_waits if place != places.STREAMS_END}
+        assert used.scoring == Counter(sync_points.FINITE)
+    assert set(used.pinned) <= {sync_points.SMALL}
+    kinds = {(thread, kind) for thread, kind, call_site in used.worker_waits if call_site != sync_points.STREAMS_END}
     assert kinds <= {("disk read stream", "event.synchronize")}
 
 
@@ -129,9 +131,9 @@ def test_the_host_keeps_what_comes_and_goes(name: str, folders: dict[str, Path])
     folder = folders[GENERATIONS[name].family]
     of_gpu, of_cpu = _late(name, folder), _cpu(name, folder)[1]
     hidden = 24 * 4  # bytes of a row
-    rows = sum(map(len, generations.PROMPTS)) + 3 * generations.NEW_TOKENS
-    assert 0 <= of_gpu.bytes_read[1] - of_gpu.bytes_read[0] <= rows * hidden
-    assert of_cpu.bytes_read[1] - of_cpu.bytes_read[0] > 4 * rows * hidden
+    num_rows = sum(map(len, generations.PROMPTS)) + 3 * generations.NEW_TOKENS
+    assert 0 <= of_gpu.bytes_read[1] - of_gpu.bytes_read[0] <= num_rows * hidden
+    assert of_cpu.bytes_read[1] - of_cpu.bytes_read[0] > 4 * num_rows * hidden
     assert of_gpu.host_bytes["weights"] > 0
 
 
@@ -146,8 +148,8 @@ MUTANTS = {
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_missing_wait_is_noticed(name: str, folders: dict[str, Path]) -> None:
-    case, place, thread = MUTANTS[name]
-    used = _run(case, folders[GENERATIONS[case].family], mutant=Mutant("wait_event", place, thread=thread))
+    case, call_site, thread = MUTANTS[name]
+    used = _run(case, folders[GENERATIONS[case].family], mutant=Mutant("wait_event", call_site, thread=thread))
     assert used.left_out
     assert any("did not wait for what" in fault for fault in used.faults), used.faults
 
@@ -176,7 +178,7 @@ def _through_stages(cancelled: tuple[str, ...], mutant: Mutant | None) -> tuple[
         link = HostLink(torch.device("cuda", 0), timeout=LONG)
         files = _Numbers()
         loader = UnitLoader(files, link, torch.float32, LONG)
-        units = [WeightUnit(str(number), (LocalPart(str(number), (16,)),)) for number in range(5)]
+        units = [WeightUnit(str(number), (LocalShard(str(number), (16,)),)) for number in range(5)]
         memories = [loader.allocate(loader.num_bytes(unit)) for unit in units]
         priorities = [PASSES, SAVES, SAVES, PASSES, PASSES]
         coming = []

@@ -26,8 +26,8 @@ def _taken() -> list[float]:
         snapshot, tensor = ShardWriter(HostLink(torch.device("cuda"))), torch.arange(6.0, device="cuda")
         snapshot.take([ShardedTensor.from_rank_offsets("some", tensor)])
         tensor += 1  # a step goes on
-        ((_, _, copy),) = snapshot._copies
-        return copy.tolist()
+        ((_, _, host_copy),) = snapshot._host_copies
+        return host_copy.tolist()
 
 
 def test_a_snapshot_is_there_before_the_next_step_changes_what_it_is_of() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import distributed
-from tests.cuda import cases, places, trainings
+from tests.cuda import cases, sync_points, trainings
 from tests.cuda.pretended.logs import compare
 from tests.cuda.run import ROOT
 from tests.tolerances import PRETENDED_HALF_GRAD_NORM, PRETENDED_HALF_LOSS
@@ -77,12 +77,12 @@ def test_a_run_with_all_callbacks_resumes(data: list[str], tmp_path: Path) -> No
         assert [line["step"] for line in read_metrics(folder)] == list(range(1, STEPS + 1))
     for ours, theirs in zip(by_device["cuda"], by_device["cpu"], strict=True):
         _compare(ours, theirs)
-    table = places.waits(places.FLAT, NUM_LAYERS * MICRO_BATCHES)
+    table = sync_points.waits(sync_points.FLAT, NUM_LAYERS * MICRO_BATCHES)
     for outcome in by_device["cuda"][0]:
         assert outcome.waits[QUIET] == table
 
 
-def test_a_run_resumes_with_its_optimizer_state_on_another_tier(data: list[str], tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_offload_target(data: list[str], tmp_path: Path) -> None:
     """Evaluation, a save and a resume with state off the device; a quiet step has the waits of one without."""
     small = ("parallel.expert=1", "optimizer.distributed=true", "optimizer.bucket_parameters=65536")
     on_host = ("optimizer.state_device=host", "optimizer.engine=host", "optimizer.early_update=always")
@@ -96,7 +96,7 @@ def test_a_run_resumes_with_its_optimizer_state_on_another_tier(data: list[str],
     for ours, theirs in zip(by_device["cuda"], by_device["cpu"], strict=True):
         _compare(ours, theirs)
     for outcome in by_device["cuda"][0]:
-        assert outcome.waits[QUIET] == places.waits({}, 0)
+        assert outcome.waits[QUIET] == sync_points.waits({}, 0)
         assert {kind for _, kind, _ in outcome.worker_waits} == {"event.synchronize"}
 
 

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from configs.schema import ConfigError
-from data.corpus import BadLine, Document, parse_corpus, plan_parts, read_span, split_sentences, unpack
+from data.corpus import BadLine, Document, parse_corpus, plan_shards, read_span, split_sentences, unpack
 
 pytestmark = pytest.mark.fast
 
@@ -22,8 +22,8 @@ def read(corpus, scratch: Path, text_key: str = "text", rule: str = "file") -> t
         for i, file in enumerate(file for file in source.files if file.compression):
             unpacked[file.path] = str(scratch / f"unpacked{i}")
             unpack(file.path, unpacked[file.path])
-        for part in plan_parts(source.files, unpacked, rule):
-            for span in part:
+        for shard in plan_shards(source.files, unpacked, rule):
+            for span in shard:
                 for item in read_span(span, text_key):
                     if isinstance(item, Document):
                         documents.append(item)
@@ -82,7 +82,7 @@ def test_folders_are_read_recursively_and_in_order(tmp_path):
 
 def test_bad_lines_are_reported_with_file_and_number(tmp_path):
     good = json.dumps({"text": "good"}).encode()
-    rows = [
+    json_lines = [
         good,
         b"{",
         good,
@@ -96,7 +96,7 @@ def test_bad_lines_are_reported_with_file_and_number(tmp_path):
         good,
     ]
     path = tmp_path / "bad.jsonl"
-    path.write_bytes(b"\n".join(rows))
+    path.write_bytes(b"\n".join(json_lines))
     documents, bad = read(str(path), tmp_path)
     assert len(documents) == 3
     assert [line.line for line in bad] == [2, 4, 5, 6, 7, 8, 9]
@@ -110,7 +110,7 @@ def test_bad_lines_have_the_right_number_in_every_part(tmp_path):
     path = tmp_path / "large.jsonl"
     path.write_text("".join(f"{line}\n" if i % 1000 else "bad\n" for i in range(1, 4001)))
     source = parse_corpus(str(path))[0]
-    assert len(plan_parts(source.files, {})) > 2
+    assert len(plan_shards(source.files, {})) > 2
     documents, bad = read(str(path), tmp_path)
     assert [line.line for line in bad] == [1000, 2000, 3000, 4000] and len(documents) == 3996
     assert len({document.name for document in documents}) == 3996

@@ -1,4 +1,4 @@
-"""What a document is in a text file: counted by hand for each rule, and the same however a file is cut into parts."""
+"""Bounds of documents in a text file: counted by hand for each rule, and the same however a file is cut into shards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import xxhash
 
 from configs.schema import Config
-from data.corpus import Document, parse_corpus, plan_parts, read_span
-from data.corpus import parts as parts_module
+from data.corpus import Document, parse_corpus, plan_shards, read_span
+from data.corpus import shards as shards_module
 from data.corpus import text as text_module
 from data.indexed import IndexedTokens
 from data.prepare import prepare
-from data.prepare.advice import lone_documents
-from data.prepare.part_index import read_index
-from data.worker import tokenize_part
+from data.prepare.notes import lone_documents
+from data.prepare.tokenize_source import read_index
+from data.worker import tokenize_shard
 from tests.data.test_prepare import documents_of, tree
 
 pytestmark = pytest.mark.fast
@@ -51,11 +51,11 @@ KINDS = {"bert": BERT_SAMPLE, "novel": NOVEL, "reviews": REVIEWS, "wiki": WIKI}
 
 
 def documents(path: Path, rule: str) -> list[str]:
-    """The texts of a file's documents, their pieces joined."""
+    """The texts of a file's documents, their segments joined."""
     (source,) = parse_corpus(str(path))
     texts: list[str] = []
-    for part in plan_parts(source.files, {}, rule):
-        for span in part:
+    for shard in plan_shards(source.files, {}, rule):
+        for span in shard:
             for item in read_span(span, "text"):
                 assert isinstance(item, Document)
                 texts += [""] * item.begins
@@ -133,20 +133,20 @@ def test_documents_are_the_same_in_any_parts(tmp_path, monkeypatch, rule, seed):
     path = tmp_path / "a.txt"
     path.write_bytes(made_up(seed).encode())
     whole = documents(path, rule)
-    monkeypatch.setattr(text_module, "PIECE_BYTES", 256)
-    monkeypatch.setattr(parts_module, "PIECE_BYTES", 256)
+    monkeypatch.setattr(text_module, "CELL_BYTES", 256)
+    monkeypatch.setattr(shards_module, "CELL_BYTES", 256)
     monkeypatch.setattr(text_module, "REACH_BYTES", 64)
     seen = []
-    for part_bytes in (256, 1000, 1 << 20):
-        monkeypatch.setattr(parts_module, "MIN_PART_BYTES", part_bytes)
+    for shard_bytes in (256, 1000, 1 << 20):
+        monkeypatch.setattr(shards_module, "MIN_SHARD_BYTES", shard_bytes)
         (source,) = parse_corpus(str(path))
-        parts = plan_parts(source.files, {}, rule)
-        assert (len(parts) > 5) == (part_bytes < 2000)
-        spans = [span for part in parts for span in part]
+        shards = plan_shards(source.files, {}, rule)
+        assert (len(shards) > 5) == (shard_bytes < 2000)
+        spans = [span for shard in shards for span in shard]
         assert [0, *(span.end for span in spans)] == [*(span.start for span in spans), path.stat().st_size]
         items = [item for span in spans for item in read_span(span, "text")]
         seen.append([(item.text, item.begins, item.ends) for item in items if isinstance(item, Document)])
-    assert seen[0] == seen[1] == seen[2]  # the pieces too, and so the tokens
+    assert seen[0] == seen[1] == seen[2]  # the segments too, and so the tokens
     assert all(one[2] == other[1] for one, other in pairwise(seen[0]))  # each ends where the next begins
     assert max(len(text.encode()) for text, _, _ in seen[0]) <= 256 + 64 + 3
     joined = documents(path, rule)
@@ -157,9 +157,9 @@ def test_documents_are_the_same_in_any_parts(tmp_path, monkeypatch, rule, seed):
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_a_text_has_one_hash_however_it_is_cut(tmp_path, monkeypatch, tokenizer, family):
-    """So a document in pieces is known again in another file, where it is a line of JSON."""
-    for module in (text_module, parts_module):
-        monkeypatch.setattr(module, "PIECE_BYTES", 256)
+    """So a document in segments is recognized in another file, where it is a line of JSON."""
+    for module in (text_module, shards_module):
+        monkeypatch.setattr(module, "CELL_BYTES", 256)
     monkeypatch.setattr(text_module, "REACH_BYTES", 64)
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbf" + made_up(1).encode())
@@ -167,12 +167,12 @@ def test_a_text_has_one_hash_however_it_is_cut(tmp_path, monkeypatch, tokenizer,
     files = [file for name in ("a.txt", "b.md", "a.txt") for file in parse_corpus(str(tmp_path / name))[0].files]
     for rule in ("file", "blank_line", "line"):
         seen = []
-        for part_bytes in (256, 1000, 1 << 20):
-            monkeypatch.setattr(parts_module, "MIN_PART_BYTES", part_bytes)
+        for shard_bytes in (256, 1000, 1 << 20):
+            monkeypatch.setattr(shards_module, "MIN_SHARD_BYTES", shard_bytes)
             outs = []
-            for i, part in enumerate(plan_parts(files, {}, rule)):
+            for i, shard in enumerate(plan_shards(files, {}, rule)):
                 outs.append(tmp_path / f"{i}.npz")
-                tokenize_part(tokenizer, part, "text", family, outs[-1])
+                tokenize_shard(tokenizer, shard, "text", family, outs[-1])
             seen.append(read_index(outs, family, "a").texts.tolist())
         own = [xxhash.xxh3_64_intdigest(text.encode()) for text in documents(path, rule)]
         whole = xxhash.xxh3_64_intdigest((tmp_path / "b.md").read_bytes())
@@ -180,7 +180,7 @@ def test_a_text_has_one_hash_however_it_is_cut(tmp_path, monkeypatch, tokenizer,
 
 
 def test_borders_lie_where_a_tokenizer_would_cut(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_module, "PIECE_BYTES", 256)
+    monkeypatch.setattr(text_module, "CELL_BYTES", 256)
     monkeypatch.setattr(text_module, "REACH_BYTES", 64)
     for content, expected in (
         (b"x" * 250 + b" y\nab\n \nnext" + b"z" * 300, b"next"),
@@ -195,7 +195,7 @@ def test_borders_lie_where_a_tokenizer_would_cut(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_a_large_file_is_one_document_for_any_number_of_workers(config, tmp_path, tokenizer, family):
-    """A file of four parts; validation is its end, cut in the last but one."""
+    """A file of four shards; validation is its end, cut in the last but one."""
     rng = random.Random(0)
     lines = [f"{' '.join(rng.choices(['a', 'model', 'learns', 'tokens'], k=9)).capitalize()}.\n" for _ in range(70_000)]
     path = tmp_path / "large.txt"

@@ -19,16 +19,16 @@ from data.tokenizer.load import open_tokenizer
 
 pytestmark = pytest.mark.fast
 
-VOCABULARY = {piece: i for i, piece in enumerate([*"abcdefgh", "</s>"])}
+VOCABULARY = {token: i for i, token in enumerate([*"abcdefgh", "</s>"])}
 BYTES = [{"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode()} for i in range(256)]
 DEEP = "[" * 100_000
 
 
-def _spec(model: dict[str, Any] | None = None, **parts: Any) -> str:
+def _spec(model: dict[str, Any] | None = None, **sections: Any) -> str:
     """A tokenizer.json."""
     rules = dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding"))
     usual: dict[str, Any] = {"type": "BPE", "vocab": VOCABULARY, "merges": [], "dropout": None, "unk_token": None}
-    return json.dumps({"version": "1.0", "added_tokens": [], **rules, "model": {**usual, **(model or {})}, **parts})
+    return json.dumps({"version": "1.0", "added_tokens": [], **rules, "model": {**usual, **(model or {})}, **sections})
 
 
 def _pattern(text: str) -> dict[str, Any]:

@@ -87,8 +87,8 @@ def test_prepared_files_of_equal_size_and_other_bytes(config):
 
 
 def test_a_digest_is_kept_while_the_file_is_not_touched(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(digest_module, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(digest_module, "SAID_BYTES", 2000)
+    monkeypatch.setattr(digest_module, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(digest_module, "ANNOUNCED_BYTES", 2000)
     path, cache = tmp_path / "file", tmp_path / "cache"
     contents = [bytes(n % 251 for n in range(size)) for size in (0, 999, 1000, 2500)]
     contents.append(contents[-1][:-1] + b"x")
@@ -185,7 +185,7 @@ def identity(*sources, tokenizer="t", fraction=0.02, rule="alike"):
             identity(source(digest="b", files={"bin": "1", "idx": "3"}), tokenizer="u"),
             identity(source(files={"bin": "1", "idx": "2"})),
             [
-                "data.tokenizer has other content than the tokenizer that the run was trained with",
+                "data.tokenizer differs from the tokenizer that the run was trained with",
                 "data.corpus: books.idx has other bytes than the run was trained on",
             ],
         ),

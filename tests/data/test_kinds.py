@@ -28,8 +28,8 @@ from tests.data.token_files import write_tokens
 
 pytestmark = pytest.mark.fast
 
-ROWS = [{"text": f"Document {i}.\nIts second line.", "url": "u"} for i in range(5)]
-LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+JSON_ROWS = [{"text": f"Document {i}.\nIts second line.", "url": "u"} for i in range(5)]
+LINES = "".join(json.dumps(row) + "\n" for row in JSON_ROWS).encode()
 PACKED = {
     ".gz": gzip.compress(LINES),
     ".zst": zstandard.compress(LINES),
@@ -54,7 +54,7 @@ def test_names_of_json_lines(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(PACKED.get(path.suffix.lower(), LINES))
     documents, bad = read(str(path), tmp_path)
-    assert [document.text for document in documents] == [row["text"] for row in ROWS] and not bad
+    assert [document.text for document in documents] == [row["text"] for row in JSON_ROWS] and not bad
 
 
 @pytest.mark.parametrize("name", ["wiki.train.raw", "wiki.valid.tokens", "BOOK.TXT", "a.txt.XZ"])
@@ -68,15 +68,15 @@ def test_names_of_text(tmp_path, name):
 @pytest.mark.parametrize(
     ("content", "texts", "bad"),
     [
-        (json.dumps(ROWS), 5, []),
-        (json.dumps(ROWS, indent=2), 5, []),
-        ("\ufeff" + json.dumps(ROWS, indent=2), 5, []),
-        (json.dumps(ROWS[0], indent=2), 1, []),
-        ("\n".join(json.dumps(row, indent=2) for row in ROWS), 5, []),  # as jq writes them
+        (json.dumps(JSON_ROWS), 5, []),
+        (json.dumps(JSON_ROWS, indent=2), 5, []),
+        ("\ufeff" + json.dumps(JSON_ROWS, indent=2), 5, []),
+        (json.dumps(JSON_ROWS[0], indent=2), 1, []),
+        ("\n".join(json.dumps(row, indent=2) for row in JSON_ROWS), 5, []),  # as jq writes them
         ("[]", 0, []),
-        (json.dumps([*ROWS, 7, {"x": 1}], indent=2), 5, ["22: a JSON int", "23: no field 'text'"]),
-        (json.dumps(ROWS, indent=2)[:-1], 5, ["22: not JSON (the array has no end"]),
-        (json.dumps(ROWS, indent=2)[:-40], 4, ["18: not JSON (Unterminated"]),
+        (json.dumps([*JSON_ROWS, 7, {"x": 1}], indent=2), 5, ["22: a JSON int", "23: no field 'text'"]),
+        (json.dumps(JSON_ROWS, indent=2)[:-1], 5, ["22: not JSON (the array has no end"]),
+        (json.dumps(JSON_ROWS, indent=2)[:-40], 4, ["18: not JSON (Unterminated"]),
         ("[1]\n[2]\n" + LINES.decode(), 5, ["1: a JSON list", "2: a JSON list"]),
         ('{"text": "cut\n' + LINES.decode(), 5, ["1: not JSON"]),
     ],
@@ -85,7 +85,7 @@ def test_a_json_of_one_value_is_read_as_its_objects(tmp_path, content, texts, ba
     path = tmp_path / "a.json"
     path.write_text(content)
     documents, found = read(str(path), tmp_path)
-    assert [document.text for document in documents] == [row["text"] for row in ROWS[:texts]]
+    assert [document.text for document in documents] == [row["text"] for row in JSON_ROWS[:texts]]
     assert len({document.name for document in documents}) == texts
     assert len(found) == len(bad)
     assert all(str(line).startswith(f"{path}:{said}") for line, said in zip(found, bad, strict=True))
@@ -93,12 +93,14 @@ def test_a_json_of_one_value_is_read_as_its_objects(tmp_path, content, texts, ba
 
 def test_a_list_inside_an_object_is_taken_out_by_the_command_that_is_given(tmp_path):
     path = tmp_path / "squad.json"
-    path.write_text(json.dumps({"version": 2, "it's data": ROWS}, indent=1))
+    path.write_text(json.dumps({"version": 2, "it's data": JSON_ROWS}, indent=1))
     (line,) = read(str(path), tmp_path)[1]
     command = line.reason.split("take them out with: ")[1]
     command = command.replace("python", shlex.quote(sys.executable), 1).replace("FILE", "squad.json")
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-    assert [document.text for document in read(str(tmp_path / "NEW.jsonl"), tmp_path)[0]] == [r["text"] for r in ROWS]
+    assert [document.text for document in read(str(tmp_path / "NEW.jsonl"), tmp_path)[0]] == [
+        r["text"] for r in JSON_ROWS
+    ]
 
 
 @pytest.mark.parametrize("name", ["corpus.zip", "corpus.tar.gz"])

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from configs.schema import Config, ConfigError
-from data.build import HELD_OUT, build_data, entropy, label_counts, unigram_entropy
-from data.loader import Loader, finished
+from data.loader import HELD_OUT, Loader, build_data, entropy, finish_batch, label_counts
 from data.prepare import prepare
 from tests.waits import LONG, until
 
@@ -187,6 +186,18 @@ def test_build_data_errors(full_config):
         build_data(full_config, prepared, rank=0, world_size=1, consumed_samples=0)
 
 
+def unigram_entropy(loader: Loader, vocab_size: int) -> float:
+    """Return the entropy in nats of the labels of a finite loader, which is closed."""
+    steps = []
+    try:
+        while True:
+            steps.append(loader.next_step())
+    except StopIteration:
+        return entropy(label_counts(steps, vocab_size))
+    finally:
+        loader.close()
+
+
 def test_entropy():
     assert entropy(torch.tensor([5, 5, 0, 5, 5])) == pytest.approx(np.log(4))
     assert entropy(torch.tensor([0, 9])) == 0
@@ -205,6 +216,6 @@ def test_batches_are_pinned_only_where_asked(monkeypatch: pytest.MonkeyPatch, pi
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
-    finish = functools.partial(finished, prepare=None, pin=pin)
+    finish = functools.partial(finish_batch, prepare=None, pin=pin)
     steps_of(Loader(Counting(), global_batch_size=4, micro_batch_size=2, prefetch=0, finish=finish), 1)
     assert len(pinned) == (2 if pin else 0)

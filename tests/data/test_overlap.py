@@ -29,19 +29,19 @@ pytestmark = pytest.mark.fast
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds a folder of texts, the same in other forms, and the cache of all tests."""
     root = tmp_path_factory.mktemp("overlap")
-    place = root / "texts"
-    (place / "inner").mkdir(parents=True)
+    folder = root / "texts"
+    (folder / "inner").mkdir(parents=True)
     for i in range(6):
-        (place / ("inner" if i % 2 else "") / f"{i}.txt").write_text(make_text(i, 40 + i))
+        (folder / ("inner" if i % 2 else "") / f"{i}.txt").write_text(make_text(i, 40 + i))
     lines = "".join(json.dumps({"text": make_text(50 + i, 12)}) + "\n" for i in range(40))
-    (place / "rows.jsonl").write_text(lines)
-    (place / "empty.txt").write_text("\n")
+    (folder / "rows.jsonl").write_text(lines)
+    (folder / "empty.txt").write_text("\n")
     (root / "packed.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    shutil.copy(place / "rows.jsonl", root / "copy.jsonl")
-    shutil.copytree(place, root / "copied")
-    (root / "link").symlink_to(place)
-    (root / "link.jsonl").symlink_to(place / "rows.jsonl")
-    os.link(place / "rows.jsonl", root / "hard.jsonl")
+    shutil.copy(folder / "rows.jsonl", root / "copy.jsonl")
+    shutil.copytree(folder, root / "copied")
+    (root / "link").symlink_to(folder)
+    (root / "link.jsonl").symlink_to(folder / "rows.jsonl")
+    os.link(folder / "rows.jsonl", root / "hard.jsonl")
     (root / "other.jsonl").write_text(json.dumps({"text": make_text(99, 200)}) + "\n")
     (root / "blank.txt").write_text("\n")
     rng = np.random.default_rng(0)
@@ -72,10 +72,10 @@ def sides(prepared) -> list[Counter]:
 
 
 def leaks(prepared) -> int:
-    """How many documents of validation, or pieces of them, are in a document that is trained on."""
+    """Return how many documents of validation, or segments of them, are in a document that is trained on."""
     trained, validated = sides(prepared)
     assert trained and validated
-    return sum(any(piece[:-2] in document for document in trained) for piece in validated)
+    return sum(any(segment[:-2] in document for document in trained) for segment in validated)
 
 
 # What two terms of a blend are, by their paths, and which of their files the error names.
@@ -132,10 +132,10 @@ def test_copies_within_a_term_are_split_alike(settings, root, tmp_path):
 
 
 def test_what_is_no_overlap(settings, root, tmp_path):
-    rows = (root / "copy.jsonl").read_bytes()
-    (tmp_path / "equal_size.jsonl").write_bytes(b"x" * len(rows))
-    (tmp_path / "equal_head.jsonl.gz").write_bytes(gzip.compress(rows * (overlap.HEAD_BYTES // len(rows) + 1)))
-    (tmp_path / "plain.jsonl").write_bytes(rows * (overlap.HEAD_BYTES // len(rows) + 2))
+    content = (root / "copy.jsonl").read_bytes()
+    (tmp_path / "equal_size.jsonl").write_bytes(b"x" * len(content))
+    (tmp_path / "equal_head.jsonl.gz").write_bytes(gzip.compress(content * (overlap.HEAD_BYTES // len(content) + 1)))
+    (tmp_path / "plain.jsonl").write_bytes(content * (overlap.HEAD_BYTES // len(content) + 2))
     paths = [root / "texts", root / "other.jsonl", root / "blank.txt", *tmp_path.glob("[ep]*")]
     sources = [source for path in paths for source in parse_corpus(str(path))]
     assert overlap.find(sources, sources, tmp_path / "cache", 10) == []  # an empty text is no document
@@ -144,12 +144,12 @@ def test_what_is_no_overlap(settings, root, tmp_path):
 
 
 def test_documents_in_another_form_are_found(settings, root, tmp_path):
-    """A part of a larger file, and the same texts in another format: many are refused, a few said."""
+    """Documents in a larger file, and the same texts in another format: many are refused, a few noted."""
     texts = [make_text(200 + i, 9) for i in range(300)]
-    rows = [json.dumps({"text": text}) + "\n" for text in texts]
-    part, whole, single = (tmp_path / name for name in ("part.jsonl", "whole.jsonl", "single.txt"))
-    part.write_text("".join(rows[:150]))
-    whole.write_text("".join(rows))
+    content = [json.dumps({"text": text}) + "\n" for text in texts]
+    first_lines, whole, single = (tmp_path / name for name in ("part.jsonl", "whole.jsonl", "single.txt"))
+    first_lines.write_text("".join(content[:150]))
+    whole.write_text("".join(content))
     single.write_text(texts[200])
 
     def prepared(*paths: Path, **more):
@@ -157,11 +157,11 @@ def test_documents_in_another_form_are_found(settings, root, tmp_path):
         return prepare(replace(settings, corpus=blend, **more), "gpt", False)
 
     with pytest.raises(ConfigError, match="documents that .* holds out for validation are in .* too, and trained on"):
-        prepared(part, whole)
-    alike = prepare(replace(settings, corpus=[str(part), str(whole)]), "gpt", False)
+        prepared(first_lines, whole)
+    alike = prepare(replace(settings, corpus=[str(first_lines), str(whole)]), "gpt", False)
     assert leaks(alike) == 0 and not alike.notes
     with pytest.raises(ConfigError, match=r"_corpora: 150 of the 150 documents of own \(.*part.jsonl\) are in"):
-        prepared(whole, validation_corpora={"own": str(part)}, validation_fraction=0)
+        prepared(whole, validation_corpora={"own": str(first_lines)}, validation_fraction=0)
     with pytest.raises(ConfigError, match="1 of the 1 documents of own"):
         prepared(whole, validation_corpora={"own": str(single)}, validation_fraction=0)
     (said,) = prepared(single, validation_corpora={"own": str(whole)}, validation_fraction=0).notes

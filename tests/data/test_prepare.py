@@ -16,8 +16,8 @@ from configs.schema import ConfigError, DataConfig
 from data import indexed as indexed_module
 from data import split as split_module
 from data.indexed import UINT16_VOCAB_LIMIT, IndexedTokens, token_dtype
-from data.prepare import parts as parts_module
 from data.prepare import prepare
+from data.prepare import tokenize_source as tokenize_module
 from data.prepare.command import main, parse_arguments
 from data.tokenizer import load_tokenizer
 from tests.data.test_tokenizer import byte_level
@@ -107,13 +107,13 @@ def test_result_does_not_depend_on_the_number_of_workers(config, tmp_path):
     results = []
     for workers in (1, 3):
         cache = tmp_path / f"cache{workers}"
-        prepare(replace(config, cache_dir=str(cache), num_workers=workers, **_several_parts(tmp_path)), "gpt", False)
+        prepare(replace(config, cache_dir=str(cache), num_workers=workers, **_several_shards(tmp_path)), "gpt", False)
         results.append(tree(cache))
     assert results[0] == results[1] and len(results[0]) == 4
 
 
-def _several_parts(tmp_path: Path) -> dict[str, str]:
-    """A corpus of several parts."""
+def _several_shards(tmp_path: Path) -> dict[str, str]:
+    """A corpus of several shards."""
     path = tmp_path / "several.txt"
     path.write_text("\n\n\n".join(f"Document {i}. " + "a model learns tokens " * 500 for i in range(600)))
     return {"corpus": str(path)}
@@ -122,7 +122,7 @@ def _several_parts(tmp_path: Path) -> dict[str, str]:
 def test_finished_work_is_skipped_and_changes_are_noticed(config, jsonl, monkeypatch):
     first = prepare(config, "gpt", False)
     with monkeypatch.context() as patch:
-        patch.setattr(parts_module, "run_jobs", None)  # any work would fail
+        patch.setattr(tokenize_module, "run_jobs", None)  # any work would fail
         assert prepare(config, "gpt", False) == first
     with open(jsonl, "a") as file:
         file.write('{"text": "one more"}\n')
@@ -147,23 +147,23 @@ def test_only_bad_lines(config, jsonl):
         prepare(config, "gpt", False)
 
 
-# data.prepare, which is killed when the first part is done and the others are under way.
+# data.prepare, which is killed when the first shard is done and the others are under way.
 KILLED = """
 import os, signal, sys
-from data.prepare import command, workers
-send, parts = workers._send, []
+from data.prepare import command, worker_pool
+send, shards = worker_pool._send, []
 def counted(process, message):
     send(process, message)
-    parts.extend(["spans"] if "spans" in message else [])
-    if len(parts) == 3:
+    shards.extend(["spans"] if "spans" in message else [])
+    if len(shards) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-workers._send = counted
+worker_pool._send = counted
 sys.exit(command.main(sys.argv[1:]))
 """
 
 
 def test_kill_in_the_middle_then_resume(config, tmp_path):
-    settings = replace(config, **_several_parts(tmp_path), num_workers=2)
+    settings = replace(config, **_several_shards(tmp_path), num_workers=2)
     expected = tmp_path / "expected"
     prepare(replace(settings, cache_dir=str(expected)), "gpt", False)
     arguments = [
@@ -181,21 +181,21 @@ def test_kill_in_the_middle_then_resume(config, tmp_path):
     until(has_ended, "the kill", poll=0.002)
     assert process.returncode == -signal.SIGKILL
     assert not list(cache.rglob("done.json"))
-    # Workers end with their input, when they have written their part, as does the process that tries tokenizers.
+    # Workers end with their input, when they have written their shard, as does the process that tries tokenizers.
     assert len(workers) == 3
     until_gone(workers)
     kept = {path: path.stat().st_mtime_ns for path in cache.rglob("parts/*.npz")}
     assert kept
     # What remains is tokenized, what was kept is not: were it, its absence below would not matter.
     done: list[str] = []
-    original = parts_module.run_jobs
+    original = tokenize_module.run_jobs
 
     def record(jobs, *arguments):
         done.extend(job["out"] for job in jobs if "out" in job)
         original(jobs, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts_module, "run_jobs", record)
+        patch.setattr(tokenize_module, "run_jobs", record)
         prepare(settings, "gpt", False)
     assert done and not set(done) & set(map(str, kept))
     assert tree(cache) == tree(expected)

@@ -1,5 +1,5 @@
-"""Documents that do not attend to each other: the windows of joined ones, with positions that begin anew in every piece
-and no prediction across a boundary."""
+"""Documents that do not attend to each other: the windows of joined ones, with positions from 0 in every segment and no
+prediction across a boundary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from configs.compose import compose
-from data.build import HELD_OUT, build_data, unigram_entropy
+from data.loader import HELD_OUT, build_data
 from data.prepare import TokenFile, prepare
 from data.samples import GPTSamples
 from data.samples.shared import IGNORED
+from tests.data.test_loader import unigram_entropy
 from tests.data.test_samples import numbered
 from tests.data.token_files import write_tokens
 
@@ -162,7 +163,7 @@ def test_from_text_to_batches(config) -> None:
         assert any((batch["positions"][:, 1:] == 0).any() for batch in batches)
         for batch in batches:
             assert not batch["positions"][:, 0].any()
-            # what a piece begins with is nobody's label
+            # the first token of a segment is no label
             assert not batch["loss_mask"][:, :-1][batch["positions"][:, 1:] == 0].any()
     assert 0 < unigram_entropy(makers[HELD_OUT](), prepared.vocab_size) < np.log(prepared.vocab_size)
     whole.data.documents = "joined"

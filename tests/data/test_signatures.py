@@ -22,7 +22,7 @@ from tests.data.test_wrong_text import read
 
 pytestmark = pytest.mark.fast
 
-ROWS = b"".join(json.dumps({"text": f"Text {i}."}).encode() + b"\n" for i in range(50))
+JSON_LINES = b"".join(json.dumps({"text": f"Text {i}."}).encode() + b"\n" for i in range(50))
 LFS = (
     b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daa\nsize 9\n"
 )
@@ -33,7 +33,7 @@ ANNEX = b"/annex/objects/SHA256E-s31390--f50d7ac4c6b9031379986bc362fcefb65f1e526
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (LFS, "is a git-lfs pointer to the file, and not the file. Fetch it, in its folder: git lfs pull --include=a."),
+        (LFS, "is a git-lfs pointer, not the file itself. Fetch the file in its folder: git lfs pull --include=a."),
         (ANNEX, "is a git-annex pointer to the file, and not the file. Fetch it: git annex get "),
         (b"Entry not found", "holds a server's error (Entry not found) in the place of the file. Download it again."),
         (b'{"error":"Invalid credentials in header"}', "holds a server's error ("),
@@ -71,7 +71,7 @@ def test_text_about_such_files_is_read(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a b.txt", "a.json"])
 def test_compressed_text_without_its_suffix_is_renamed_by_the_command(tmp_path: Path, name: str) -> None:
-    content = b"Text of some words, and more.\n" * 20 if name.endswith(".txt") else ROWS
+    content = b"Text of some words, and more.\n" * 20 if name.endswith(".txt") else JSON_LINES
     for packed in (gzip.compress(content), zstandard.compress(content), lzma.compress(content), bz2.compress(content)):
         path = tmp_path / name
         path.write_bytes(packed)
@@ -123,24 +123,24 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("rows", [PAIRS[:1], PAIRS[1:]], ids=["prompts", "alpaca"])
+@pytest.mark.parametrize("table_rows", [PAIRS[:1], PAIRS[1:]], ids=["prompts", "alpaca"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_texts_in_several_fields_are_joined_by_the_command(
-    tmp_path: Path, rows: list[dict[str, str]], kind: str
+    tmp_path: Path, table_rows: list[dict[str, str]], kind: str
 ) -> None:
     path = tmp_path / f"a.{kind}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in table_rows))
         said = read(path)[1][0]
     else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table_rows), path)
         with pytest.raises(ConfigError) as error:
             read(path)
         said = str(error.value)
     assert "Try data.text_key" not in said
     command = said.split("for example with: ")[1].replace("FILE", path.name).replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-    expected = ["\n\n".join(row[key] for key in row if key != "id" and row[key]) for row in rows]
+    expected = ["\n\n".join(row[key] for key in row if key != "id" and row[key]) for row in table_rows]
     assert read(tmp_path / "NEW.jsonl")[0] == expected
 
 

@@ -16,8 +16,8 @@ from configs.schema import ConfigError, DataConfig
 from data.prepare import prepare
 from data.prepare.command import main as prepare_command
 from data.tokenizer import load_tokenizer, train_tokenizer
-from data.tokenizer.model_json import tokenizer_json
-from data.worker import tokenize_part
+from data.tokenizer.sentencepiece_json import tokenizer_json
+from data.worker import tokenize_shard
 from tests.data.test_tokenizer import word_piece
 
 pytestmark = pytest.mark.fast
@@ -227,5 +227,5 @@ def test_parts_count_special_tokens(tmp_path: Path) -> None:
     file = corpus(tmp_path, "x <pad>")
     span = Span(str(file), "c", "c", "jsonl", 0, file.stat().st_size, file.stat().st_size)
     for family in ("gpt", "bert"):
-        tokenize_part(tokenizer, [span], "text", family, tmp_path / f"{family}.npz")
+        tokenize_shard(tokenizer, [span], "text", family, tmp_path / f"{family}.npz")
         assert np.load(tmp_path / f"{family}.npz")["control_tokens"].tolist() == [[2, 40]]

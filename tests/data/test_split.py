@@ -10,9 +10,9 @@ import pytest
 
 from configs.compose import compose
 from configs.schema import ConfigError
-from data.build import build_data
 from data.corpus import document_hash
 from data.indexed import IndexedTokens, documents
+from data.loader import build_data
 from data.prepare import prepare
 from data.samples import GPTSamples
 from data.samples.shared import of_split
@@ -126,19 +126,19 @@ def test_token_files_of_a_user(config, tmp_path, sentences):
     write_tokens(tmp_path / "own", np.uint16, documents_)
     prepared = prepare(replace(config, corpus=str(tmp_path / "own"), validation_fraction=0.2), "gpt", False)
     indexed = IndexedTokens(tmp_path / "own")
-    pieces: list[tuple[int, int]] = []
+    segments: list[tuple[int, int]] = []
     counts = []
     for file in (prepared.train[0], prepared.valid[0]):
         *index, wanted = of_split(file, indexed)
         starts, lengths = documents(*index)
-        pieces += list(zip(starts[wanted].tolist(), lengths[wanted].tolist(), strict=True))
+        segments += list(zip(starts[wanted].tolist(), lengths[wanted].tolist(), strict=True))
         counts.append(int(lengths[wanted].sum()))
         assert file.num_tokens == counts[-1]
         GPTSamples([file], 32, seed=0).batch(range(3))
-    assert sorted(pieces)[0][0] == 0 and all(
-        a + n == b for (a, n), (b, _) in zip(sorted(pieces), sorted(pieces)[1:], strict=False)
+    assert sorted(segments)[0][0] == 0 and all(
+        a + n == b for (a, n), (b, _) in zip(sorted(segments), sorted(segments)[1:], strict=False)
     )
-    assert sum(counts) == len(indexed.tokens) and len(pieces) == 13
+    assert sum(counts) == len(indexed.tokens) and len(segments) == 13
     assert abs(counts[1] - 0.2 * sum(counts)) <= LINE_REACH + 1
     index_of = (indexed.sequence_starts, indexed.sequence_lengths, indexed.document_bounds)
     starts, lengths, bounds, held_out = split_index(*index_of, 0.2)

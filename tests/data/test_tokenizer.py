@@ -121,7 +121,7 @@ def test_training_rejects_what_cannot_work(tmp_path):
 
 @pytest.mark.parametrize(("first", "count"), [(0x3041, 80), (0x4E00, 3000), (0xAC00, 2000), (0x21, 90)])
 @pytest.mark.parametrize("vocab_size", [320, 600, 2000])
-def test_more_characters_than_a_vocabulary_has_room_for(first, count, vocab_size, tmp_path):
+def test_more_characters_than_a_vocabulary_holds(first, count, vocab_size, tmp_path):
     """Japanese, Chinese, Korean: what has no piece is written as bytes, and frequent words still are pieces."""
     rng = random.Random(count)
     characters = [chr(first + i) for i in range(count)]
@@ -136,7 +136,7 @@ def test_more_characters_than_a_vocabulary_has_room_for(first, count, vocab_size
     if count > vocab_size or vocab_size == 320:
         assert tokenizer.vocab_size == vocab_size
         assert f"data.vocab_size={vocab_size}: the corpus has " in said and "the others are written as bytes" in said
-        assert any(len(tokenizer.piece(i)) > 1 for i in range(263, vocab_size))
+        assert any(len(tokenizer.token_piece(i)) > 1 for i in range(263, vocab_size))
     else:
         assert "written as bytes" not in said
 
@@ -164,9 +164,9 @@ def test_word_piece(tmp_path, texts):
     assert wordpiece.cls != wordpiece.sep != wordpiece.mask
     assert wordpiece.decode(wordpiece.encode("the model learns")) == "the model learns"
     ids = wordpiece.encode("gradient zebraa")
-    pieces = [str(wordpiece._model.id_to_token(i)) for i in ids]
-    assert any(piece.startswith("##") for piece in pieces)
-    assert wordpiece.word_starts()[ids].tolist() == [not piece.startswith("##") for piece in pieces]
+    tokens = [str(wordpiece._model.id_to_token(i)) for i in ids]
+    assert any(token.startswith("##") for token in tokens)
+    assert wordpiece.word_starts()[ids].tolist() == [not token.startswith("##") for token in tokens]
     assert not wordpiece.word_ends().any()
 
 

@@ -20,7 +20,7 @@ from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer
 from data.tokenizer import load_tokenizer
 from data.tokenizer.formats import patterns
-from data.tokenizer.formats.byte_pairs import byte_level_alphabet
+from data.tokenizer.formats.spec import byte_level_alphabet
 from data.tokenizer.probes import PROBES
 
 pytestmark = pytest.mark.fast
@@ -53,21 +53,21 @@ def _trained(specials: list[str]) -> Any:
 def ranks() -> dict[bytes, int]:
     """Bytes and what is merged of them, by rank, as tiktoken's files have them."""
     spec = json.loads(_trained([]).to_str())["model"]
-    pieces = [*sorted(ALPHABET), *("".join(pair) for pair in spec["merges"])]
-    return {bytes(ALPHABET[c] for c in piece): rank for rank, piece in enumerate(dict.fromkeys(pieces))}
+    tokens = [*sorted(ALPHABET), *("".join(pair) for pair in spec["merges"])]
+    return {bytes(ALPHABET[c] for c in token): rank for rank, token in enumerate(dict.fromkeys(tokens))}
 
 
 def _tiktoken(ranks: dict[bytes, int], pattern: str, text: str) -> list[int]:
     """tiktoken's algorithm: of the neighbours that are a token together those of the least rank, from the left."""
     ids = []
     for word in regex.findall(pattern, text, flags=regex.V1):
-        parts = [bytes([byte]) for byte in word.encode()]
-        while len(parts) > 1:
-            best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], 1 << 30))
-            if parts[best] + parts[best + 1] not in ranks:
+        spans = [bytes([byte]) for byte in word.encode()]
+        while len(spans) > 1:
+            best = min(range(len(spans) - 1), key=lambda i: ranks.get(spans[i] + spans[i + 1], 1 << 30))
+            if spans[best] + spans[best + 1] not in ranks:
                 break
-            parts[best : best + 2] = [parts[best] + parts[best + 1]]
-        ids += [ranks[part] for part in parts]
+            spans[best : best + 2] = [spans[best] + spans[best + 1]]
+        ids += [ranks[span] for span in spans]
     return ids
 
 
@@ -172,8 +172,8 @@ def test_tiktoken(
 
     _alike(tokenizer, expected)
     rng = random.Random(0)
-    parts = [" ", "\n", "\t", "the", "'s", "12", "\u4e2d", "A", "e\u0301", "=", "    ", "\r", "\u2028", "</s>"]
-    _alike(tokenizer, expected, ["".join(rng.choices(parts, k=rng.randint(1, 30))) for _ in range(100)])
+    spans = [" ", "\n", "\t", "the", "'s", "12", "\u4e2d", "A", "e\u0301", "=", "    ", "\r", "\u2028", "</s>"]
+    _alike(tokenizer, expected, ["".join(rng.choices(spans, k=rng.randint(1, 30))) for _ in range(100)])
     assert size is None or tokenizer.vocab_size == len(ranks) + size
     theirs = _kept(tokenizer, tmp_path / "run")
     assert theirs.eos_token == eos and theirs.eos_token_id == tokenizer.eod

@@ -13,10 +13,9 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from data.tokenizer import load_tokenizer, train_tokenizer, words
+from data.tokenizer import load_tokenizer, train_tokenizer, word_encoder
 from data.tokenizer.huggingface import HuggingFaceTokenizer
-from data.tokenizer.model_json import tokenizer_json
-from data.tokenizer.pieces import NotConvertible
+from data.tokenizer.sentencepiece_json import NotConvertible, tokenizer_json
 
 pytestmark = pytest.mark.fast
 
@@ -109,7 +108,7 @@ class Counted:
 
 @pytest.mark.parametrize("limit", ["MOST_WORDS", "LONGEST_WORD"])
 def test_words_beyond_those_that_are_kept(limit: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, limit, 5)
+    monkeypatch.setattr(word_encoder, limit, 5)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     assert isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer._words is not None
     library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

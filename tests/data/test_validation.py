@@ -12,9 +12,9 @@ import torch
 
 from configs.compose import compose
 from configs.schema import Config, ConfigError
-from data.build import HELD_OUT, build_data
 from data.identity import differences
 from data.indexed import IndexedTokens
+from data.loader import HELD_OUT, build_data
 from data.prepare import prepare
 from data.prepare.command import main
 from data.tokenizer import load_tokenizer
@@ -67,9 +67,14 @@ def test_all_documents_of_a_corpus_are_for_validation(config, full, own):
     documents = [tokenizer.decode(tokens[a:b]) for a, b in _between(tokens, tokenizer.eod)]
     assert documents == TEXTS and file.weight == 1
     # Each window once, and the batch that they do not fill is filled up with what does not count.
-    rows = torch.cat([batch["tokens"][batch["loss_mask"].sum(1) > 0] for batch in batches(full, prepared, "own")])
-    assert rows.flatten().tolist() == tokens[: len(rows) * 32] and len(rows) == (len(tokens) - 1) // 32
-    assert len(rows) % 8  # so that there is such a batch
+    sample_tokens = torch.cat(
+        [batch["tokens"][batch["loss_mask"].sum(1) > 0] for batch in batches(full, prepared, "own")]
+    )
+    assert (
+        sample_tokens.flatten().tolist() == tokens[: len(sample_tokens) * 32]
+        and len(sample_tokens) == (len(tokens) - 1) // 32
+    )
+    assert len(sample_tokens) % 8  # so that there is such a batch
     full.training.eval_batches = 2
     assert sum(len(batch["tokens"]) for batch in batches(full, prepared, "own")) == 16
     assert len(batches(full, prepared, HELD_OUT)) == 2 * 4

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from configs.schema import ConfigError
-from data.corpus import BadLine, Document, parse_corpus, plan_parts, read_span, unpack
+from data.corpus import BadLine, Document, parse_corpus, plan_shards, read_span, unpack
 from data.prepare import prepare
 from data.prepare.command import main
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.fast
 TEXT = "A text of some words.\nAnd a second line.\n" * 20
 
 
-def read(path: Path, text_key: str = "text", part_bytes: int | None = None) -> tuple[list[str], list[str]]:
+def read(path: Path, text_key: str = "text", shard_bytes: int | None = None) -> tuple[list[str], list[str]]:
     """Documents and bad lines of a file."""
     (source,) = parse_corpus(str(path))
     unpacked = {}
@@ -30,7 +30,9 @@ def read(path: Path, text_key: str = "text", part_bytes: int | None = None) -> t
         if file.compression:
             unpacked[file.path] = f"{path}.unpacked"
             unpack(file.path, unpacked[file.path])
-    items = [item for part in plan_parts(source.files, unpacked) for span in part for item in read_span(span, text_key)]
+    items = [
+        item for shard in plan_shards(source.files, unpacked) for span in shard for item in read_span(span, text_key)
+    ]
     return [i.text for i in items if isinstance(i, Document)], [str(i) for i in items if isinstance(i, BadLine)]
 
 

@@ -35,9 +35,9 @@ class MadeRouting:
     def mixed(self, first: Choices, second: Choices, share: float) -> Choices:
         """Each choice of `first` with that probability, and what is left of `second`."""
         out = first.copy()
-        for place in np.ndindex(first.shape[:2]):
-            kept = [expert for expert in first[place] if self.rng.random() < share]
-            out[place] = (kept + [expert for expert in second[place] if expert not in kept])[: self.top_k]
+        for index in np.ndindex(first.shape[:2]):
+            kept = [expert for expert in first[index] if self.rng.random() < share]
+            out[index] = (kept + [expert for expert in second[index] if expert not in kept])[: self.top_k]
         return out
 
     def random(self) -> Pass:
@@ -67,8 +67,8 @@ class MadeRouting:
         weights = self.zipf(1.0)
         return lambda number: self.draw(weights) if number % 25 else self.draw(self.even, PROMPT)
 
-    def rows(self) -> Pass:
-        """Five rows, each with its prompt."""
+    def batch(self) -> Pass:
+        """Five texts, each with its prompt."""
         weights = self.zipf(1.2)
         return lambda number: self.draw(weights, 5 if number % 50 else 5 * PROMPT)
 
@@ -106,7 +106,7 @@ KINDS: dict[str, Callable[[MadeRouting], Pass]] = {
     "local": MadeRouting.local,
     "shifted": MadeRouting.shifted,
     "prompts": MadeRouting.prompts,
-    "rows": MadeRouting.rows,
+    "batch": MadeRouting.batch,
     "topics": MadeRouting.topics,
     "loop": MadeRouting.loop,
     "words": MadeRouting.words,

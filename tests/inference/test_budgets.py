@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ring_parity import EP2, PP2, TP2, Case, compare, make_folder, no_room_for_buffers, with_budgets
+from benchmarks.ring_parity import EP2, PP2, TP2, Case, compare, make_folder, no_memory_for_buffers, with_budgets
 from inference.generation import generate
 from inference.open_model import open_model
-from inference.weights.files import ReadingCounts
-from inference.weights.plan import MIB, BudgetTooSmall, HeldSizes, plan_weights
+from inference.weights.budget import MIB, BudgetTooSmall, HeldSizes, plan_weights
+from inference.weights.file_weights import ReadingCounts
 from tests import distributed
 
 CASES = [
@@ -34,13 +34,13 @@ def test_batches_share_passes(tmp_path: Path) -> None:
 
 
 def _passes(folder: Path, layout: list[str], budget: float) -> tuple[bool, int, HeldSizes, int]:
-    with no_room_for_buffers(), open_model(folder, layout, device="cpu", budget=budget) as model:
+    with no_memory_for_buffers(), open_model(folder, layout, device="cpu", budget=budget) as model:
         generate(model.decoder(), [[1, 2], [3], [4, 5, 6], [7]], 3, batch_size=1)
         weights = model.weights
         return weights.streams, weights.counts.passes, weights.sizes, weights._other
 
 
-def test_batches_that_share_a_pass_leave_room_for_the_largest_unit(tmp_path: Path) -> None:
+def test_batches_that_share_a_pass_leave_memory_for_the_largest_unit(tmp_path: Path) -> None:
     folder = make_folder("llama", tmp_path, [])
     ((streams, passes, sizes, other),) = distributed.run(_passes, 1, folder, [], 100.0)
     assert (streams, passes) == (False, 12)
@@ -69,4 +69,4 @@ def test_a_budget_beyond_what_is_left_is_not_advised() -> None:
 @pytest.mark.parametrize(("tokens", "said"), [(3000, "1,500 tokens/s"), (5, "2.5 tokens/s")])
 def test_rates_are_plain_numbers(tokens: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.perf_counter", lambda: 3.0)
-    assert ReadingCounts(tokens=tokens, begun=1.0).line().startswith(said)
+    assert ReadingCounts(tokens=tokens, started=1.0).line().startswith(said)

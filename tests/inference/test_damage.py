@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.ring_parity import PP2, make_folder, no_room_for_buffers
+from benchmarks.ring_parity import PP2, make_folder, no_memory_for_buffers
 from inference import command as arguments
 from inference import evaluate, fill_mask, generate
 from inference.weights import loader
@@ -97,7 +97,7 @@ def _damage(kind: str, path: Path, after: int) -> Iterator[None]:
 
 
 def _while_damaged(kind: str, folder: Path, line: list[str]) -> Answer:
-    with no_room_for_buffers(), _damage(kind, folder / "model.safetensors", AFTER):
+    with no_memory_for_buffers(), _damage(kind, folder / "model.safetensors", AFTER):
         return command(generate.main, line)
 
 
@@ -186,15 +186,15 @@ def _named_twice(path: Path) -> None:
 
 def _in_two_files(path: Path) -> None:
     tensors = load_file(path)
-    parts = {
+    shards = {
         "model-00001-of-00002.safetensors": {name: each for name, each in tensors.items() if "norm" not in name},
         "model-00002-of-00002.safetensors": {
             name: each for name, each in tensors.items() if "norm" in name or name == NAME
         },
     }
-    for name, held in parts.items():
+    for name, held in shards.items():
         save_file(held, path.with_name(name), {"format": "pt"})
-    index = {name: part for part, held in parts.items() for name in held}
+    index = {name: shard for shard, held in shards.items() for name in held}
     path.with_name("model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     path.unlink()
 

@@ -18,15 +18,15 @@ VOCAB_SIZE, LENGTH = 100, 12
 
 def _logits(*changes: str) -> tuple[torch.Tensor, torch.Tensor]:
     config = compose(["experiment=gpt_moe_tiny", "training.device=cpu", *changes])
-    place = topology.initialize(config)
-    chunks = build_model(config, place, VOCAB_SIZE)
+    rank_topology = topology.initialize(config)
+    chunks = build_model(config, rank_topology, VOCAB_SIZE)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
         tokens = torch.randint(VOCAB_SIZE, (3, LENGTH), generator=generator)
         expected = gpt.logits(chunks[0].eval(), tokens, VOCAB_SIZE)[:, -1]
-        decoder = Decoder.of_chunks(chunks, config, place, VOCAB_SIZE)
+        decoder = Decoder.of_chunks(chunks, config, rank_topology, VOCAB_SIZE)
         whole = decoder.prefill(tokens, [LENGTH] * 3, None)
         # Three tokens one by one, behind beginnings of other lengths: the last row is shorter.
         cache, lengths = Cache(LENGTH), [LENGTH - 3, LENGTH - 3, LENGTH - 5]

@@ -122,8 +122,8 @@ def test_perplexity_of_files(name: str, tmp_path: Path) -> None:
         ids = [0, *words.encode(text, add_special_tokens=False).ids]
         nats = 0.0
         for begin, end, first in windows(len(ids), LENGTH, stride):
-            rows = _log_probs(model, ids[begin:end])
-            nats -= sum(float(rows[i - begin - 1, ids[i]]) for i in range(first, end))
+            log_probs = _log_probs(model, ids[begin:end])
+            nats -= sum(float(log_probs[i - begin - 1, ids[i]]) for i in range(first, end))
         score = scores[str(tmp_path / key)]
         assert score["num_tokens"] == len(ids) - 1 and score["num_bytes"] == len(text.encode())
         assert score["nats"] == pytest.approx(nats, rel=ORACLE_LOGITS)
@@ -139,10 +139,11 @@ def test_perplexity_of_files(name: str, tmp_path: Path) -> None:
     status, out, err = distributed.run(
         command, 1, evaluate.main, [*printed, *(str(tmp_path / key) for key in texts), "--by-position"]
     )[0]
-    rows = [line.split() for line in out.partition("position")[2].splitlines()[1:]]
+    table_lines = [line.split() for line in out.partition("position")[2].splitlines()[1:]]
     everything = scores["all"]["by_position"]
-    assert [(row[0], int(row[1])) for row in rows] == [(name, count) for name, (_, count) in everything.items()], err
-    assert [float(row[2]) for row in rows] == pytest.approx(
+    counts = [(name, count) for name, (_, count) in everything.items()]
+    assert [(row[0], int(row[1])) for row in table_lines] == counts, err
+    assert [float(row[2]) for row in table_lines] == pytest.approx(
         [nats / count for nats, count in everything.values()], abs=1e-4
     )
 
@@ -215,7 +216,7 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, list[tuple[l
         encode=lambda text: [ord(letter) for letter in text],
         encode_prompt=lambda text: [BEGIN, *map(ord, text)] if "=" in text else list(map(ord, text)),
         decode=lambda ids: "",
-        piece=lambda token: "<s>",
+        token_piece=lambda token: "<s>",
         eod=0,
         before_text=BEGIN,
     )
@@ -229,15 +230,17 @@ def _request(prompt: str, max_tokens: int) -> Any:
     return SimpleNamespace(args=(prompt, {"max_gen_toks": max_tokens}))
 
 
-@pytest.mark.parametrize(("prompt", "most", "room"), [("abcd", 3, 3), ("abcd", 6, 6), ("abcd", 7, 6), ("abcd", 256, 6)])
+@pytest.mark.parametrize(
+    ("prompt", "most", "limit"), [("abcd", 3, 3), ("abcd", 6, 6), ("abcd", 7, 6), ("abcd", 256, 6)]
+)
 def test_a_prompt_of_the_harness_stays_whole(
-    prompt: str, most: int, room: int, harness: Any, capsys: pytest.CaptureFixture[str]
+    prompt: str, most: int, limit: int, harness: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, asked = harness
     model.generate_until([_request("ab", 1), _request(prompt, most)])
-    assert asked == [([97, 98], 1), ([ord(letter) for letter in prompt], room)]
+    assert asked == [([97, 98], 1), ([ord(letter) for letter in prompt], limit)]
     said = capsys.readouterr().err
-    assert ("note: 1 of 2 answers may be of 6 to 6 tokens" in said) == (room < most)
+    assert ("note: 1 of 2 answers may be of 6 to 6 tokens" in said) == (limit < most)
 
 
 def test_what_is_longer_than_the_model_is_refused_by_the_harness(harness: Any) -> None:
@@ -334,11 +337,12 @@ def test_tasks_of_the_harness(tmp_path: Path) -> None:
         sums = []
         for choice in choices:
             ids = encode(question + choice)
-            rows = _log_probs(model, ids)
-            sums.append(sum(float(rows[i - 1, ids[i]]) for i in range(len(encode(question.rstrip(" "))), len(ids))))
+            log_probs = _log_probs(model, ids)
+            begin = len(encode(question.rstrip(" ")))
+            sums.append(sum(float(log_probs[i - 1, ids[i]]) for i in range(begin, len(ids))))
         right += sums.index(max(sums)) == answer
-        rows = _log_probs(model, [0, *context])
-        nats -= sum(float(rows[i, token]) for i, token in enumerate(context))
+        log_probs = _log_probs(model, [0, *context])
+        nats -= sum(float(log_probs[i, token]) for i, token in enumerate(context))
         num_bytes += len(question)
         tokens = torch.tensor([context])
         settings = {"do_sample": False, "eos_token_id": 0, "pad_token_id": 0, "max_new_tokens": 6}
@@ -385,17 +389,17 @@ def test_masked_words(layout: list[str], tmp_path: Path) -> None:
         command, len(layout) + 1, fill_mask.main, [*source, "--ids", "--mask-id", "3", "--text", text]
     )[0]
     assert status == 0, err
-    places = json.loads(out)["places"]
-    assert [[guess["token"] for guess in place] for place in places] == expected.indices.tolist()
-    found = torch.tensor([[guess["probability"] for guess in place] for place in places])
+    found_places = json.loads(out)["places"]
+    assert [[guess["token"] for guess in guesses] for guesses in found_places] == expected.indices.tolist()
+    found = torch.tensor([[guess["probability"] for guess in guesses] for guesses in found_places])
     assert (found - expected.values).abs().max() < ORACLE_LOGITS
     if layout:
         return
     status, out, err = distributed.run(command, 1, fill_mask.main, [*source, "--text", "a = [MASK] + [MASK]"])[0]
-    assert status == 0 and [len(place) for place in json.loads(out)["places"]] == [3, 3], err
+    assert status == 0 and [len(guesses) for guesses in json.loads(out)["places"]] == [3, 3], err
     assert re.match(r"Loading .* \.\.\.\n", err)
     wrong = {
-        "no masked place": (fill_mask.main, [*source, "--text", "a = 1"]),
+        "the text has no [MASK]": (fill_mask.main, [*source, "--text", "a = 1"]),
         f"more than the model's sequence length ({LENGTH})": (
             fill_mask.main,
             [*source, "--text", "[MASK]" + "a" * LENGTH],

@@ -58,10 +58,10 @@ def ours(
         return [completion.tokens for completion in generate(model.decoder(), prompts, num_tokens, **settings)]
 
 
-def _all_ways(folder: Path) -> dict[str, list[list[int]]]:
+def _all_settings(folder: Path) -> dict[str, list[list[int]]]:
     with open_model(folder, device="cpu") as model:
         decoder = model.decoder()
-        ways: dict[str, dict[str, Any]] = {
+        cases: dict[str, dict[str, Any]] = {
             "one batch": {},
             "no cache": {"use_cache": False},
             "alone": {"batch_size": 1},
@@ -69,8 +69,8 @@ def _all_ways(folder: Path) -> dict[str, list[list[int]]]:
             "top p": {"sampling": Sampling(1.0, top_p=1e-6)},
         }
         return {
-            way: [completion.tokens for completion in generate(decoder, PROMPTS, NUM_TOKENS, **settings)]
-            for way, settings in ways.items()
+            name: [completion.tokens for completion in generate(decoder, PROMPTS, NUM_TOKENS, **settings)]
+            for name, settings in cases.items()
         }
 
 
@@ -78,8 +78,8 @@ def _all_ways(folder: Path) -> dict[str, list[list[int]]]:
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = _save(name, tmp_path)
     expected = [theirs(model, prompt, NUM_TOKENS) for prompt in PROMPTS]
-    for way, tokens in distributed.run(_all_ways, 1, tmp_path)[0].items():
-        assert tokens == expected, way
+    for case, tokens in distributed.run(_all_settings, 1, tmp_path)[0].items():
+        assert tokens == expected, case
     splits = (
         LAYOUTS if FAMILIES[name][1].get("num_local_experts", FAMILIES[name][1].get("num_experts")) else LAYOUTS[:2]
     )
@@ -179,7 +179,7 @@ def test_command_line(tmp_path: Path) -> None:
         "no tokenizer": ([*source[:4], "--prompt", "hello"], "comes without a tokenizer"),
         "no model": (["--checkpoint", str(tmp_path / "nowhere"), "--prompt", "a"], "is no model"),
         "layout": ([*source, "parallel.tensor=2"], "world_size (1) must be divisible"),
-        "no layout": ([*source, "model.hidden_size=2"], "model.hidden_size=2 is no key of the layout"),
+        "no layout": ([*source, "model.hidden_size=2"], "model.hidden_size=2 is not a layout key"),
     }
     for arguments, message in wrong.values():
         status, out, err = distributed.run(_command, 1, arguments)[0]

@@ -42,7 +42,7 @@ def test_the_first_token_is_begin_or_else_end(kind: str, tmp_path: Path, monkeyp
 def test_bytes_that_are_no_text_read_as_in_transformers(tmp_path: Path) -> None:
     parity.write_tokenizer(parity.BY_SETTING, tmp_path)
     words = load_tokenizer(tmp_path)
-    ids = {words.piece(i): i for i in range(words.vocab_size)}
+    ids = {words.token_piece(i): i for i in range(words.vocab_size)}
     assert words.decode([ids["<0xE2>"], ids["<0x28>"], ids["<0x41>"]]) == "\ufffd" * 3
 
 
@@ -70,5 +70,5 @@ def test_tasks_have_the_numbers_of_the_harness(kind: str, tmp_path: Path, monkey
     parity.write_model(kind, tmp_path / "model")
     mine = parity.ours(tmp_path / "model", tmp_path / "tasks", SAMPLE)
     other = parity.theirs(tmp_path / "model", tmp_path / "tasks", SAMPLE)
-    apart = {name: parity.difference(mine[name], other[name]) for name in SAMPLE}
-    assert max(apart.values()) < parity.BOUND, apart
+    differences = {name: parity.difference(mine[name], other[name]) for name in SAMPLE}
+    assert max(differences.values()) < parity.BOUND, differences

@@ -1,4 +1,5 @@
-"""The ring without files: which bytes a unit comes to, whom it waits for, and that a broken pass begins anew."""
+"""The ring without files: the bytes of each unit, the users that its load waits for, and the restart of a broken
+pass."""
 
 from __future__ import annotations
 
@@ -6,13 +7,13 @@ import random
 
 import torch
 
-from inference.weights.parts import LocalPart, WeightUnit
+from inference.weights.rank_weights import LocalShard, WeightUnit
 from inference.weights.ring import Ring
 from memory.completion import Completion
 
 
 class _Loads:
-    """What is loaded, which must wait for the last user of each of its bytes."""
+    """Records loads, each of which must wait for the last user of each of its bytes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.keys: list[str] = []
@@ -26,10 +27,10 @@ class _Loads:
         return Completion.already()
 
 
-def _ring(sizes: list[int], room: int) -> tuple[Ring, _Loads, list[WeightUnit]]:
-    units = [WeightUnit(f"u{i}", (LocalPart(f"u{i}", (size,)),)) for i, size in enumerate(sizes)]
-    loads = _Loads(room)
-    return Ring(torch.zeros(room, dtype=torch.uint8), units, lambda unit: unit.numel, loads), loads, units
+def _ring(sizes: list[int], capacity: int) -> tuple[Ring, _Loads, list[WeightUnit]]:
+    units = [WeightUnit(f"u{i}", (LocalShard(f"u{i}", (size,)),)) for i, size in enumerate(sizes)]
+    loads = _Loads(capacity)
+    return Ring(torch.zeros(capacity, dtype=torch.uint8), units, lambda unit: unit.numel, loads), loads, units
 
 
 def test_units_come_in_order_to_bytes_whose_users_are_waited_for() -> None:
@@ -40,11 +41,11 @@ def test_units_come_in_order_to_bytes_whose_users_are_waited_for() -> None:
         ring, loads, units = _ring(sizes, draw.randint(max(sizes), max(pairs) + 20))
         for number in range(6 * len(units)):
             unit = units[number % len(units)]
-            slot = ring.take(unit.key)
-            assert slot.unit == unit and slot.memory.numel() == slot.end - slot.start == unit.numel
+            ring_slot = ring.take(unit.key)
+            assert ring_slot.unit == unit and ring_slot.memory.numel() == ring_slot.end - ring_slot.start == unit.numel
             after = Completion()
-            loads.last_user[slot.start : slot.end] = [after] * unit.numel
-            ring.give_back(slot, after)
+            loads.last_user[ring_slot.start : ring_slot.end] = [after] * unit.numel
+            ring.give_back(ring_slot, after)
         assert loads.keys == [units[number % len(units)].key for number in range(len(loads.keys))]
         assert len(ring.stop()) <= 2 * len(loads.last_user)
 
@@ -52,5 +53,5 @@ def test_units_come_in_order_to_bytes_whose_users_are_waited_for() -> None:
 def test_a_broken_pass_begins_anew() -> None:
     ring, loads, _ = _ring([10, 10, 10], 20)
     ring.give_back(ring.take("u0"), Completion.already())
-    assert ring.take("u0").unit.key == "u0"  # u1 and u2 were on their way
+    assert ring.take("u0").unit.key == "u0"  # u1 and u2 were in flight
     assert loads.keys == ["u0", "u1", "u2", "u0", "u1"]

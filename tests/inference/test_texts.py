@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 ODD = b"\xef\xbb\xbfone\r\ntwo\xe2\x80\xa8still two\x0c\rstill\n\nlast \xc2\x85 line"
 TEXT = "one\r\ntwo\u2028still two\f\rstill\n\nlast \x85 line"
-ROWS = [{"text": "a\r\nb\u2028", "body": "c"}, {"text": "d", "body": "e\n"}]
+RECORDS = [{"text": "a\r\nb\u2028", "body": "c"}, {"text": "d", "body": "e\n"}]
 
 
 @pytest.mark.parametrize("name", ["a", "a.txt", "a.md", "a.csv", "a.txt.gz", "a.raw.xz"])
@@ -37,12 +37,12 @@ def test_texts_are_read_as_training_reads_them(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson.zst", "a.json.bz2", "array.json"])
 def test_rows_of_json(tmp_path: Path, name: str) -> None:
-    lines = json.dumps(ROWS, indent=2) if "array" in name else "".join(json.dumps(row) + "\n" for row in ROWS)
+    lines = json.dumps(RECORDS, indent=2) if "array" in name else "".join(json.dumps(row) + "\n" for row in RECORDS)
     path, content = tmp_path / name, lines.encode()
     path.write_bytes({".zst": zstandard.compress(content), ".bz2": bz2.compress(content)}.get(path.suffix, content))
     for key in ("text", "body"):
         for read in (read_texts, read_prompts):
-            assert read(path, "--files", key) == [row[key] for row in ROWS]
+            assert read(path, "--files", key) == [row[key] for row in RECORDS]
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,11 @@ class Payload:
         return os.mkdir, (self._mark,)
 
 
-def main(mark: str, rendezvous: str, store: str, *places: str) -> None:
+def main(mark: str, rendezvous: str, store: str, *addresses: str) -> None:
     payload = pickle.dumps(Payload(mark))
     sized = len(payload).to_bytes(8, "little") + payload
     numbers = random.Random(0)
-    for place in places:
+    for address in addresses:
         for content in (
             payload,
             base64.b64encode(payload),
@@ -46,7 +46,7 @@ def main(mark: str, rendezvous: str, store: str, *places: str) -> None:
             numbers.randbytes(100_000),
             bytes(64),
         ):
-            host, _, port = place.rpartition(":")
+            host, _, port = address.rpartition(":")
             with (
                 contextlib.suppress(ConnectionError),
                 socket.create_connection((host, int(port)), timeout=LONG) as connection,
@@ -66,8 +66,8 @@ def main(mark: str, rendezvous: str, store: str, *places: str) -> None:
     print("written", flush=True)
 
 
-def connect(place: str) -> Any:
-    host, _, port = place.rpartition(":")
+def connect(address: str) -> Any:
+    host, _, port = address.rpartition(":")
     return dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=LONG))
 
 

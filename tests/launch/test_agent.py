@@ -50,8 +50,8 @@ if behaviour == "killed_at_first" and attempt == 0 and rank == 1:
 if behaviour == "killed_then_wrong" and attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
 if behaviour == "killed_then_wrong" and attempt == 1 and rank == 0:
-    from configs import last_words
-    last_words.say("config error: some.key (3) must be 4.\\nTry some.key=4", 2)
+    from configs import exit_handler
+    exit_handler.log("config error: some.key (3) must be 4.\\nTry some.key=4", 2)
     sys.exit(2)
 if behaviour == "raises" and rank == 1:
     raise LookupError("no such thing\\nanywhere")

@@ -45,8 +45,8 @@ def test_pod_starts_its_node_of_a_possible_job(tmp_path: Path, kind: str, rank: 
     assert (result.returncode, result.stderr) == (0, "")
 
     _, module, *arguments = result.stdout.splitlines()
-    place = arguments.index("--")
-    options, overrides = parse_args([*arguments[:place], "train.py"]), arguments[place + 1 :]
+    split = arguments.index("--")
+    options, overrides = parse_args([*arguments[:split], "train.py"]), arguments[split + 1 :]
     assert module == "launch.agent"
     assert (options.rdzv_endpoint, options.rdzv_id) == ("job-master-0:23456", JOB["metadata"]["name"])
     assert options.rdzv_conf.startswith(f"is_host={int(rank == 0)},")

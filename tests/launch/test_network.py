@@ -25,14 +25,22 @@ from torch.distributed.run import parse_args
 from benchmarks.cluster import UNCAPPED, _Network, address
 from launch import rendezvous
 from launch.rendezvous import JsonState
-from parallel.liveness import loopback
+from parallel.liveness import rendezvous as job_rendezvous
 from tests.launch import sockets
 from tests.launch.stranger import Payload
 from tests.waits import LONG, until
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["experiment=gpt_tiny", "training.eval_interval=0", "sample.prompts=[]"]
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def network_address() -> str | None:
@@ -60,10 +68,10 @@ def start(
     env = {
         key: value
         for key, value in os.environ.items()
-        if key not in (*PLACE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if key not in (*RANK_VARIABLES, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     }
     return subprocess.Popen(
-        [*place(host, namespace), *command, *TINY, *data, f"run_dir={run_dir}"],
+        [*node_command(host, namespace), *command, *TINY, *data, f"run_dir={run_dir}"],
         cwd=ROOT,
         env=env | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.PIPE,
@@ -74,7 +82,7 @@ def start(
     )
 
 
-def place(host: str | None, namespace: int | None) -> list[str]:
+def node_command(host: str | None, namespace: int | None) -> list[str]:
     """The beginning of a command that runs on a host of that name, in a network namespace."""
     named = [] if host is None else ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
     return ([] if namespace is None else ["nsenter", f"--net=/proc/self/fd/{namespace}"]) + named
@@ -114,7 +122,7 @@ def test_a_run_on_one_node_listens_on_the_loopback_alone(launch: str, tmp_path: 
     output = process.communicate()[0]
     assert process.returncode == 0, output
     assert len(seen) >= fewest, f"a store and a socket of gloo on each rank were expected: {seen}"
-    assert {place: holders for place, holders in seen.items() if not place[0].is_loopback} == {}
+    assert {listener: holders for listener, holders in seen.items() if not listener[0].is_loopback} == {}
 
 
 def a_state() -> rendezvous._RendezvousState:
@@ -197,18 +205,18 @@ def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path,
         held = [sockets.listening(process.pid) for process in processes]
         stores = [f"{address(0)}:{port}" for (_, port), holders in held[0].items() if "launch.agent" in holders[0]]
         first, (ranks_store,) = f"{address(0)}:29500", [store for store in stores if not store.endswith(":29500")]
-        places = [f"{address(node)}:{port}" for node in (0, 1) for _, port in held[node]]
-        assert {*stores, first} < {*places}
+        addresses = [f"{address(node)}:{port}" for node in (0, 1) for _, port in held[node]]
+        assert {*stores, first} < {*addresses}
         stranger = subprocess.Popen(
             [
-                *place(None, network.namespaces[2]),
+                *node_command(None, network.namespaces[2]),
                 sys.executable,
                 "-m",
                 "tests.launch.stranger",
                 str(mark),
                 first,
                 ranks_store,
-                *places,
+                *addresses,
             ],
             cwd=ROOT,
             pass_fds=[network.namespaces[2]],
@@ -251,14 +259,14 @@ def test_rank_0_holds_the_store_on_the_loopback(host: str, monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_ADDR", host)
     monkeypatch.setenv("MASTER_PORT", str(port))
     with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(loopback.own_store, rank, 2, timedelta(seconds=LONG)) for rank in (0, 1)]
+        waiting = [pool.submit(job_rendezvous.loopback_store, rank, 2, timedelta(seconds=LONG)) for rank in (0, 1)]
         first, second = (future.result() for future in waiting)
     assert first is not None and second is not None
     first.set("key", "value")
     assert second.get("key") == b"value"
     assert [found.is_loopback for found, number in sockets.listening(os.getpid()) if number == port] == [True]
     monkeypatch.setenv("MASTER_ADDR", "node-a")
-    assert loopback.own_store(0, 2, timedelta(seconds=5)) is None
+    assert job_rendezvous.loopback_store(0, 2, timedelta(seconds=5)) is None
 
 
 @pytest.mark.parametrize(
@@ -277,15 +285,15 @@ def test_rank_0_holds_the_store_on_the_loopback(host: str, monkeypatch: pytest.M
 def test_the_loopback_is_enough_on_one_node(
     world_size: int, variables: dict[str, str], enough: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in PLACE:
+    for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert loopback.is_enough(world_size) is enough
+    assert job_rendezvous.is_loopback_enough(world_size) is enough
 
 
 def test_an_interface_that_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    loopback.use()
+    job_rendezvous.use_loopback()
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("ib0", "=lo")

@@ -54,7 +54,7 @@ def test_aligned_memory_is_whole_blocks() -> None:
     assert offsets([1, 0, BLOCK, BLOCK + 1]) == [0, BLOCK, BLOCK, 2 * BLOCK, 4 * BLOCK]
 
 
-def test_the_file_has_no_name_and_all_its_room(tmp_path: Path) -> None:
+def test_the_file_has_no_name_and_all_its_blocks(tmp_path: Path) -> None:
     disk = Disk(str(tmp_path), BLOCKS * BLOCK)
     there = os.fstat(disk._file.fileno())
     assert list(tmp_path.iterdir()) == [] and there.st_nlink == 0
@@ -75,9 +75,9 @@ def test_short_reads_and_writes_go_on(disk: Disk, monkeypatch: pytest.MonkeyPatc
     def short(function: Any) -> Any:
         def call(fd: int, data: Any, offset: int) -> int:
             view = data[0] if isinstance(data, list) else data
-            part = view[: max(len(view) // 2 // BLOCK, 1) * BLOCK]
+            half = view[: max(len(view) // 2 // BLOCK, 1) * BLOCK]
             calls.append(offset)
-            count: int = function(fd, [part] if isinstance(data, list) else part, offset)
+            count: int = function(fd, [half] if isinstance(data, list) else half, offset)
             return count - 100 if count > BLOCK else count
 
         return call

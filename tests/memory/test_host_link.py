@@ -55,15 +55,15 @@ def test_work_that_is_called_off_takes_what_comes_after_with_it(link: HostLink) 
     assert found == []
 
 
-def test_work_that_has_begun_cannot_be_called_off(link: HostLink) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+def test_started_work_cannot_be_cancelled(link: HostLink) -> None:
+    started, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
-        begun.set()
+        started.set()
         go_on.wait(LONG)
 
     done = link.up.submit(work)
-    assert begun.wait(LONG) and not done.cancel()
+    assert started.wait(LONG) and not done.cancel()
     go_on.set()
     done.wait(LONG)
     assert done.error is None

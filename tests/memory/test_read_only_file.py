@@ -40,7 +40,7 @@ def test_any_bytes_are_those_of_the_file(path: Path, direct: bool) -> None:
     for start, size in ranges:
         assert _read(file, start, size) == content[start : start + size], (start, size)
     with ThreadPoolExecutor(3) as pool:  # each has chunks of its own
-        assert list(pool.map(lambda part: _read(file, *part), ranges)) == [content[a : a + n] for a, n in ranges]
+        assert list(pool.map(lambda span: _read(file, *span), ranges)) == [content[a : a + n] for a, n in ranges]
     assert not direct or file.is_direct  # else this file system has not shown it
 
 

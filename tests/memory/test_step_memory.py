@@ -7,14 +7,14 @@ import random
 import pytest
 import torch
 
-from memory.step_memory import ALIGNMENT, Space, StepMemory
+from memory.host_link import ALIGNMENT, Space, StepMemory
 
 
 class Host:
     """A host that has so many bytes."""
 
-    def __init__(self, room: int) -> None:
-        self.left = room
+    def __init__(self, headroom: int) -> None:
+        self.left = headroom
         self.allocated: list[int] = []
 
     def allocate(self, num_bytes: int) -> torch.Tensor | None:
@@ -28,7 +28,7 @@ class Host:
         return StepMemory(self.allocate, lambda: self.left)
 
 
-def test_ranges_are_apart_and_come_back_whole() -> None:
+def test_ranges_are_disjoint_and_merged_when_freed() -> None:
     host, draw = Host(64 * ALIGNMENT), random.Random(0)
     memory = host.memory()
     memory.begin(64 * ALIGNMENT)
@@ -49,7 +49,7 @@ def test_ranges_are_apart_and_come_back_whole() -> None:
     assert host.allocated == [64 * ALIGNMENT]
 
 
-def test_what_finds_no_room_is_counted_and_has_room_in_the_next_step() -> None:
+def test_what_does_not_fit_is_counted_and_fits_in_the_next_step() -> None:
     host = Host(100 * ALIGNMENT)
     memory = host.memory()
     memory.begin()
@@ -66,9 +66,9 @@ def test_what_finds_no_room_is_counted_and_has_room_in_the_next_step() -> None:
     assert host.allocated == [3 * ALIGNMENT]
 
 
-@pytest.mark.parametrize(("room", "size"), [(10, 10), (2, 2), (0, 0)])
-def test_it_grows_as_far_as_there_is_room(room: int, size: int) -> None:
-    host = Host(room * ALIGNMENT + 7)
+@pytest.mark.parametrize(("headroom", "size"), [(10, 10), (2, 2), (0, 0)])
+def test_it_grows_within_the_headroom(headroom: int, size: int) -> None:
+    host = Host(headroom * ALIGNMENT + 7)
     memory = host.memory()
     memory.begin(10 * ALIGNMENT)
     assert memory.size == size * ALIGNMENT

@@ -17,7 +17,7 @@ from memory.disk import Disk, aligned, offsets
 from memory.host_link import HostLink
 from memory.host_memory import BLOCK
 from memory.store import Store
-from optim.arrangement.arrange import NUM_SLOTS
+from optim.arrangement.buckets import NUM_STAGES
 from tests.waits import LONG
 
 pytestmark = pytest.mark.fast
@@ -46,8 +46,8 @@ class Rig:
             aligned(size, False)[:size].zero_() if tier == "host" else None
             for size, tier in zip(SIZES, TIERS, strict=True)
         ]
-        slots = [aligned(max(on_disk), False) for _ in range(NUM_SLOTS)]
-        self.store = Store(self.link, SIZES, host, slots, self.disk, starts)
+        stages = [aligned(max(on_disk), False) for _ in range(NUM_STAGES)]
+        self.store = Store(self.link, SIZES, host, stages, self.disk, starts)
         self.buffer = aligned(max(SIZES), False)
         for index in range(len(SIZES)):
             self.change(index, fill(index)).wait(LONG)
@@ -118,7 +118,7 @@ def test_two_records_change_places_without_a_copy(rig: Rig) -> None:
 
 
 def test_a_change_waits_until_a_save_has_read_the_record(rig: Rig) -> None:
-    hold = rig.store.hold(range(len(SIZES)), rig.buffer)
+    hold = rig.store.snapshot(range(len(SIZES)), rig.buffer)
     changes = [rig.change(index, add(100)) for index in (0, 1, 4)]
     assert rig.store.waits_for_save == 3
     assert not any(change.is_issued for change in changes)
@@ -138,11 +138,11 @@ def test_a_change_waits_until_a_save_has_read_the_record(rig: Rig) -> None:
     hold.close()
     hold.close()
     assert rig.values() == [100, 101, 2, 3, 104]
-    rig.store.hold(range(len(SIZES)), rig.buffer).close()  # the next save
+    rig.store.snapshot(range(len(SIZES)), rig.buffer).close()  # the next save
 
 
 def test_a_hold_that_is_closed_lets_all_go(rig: Rig) -> None:
-    hold = rig.store.hold([0, 1], rig.buffer)
+    hold = rig.store.snapshot([0, 1], rig.buffer)
     changes = [rig.change(index, add(50)) for index in (0, 1)]
     rig.store.swap(1, 3)
     hold.close()
@@ -188,7 +188,7 @@ def test_a_disk_that_fails_is_heard_of(rig: Rig, function: str, monkeypatch: pyt
     assert on_host.error is None
     assert isinstance(on_disk.error, OSError) and str(on_disk.error).startswith(f"memory.disk_dir ({rig.disk.folder})")
     with pytest.raises(OSError, match="memory.disk_dir"):
-        rig.store.hold([1], rig.buffer).read(0)
+        rig.store.snapshot([1], rig.buffer).read(0)
 
 
 def test_who_had_a_slot_and_is_cancelled_takes_nobody_along(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""Run a model once in any layout, and hand back its loss, logits and gradients in logical form."""
+"""Run a model once in any layout, and return its loss, logits and gradients in logical form."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from checkpoint.logical.reader import open_logical
 from configs.architecture import for_use
 from configs.schema import Config
-from models.attention.rows import SLICES
+from models.attention.sequence_rows import SLICES, gather_rows
 from models.build import build_model, family_module
 from models.parallelize import mark_tensor_parallel
-from models.weight_files.writer import PART_BYTES, TensorSpec, Writer
+from models.weight_files.writer import MAX_FILE_BYTES, TensorSpec, Writer
 from models.weights import gather_logical, load_logical
-from parallel.context import all_rows
 from parallel.topology import destroy, initialize, leave_layout
 
 NUM_MICRO_BATCHES = 2
 Batch = dict[str, torch.Tensor]
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor], part_bytes: int = PART_BYTES) -> None:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor], max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Write tensors to a folder as a model's weights."""
     specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-    writer = Writer(path, specs, part_bytes)
+    writer = Writer(path, specs, max_file_bytes)
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     writer.close()
@@ -85,8 +84,8 @@ def run_model(
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
     num_tokens = batch["loss_mask"].sum().to(topology.device)
     share = len(batch["tokens"]) // (topology.data.size * NUM_MICRO_BATCHES)
-    rows = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
-    whole = [{key: value[row][:share] for key, value in batch.items()} for row in rows]
+    batch_slices = [slice((topology.data.rank * NUM_MICRO_BATCHES + i) * share, None) for i in range(NUM_MICRO_BATCHES)]
+    whole = [{key: value[row][:share] for key, value in batch.items()} for row in batch_slices]
     of_host = [family.on_host(config, each, topology.context) for each in whole]
     micro_batches = [
         {key: value.to(topology.device) if isinstance(value, torch.Tensor) else value for key, value in each.items()}
@@ -104,11 +103,11 @@ def run_model(
 
         def keep_logits(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             logits = output[0] if isinstance(output, tuple) else output
-            pieces = [torch.empty_like(logits) for _ in range(topology.tensor.size)]
-            torch.distributed.all_gather(pieces, logits.contiguous(), group=topology.tensor.group)
-            logits = torch.cat(pieces, dim=-1)[..., :vocab_size]
+            slices = [torch.empty_like(logits) for _ in range(topology.tensor.size)]
+            torch.distributed.all_gather(slices, logits.contiguous(), group=topology.tensor.group)
+            logits = torch.cat(slices, dim=-1)[..., :vocab_size]
             if topology.context.size > 1:
-                logits = all_rows(logits[0], micro_batch[SLICES].rows, topology.context, share)
+                logits = gather_rows(logits[0], micro_batch[SLICES].sequence_rows, topology.context, share)
             return torch.zeros((), device=topology.device), {"logits": logits}
 
         if with_loss:
@@ -134,7 +133,7 @@ def run_model(
     finalize_model_grads(wrapped)
     loss = torch.stack(losses).mean() if losses else torch.zeros((), device=topology.device)
     torch.distributed.all_reduce(loss)
-    # Each context rank has a part of the sum, which the schedule multiplies by their number once it is kept.
+    # Each context rank has a share of the sum, which the schedule multiplies by their number afterwards.
     loss /= topology.data.size * topology.tensor.size
     return {
         "loss": loss.item(),
@@ -146,16 +145,16 @@ def run_model(
 
 
 def opened_logits(path: Path, batch: Batch) -> torch.Tensor:
-    """Logits `[b, s, vocab_size]` in fp32 of a training model with the weights that lie at a path."""
+    """Return the logits `[b, s, vocab_size]` in fp32 of a training model with the weights at a path."""
     given = {key: value for key, value in batch.items() if key != "labels"}
     reader = open_logical(path)
     config = for_use(reader.config)
     config.training.precision, config.training.device, config.model.backend = "fp32", "cpu", "portable"
     joined = torch.distributed.is_initialized()
-    place = initialize(config)
+    topology = initialize(config)
     try:
         with torch.inference_mode():
-            chunks = build_model(config, place, reader.vocab_size, fill=False)
+            chunks = build_model(config, topology, reader.vocab_size, fill=False)
             load_logical(chunks, reader.get)
             output = family_module(config).forward(chunks[0].eval(), given)
             logits = output if config.model.family == "gpt" else output[0]
@@ -165,7 +164,7 @@ def opened_logits(path: Path, batch: Batch) -> torch.Tensor:
 
 
 def gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """What DDP accumulated for a parameter; a buffer has none."""
+    """The gradient that DDP accumulated for a parameter; buffers have none."""
     return getattr(tensor, "main_grad", torch.zeros_like(tensor))
 
 

@@ -125,7 +125,7 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def family_of(base: str) -> str:
-    """The family whose name a base begins with."""
+    """Return the family that a base's name begins with."""
     return max((family for family in FAMILIES if base.startswith(family)), key=len)
 
 
@@ -153,14 +153,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """agrees | refused | wrong, and why."""
+    """The outcome of a case: agrees, refused or wrong, with the reason."""
 
     word: str
     why: str
 
 
 def make_bases(folder: Path, names: Sequence[str] = tuple(BASES)) -> None:
-    """Write these bases to `folder`/NAME, and cut into parts to `folder`/NAME.parts."""
+    """Write these bases to `folder`/NAME, and as several files to `folder`/NAME.parts."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -321,7 +321,7 @@ def changed(changes: dict[str, Any]) -> Callable[[Path], object]:
 
 
 def _legal(key: str, value: Any, generator: random.Random) -> Any:
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if key in TEXTS:
         return generator.choice([text for text in TEXTS[key] if text != value])
     if isinstance(value, bool):
@@ -512,7 +512,7 @@ def _tensor_damages(
 
     def reshape(tensors: dict[str, torch.Tensor]) -> None:
         tensor = tensors[name]
-        ways = [
+        layouts = [
             tensor[..., :-1],
             tensor[None],
             torch.cat([tensor, tensor[:1]]),
@@ -520,8 +520,8 @@ def _tensor_damages(
             tensor[:0],
             torch.cat([tensor] * 2, -1),
         ]
-        ways += [tensor.t()] if tensor.dim() == 2 else []
-        tensors[name] = generator.choice(ways)
+        layouts += [tensor.t()] if tensor.dim() == 2 else []
+        tensors[name] = generator.choice(layouts)
 
     def resplit(tensors: dict[str, torch.Tensor]) -> None:
         # Gate and up of unequal widths, with the same sum.
@@ -589,21 +589,23 @@ def _text(name: str, text: bytes) -> Callable[[Path], object]:
     return lambda path: (path / name).write_bytes(text)
 
 
-def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Callable[[Path], object], tuple[str, ...]]]:
-    def part(path: Path) -> Path:
+def _file_damages(
+    generator: random.Random, in_files: bool
+) -> list[tuple[str, Callable[[Path], object], tuple[str, ...]]]:
+    def chosen_file(path: Path) -> Path:
         return generator.choice(sorted(path.glob("*.safetensors")))
 
     def cut(path: Path) -> None:
-        file = part(path)
+        file = chosen_file(path)
         content = file.read_bytes()
         file.write_bytes(content[: generator.randrange(len(content))])
 
     def longer(path: Path) -> None:
-        file = part(path)
+        file = chosen_file(path)
         file.write_bytes(file.read_bytes() + b"\0" * 8)
 
     def garbage(path: Path) -> None:
-        file = part(path)
+        file = chosen_file(path)
         content = bytearray(file.read_bytes())
         for _ in range(20):
             content[generator.randrange(200)] = generator.randrange(256)
@@ -616,13 +618,13 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
 
         return damage
 
-    weights = INDEX_NAME if parts else SINGLE_NAME
+    weights = INDEX_NAME if in_files else SINGLE_NAME
     damages: list[tuple[str, Callable[[Path], object], tuple[str, ...]]] = [
         ("cut", cut, (".safetensors",)),
         ("longer", longer, (".safetensors",)),
         ("garbage in the header", garbage, (".safetensors",)),
-        ("empty", lambda path: part(path).write_bytes(b""), (".safetensors",)),
-        ("missing", lambda path: part(path).unlink(), (".safetensors",)),
+        ("empty", lambda path: chosen_file(path).write_bytes(b""), (".safetensors",)),
+        ("missing", lambda path: chosen_file(path).unlink(), (".safetensors",)),
         ("a folder", as_folder(weights), (weights,)),
         ("config a folder", as_folder("config.json"), ("config.json",)),
         ("config missing", lambda path: (path / "config.json").unlink(), ("config.json",)),
@@ -650,7 +652,7 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
         others = sorted(set(content["weight_map"].values()))
         content["weight_map"][name_of(content)] = generator.choice(others)
 
-    if parts:
+    if in_files:
         damages += [
             (
                 "index cut",
@@ -678,7 +680,7 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
             ("index lacks a tensor", index(lambda content: content["weight_map"].pop(name_of(content))), (INDEX_NAME,)),
             (
                 "a single file too",
-                lambda path: save_file(load_file(part(path)), path / SINGLE_NAME, {"format": "pt"}),
+                lambda path: save_file(load_file(chosen_file(path)), path / SINGLE_NAME, {"format": "pt"}),
                 (SINGLE_NAME,),
             ),
         ]
@@ -686,7 +688,7 @@ def _file_damages(generator: random.Random, parts: bool) -> list[tuple[str, Call
 
 
 def damage_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tuple(BASES)) -> Iterator[Case]:
-    """Cases with damaged files, all families in turn: tensors, a single file, files in parts."""
+    """Yield cases with damaged files, all families in turn: tensors, a single file, one of several files."""
     generator = random.Random(seed)
     for i in range(number):
         base, kind = bases[i % len(bases)], ("tensors", "tensors", "file", "parts")[i // len(bases) % 4]
@@ -706,13 +708,13 @@ def damage_cases(folder: Path, number: int, seed: int, bases: Sequence[str] = tu
 
 
 def as_pickled(path: Path, zipped: bool) -> None:
-    """Put a folder's tensors into a file of torch.save, of now or of before torch 1.6."""
+    """Move a folder's tensors to a file of torch.save, of today or of before torch 1.6."""
     torch.save(load_file(path / SINGLE_NAME), path / PICKLED_SINGLE_NAME, _use_new_zipfile_serialization=zipped)
     (path / SINGLE_NAME).unlink()
 
 
 def same_meaning_cases() -> Iterator[Case]:
-    """Other ways to write what the base says, which must open."""
+    """Yield other spellings of the base's content, which must open."""
 
     def case(base: str, what: str, changes: dict[str, Any]) -> Case:
         return Case(
@@ -781,7 +783,7 @@ def start_cases(starts: Sequence[str]) -> Iterator[Case]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-class Judge:
+class Grader:
     """Opens cases with transformers and with us, in this process, which must have no process group: each opening makes
     its own."""
 
@@ -790,7 +792,7 @@ class Judge:
         self.batch = random_batch(VOCAB_SIZE, 2, LENGTH)
 
     def verdict(self, case: Case) -> Verdict:
-        """What becomes of the case."""
+        """Return the verdict on a case."""
         path = self.folder / "case"
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(self.folder / case.base, path)
@@ -833,7 +835,7 @@ class Judge:
         return Verdict("agrees" if distance < ORACLE_LOGITS else "wrong", f"logits differ by {distance:.1e}")
 
     def _class_of(self, base: str) -> str:
-        """The class of transformers that a base was saved as: of a published config the one that it names."""
+        """Return the class of transformers that a base was saved as; a published config names it."""
         if base.removesuffix(".parts") in BASES:
             return BASES[base.removesuffix(".parts")][0]
         return str(json.loads((self.folder / base / "config.json").read_text())["architectures"][0])
@@ -849,7 +851,7 @@ class Judge:
         name = "AutoModelForCausalLM"
         if is_bert and said in ("BertForPreTraining", "BertForMaskedLM"):
             name = said
-        elif is_bert or config.get("model_type") is None:  # what reads such a folder is told the class
+        elif is_bert or config.get("model_type") is None:  # programs that read such a folder are given the class
             name = saved_as
             known = getattr(transformers, saved_as).config_class.model_type
             (path / "config.json").write_text(json.dumps({**config, "model_type": known}))
@@ -857,7 +859,7 @@ class Judge:
             warnings.simplefilter("ignore")
             loaded = getattr(transformers, name).from_pretrained(path, dtype=torch.float32, output_loading_info=True)
             model, report = loaded[0].eval(), loaded[1]
-            # The second name of an untied BERT's output bias is part of no computation.
+            # No computation uses the second name of an untied BERT's output bias.
             missing = {key for key in report["missing_keys"] if key != "cls.predictions.bias"}
             if missing or report["mismatched_keys"]:
                 return f"weights are random: {sorted(missing) or report['mismatched_keys']}"
@@ -868,8 +870,8 @@ class Judge:
             return output.prediction_logits if "prediction_logits" in output else output.logits
 
 
-def judged(folder: Path, cases: Iterator[Case]) -> Iterator[tuple[Case, Verdict]]:
-    """Each case with its verdict."""
-    judge = Judge(folder)
+def graded(folder: Path, cases: Iterator[Case]) -> Iterator[tuple[Case, Verdict]]:
+    """Yield each case with its verdict."""
+    grader = Grader(folder)
     for case in cases:
-        yield case, judge.verdict(case)
+        yield case, grader.verdict(case)

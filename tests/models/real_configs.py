@@ -73,7 +73,7 @@ def _scaled(key: str, value: Any, config: Config, small: Config) -> Any:
 
 
 def make_starts(folder: Path, starts: dict[str, Config]) -> dict[str, str]:
-    """Write a folder NAME for each config; what transformers says instead, by name, for those that it cannot make."""
+    """Write a folder NAME for each config; return transformers' error, by name, for those that it cannot make."""
     refused = {}
     for name, config in starts.items():
         try:
@@ -84,8 +84,8 @@ def make_starts(folder: Path, starts: dict[str, Config]) -> dict[str, str]:
 
 
 def make_start(folder: Path, config: Config, seed: int = 0) -> None:
-    """Write a folder with this config.json as it stands, and random weights of its type, quantised where it says so, as
-    transformers makes them of it. Raises what transformers does."""
+    """Write a folder with this config.json as it stands, and random weights of its type, quantised if the config is,
+    as transformers makes them. Raises transformers' errors."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -115,14 +115,16 @@ def make_start(folder: Path, config: Config, seed: int = 0) -> None:
 def _quantise(file: Path, settings: Config) -> None:
     """Replace each matrix of the layers by its values in e4m3 and a scale for each block, as DeepSeek-V3's folder has
     them."""
-    rows, columns = settings["weight_block_size"]
+    block_rows, columns = settings["weight_block_size"]
     skipped = (*(settings.get("modules_to_not_convert") or ()), "lm_head", "embed_tokens", "norm", "mlp.gate.")
     tensors = {}
     for name, weight in load_file(file).items():
         tensors[name] = weight
-        if weight.dim() != 2 or not name.endswith(".weight") or any(part in name for part in skipped):
+        if weight.dim() != 2 or not name.endswith(".weight") or any(word in name for word in skipped):
             continue
-        blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [bands, rows, blocks, columns]
+        blocks = (
+            weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, block_rows))
+        )  # [bands, rows, blocks, columns]
         scale = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
         quantised = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
         tensors[name] = quantised.flatten(2).flatten(0, 1).contiguous()

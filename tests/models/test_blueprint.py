@@ -1,4 +1,4 @@
-"""The blueprint is the model that is built; what does not know a part of it says so by name; it needs neither torch nor
+"""The blueprint is the model that is built; folds name what they do not know of it; it needs neither torch nor
 Megatron-core."""
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def test_operations_name_tensors_that_are_there(preset: str, recompute: str, seq
             there, held = there | outputs, (held | outputs) - set(operation.frees)
         return held
 
-    for part in (part for stage in blueprint.parts(config) for part in stage):
-        for each in blueprint.blocks(config, 1000, part):
+    for chunk in (chunk for stage in blueprint.model_chunks(config) for chunk in stage):
+        for each in blueprint.blocks(config, 1000, chunk):
             check(each.operations, {INPUT})
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed import run
 from tests.models.helpers import Batch, make_config, random_batch, run_model
-from tests.models.test_separate import LATENT, LONGROPE, MODEL, MOE, PIECES, SEPARATE, VOCAB_SIZE, batch_of
+from tests.models.test_separate import LATENT, LONGROPE, MODEL, MOE, SEGMENTS, SEPARATE, VOCAB_SIZE, batch_of
 
 Overrides = dict[str, dict[str, Any]]
 GPT = {"model": {**MODEL["model"], "attention_dropout": 0.0, "hidden_dropout": 0.0}}
@@ -67,8 +67,9 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 def batch_for(documents: str, data: int = 1) -> Batch:
-    """Three joined samples a micro-batch, of which two places must cut one; the pieces of four."""
-    return random_batch(VOCAB_SIZE, 6 * data, 24) if documents == "joined" else batch_of(PIECES)
+    """Return three joined samples per micro-batch, of which two cp_ranks must cut one; with separate documents,
+    segments of four samples."""
+    return random_batch(VOCAB_SIZE, 6 * data, 24) if documents == "joined" else batch_of(SEGMENTS)
 
 
 def changes_of(model: str, documents: str) -> list[Overrides]:
@@ -77,7 +78,7 @@ def changes_of(model: str, documents: str) -> list[Overrides]:
 
 @functools.cache
 def computed_alone(model: str, documents: str, data: int) -> dict[str, Any]:
-    """What one process computes."""
+    """Return the results of one process."""
     config = make_config(*changes_of(model, documents))
     return run(run_model, 1, config, VOCAB_SIZE, batch_for(documents, data))[0]
 

@@ -1,4 +1,4 @@
-"""Which of Megatron-core's fusions a model gets where TransformerEngine runs, and that others get none."""
+"""The fusions of Megatron-core that a model gets with TransformerEngine; without it there are none."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from models.attention import slices
+from models.attention import mask_slices
 from parallel.megatron.startup import transformer_engine_fault
 from tests.distributed import run
 from tests.models.helpers import make_config, random_batch, run_model
 from tests.models.test_layouts import BERT, GPT_MOE, SMALL, Overrides
 from tests.models.test_separate import MODEL as WIDE
 from tests.models.test_separate import MODELS as SEPARATE_MODELS
-from tests.models.test_separate import PIECES, SEPARATE, batch_of, one_by_one
+from tests.models.test_separate import SEGMENTS, SEPARATE, batch_of, one_by_one
 from tests.models.test_separate import VOCAB_SIZE as SEPARATE_VOCABULARY
 from tests.models.test_slices import DTYPES, SHAPES, deviation, positions_of
 from tests.tolerances import BF16_LOSS, FP32_LOSS
@@ -62,8 +62,8 @@ def test_transformer_engine_gives_the_losses_of_the_portable_backend(model: str)
 def test_slices_are_one_masked_softmax(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
     if torch.cuda.get_device_name() == "pretended" and dtype == torch.float32 and shape[-1] != shape[-2]:
         pytest.skip("the CPU's kernel, which the pretended device runs, has no values narrower than keys")
-    found = slices.of_documents(positions_of(shape[1], shape[0]))
-    found = found if window is None else slices.windowed(found, window)
+    found = mask_slices.of_documents(positions_of(shape[1], shape[0]))
+    found = found if window is None else mask_slices.windowed(found, window)
     assert deviation(found, shape, dtype, "cuda") < 2 * DTYPES[dtype]
 
 
@@ -74,7 +74,7 @@ def test_separate_on_a_gpu_is_one_by_one_on_the_cpu(model: str, precision: str) 
     if torch.cuda.get_device_name() == "pretended":
         pytest.skip("the pretended device takes the weights of a rank on the CPU, too")
     changes: list[Overrides] = [WIDE, *SEPARATE_MODELS[model], {"model": {"backend": "portable"}}]
-    batch = batch_of(PIECES)
+    batch = batch_of(SEGMENTS)
     loss, _ = run(one_by_one, 1, make_config(*changes), batch)[0]
     config = make_config(*changes, SEPARATE, {"training": {"precision": precision}})
     packed = run(run_model, 1, config, SEPARATE_VOCABULARY, batch, backend="nccl")[0]

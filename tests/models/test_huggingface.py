@@ -345,7 +345,7 @@ def test_family_against_transformers(name: str, tmp_path: Path, capsys: pytest.C
     result = run(_run_folder, 1, tmp_path / "ours", {}, batch)[0]
     assert relative_error(result["logits"], model.oracle_logits) < ORACLE_LOGITS
     assert result["loss"] == pytest.approx(model.oracle_loss, rel=ORACLE_GRADS)
-    family, _ = translate.read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))
+    family, _, _ = translate.read_config(json.loads((tmp_path / "hf" / "config.json").read_text()))
     config = folder.config_from(folder.read_config(tmp_path / "ours"))
 
     def fill_box(name: str, target: torch.Tensor, at: tuple[int, ...]) -> None:
@@ -466,7 +466,7 @@ def test_names_of_old_files(name: str, tmp_path: Path) -> None:
 
 def test_writer_splits_and_indexes(tmp_path: Path) -> None:
     tensors = {f"t{i}": torch.randn(5, i + 1) for i in range(4)}
-    write_tensors(tmp_path, tensors, part_bytes=100)
+    write_tensors(tmp_path, tensors, max_file_bytes=100)
     index = json.loads((tmp_path / folder.INDEX_NAME).read_text())
     assert sorted(set(index["weight_map"].values())) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
     assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in tensors.values())

@@ -30,7 +30,7 @@ SIZES = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in three parts."""
+    """A Llama in three files."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     path = tmp_path_factory.mktemp("whole") / "hf"
@@ -84,12 +84,12 @@ def _missing(path: Path) -> None:
 
 
 def _twice(path: Path) -> None:
-    """Each part says what it holds, but two hold the same."""
+    """Every file holds what the index says, but two hold the same tensor."""
     first, second = sorted(path.glob("*.safetensors"))[:2]
     name, tensor = next(iter(load_file(first).items()))
     save_file(load_file(second) | {name: tensor}, second)
     (path / folder.INDEX_NAME).unlink()
-    weight_map = {name: part.name for part in path.glob("*.safetensors") for name in load_file(part)}
+    weight_map = {name: file.name for file in path.glob("*.safetensors") for name in load_file(file)}
     (path / folder.INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
@@ -104,7 +104,7 @@ def _elsewhere(index: dict) -> None:
 
 def _moved(index: dict) -> None:
     name = min(index["weight_map"])
-    index["weight_map"][name] = next(part for part in index["weight_map"].values() if part != index["weight_map"][name])
+    index["weight_map"][name] = next(file for file in index["weight_map"].values() if file != index["weight_map"][name])
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
@@ -165,7 +165,7 @@ def test_damage_ends_in_one_line(name: str, whole: Path, tmp_path: Path, capsys:
     ):
         assert main(arguments) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert all(part in line for part in says), line
+        assert all(file in line for file in says), line
     assert {path.name for path in tmp_path.iterdir()} == {"hf"}
 
 

@@ -1,5 +1,5 @@
-"""A config.json means one thing, whatever is installed: what is not in a family's table is refused, and transformers
-agrees on the rest."""
+"""A config.json has one meaning, whatever is installed: values that a family's table does not allow are refused, and
+transformers agrees on the others."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.models.mutations import (
     Case,
     config_cases,
     damage_cases,
-    judged,
+    graded,
     make_bases,
     same_meaning_cases,
     start_cases,
 )
 from tests.models.real_configs import PUBLISHED, make_starts, scaled
 
-# What a class of transformers says otherwise than its table, and why.
+# Defaults of transformers' classes that differ from its table, and why.
 OTHER_DEFAULTS = {
     # transformers 4 has no such key; without it a folder holds no further layers
     *((family, "num_nextn_predict_layers") for family in ("deepseek_v3", "kimi_k2")),
@@ -40,7 +40,7 @@ OTHER_DEFAULTS = {
 
 
 def _config(base: str, **changes: Any) -> dict[str, Any]:
-    """What transformers writes for a base, with keys changed; "(dropped)" drops one."""
+    """The config.json that transformers writes for a base, with keys changed; "(dropped)" drops one."""
     import transformers
 
     class_name, values = BASES[base]
@@ -55,7 +55,7 @@ def _config(base: str, **changes: Any) -> dict[str, Any]:
 
 
 def _read(config: dict[str, Any]) -> dict[str, Any]:
-    return translate.read_config(config)[1]["model"]
+    return translate.read_config(config)[2]["model"]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -225,7 +225,7 @@ def test_what_a_table_does_not_hold_is_refused(name: str) -> None:
     base, changes, says = REFUSED[name]
     with pytest.raises(ConfigError) as error:
         translate.read_config(_config(base, **changes))
-    assert all(part in str(error.value) for part in says), error.value
+    assert all(projection in str(error.value) for projection in says), error.value
     assert "\n" not in str(error.value)
 
 
@@ -274,15 +274,15 @@ WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int | None, int]]] = {
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_window_comes_in_and_leaves(name: str) -> None:
     base, changes, expected = WINDOWS[name]
-    family, overrides = translate.read_config(_config(base, **changes))
+    family, _, overrides = translate.read_config(_config(base, **changes))
     config = config_from(overrides)
     assert (config.model.sliding_window, config.model.sliding_window_from) == expected
     leaves, hf = translate.write_config(config)
-    assert translate.read_config(hf)[1] == overrides
+    assert translate.read_config(hf)[2] == overrides
     assert (leaves, hf["sliding_window"]) == (family, expected[0])
 
 
-# Keys of folders that are in wide use, beside the sizes.
+# Keys of widely used folders, besides the sizes.
 IN_USE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-medium": (
         "gpt2",
@@ -432,7 +432,7 @@ KNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def _verdicts(folder: Path, cases: list[Case]) -> dict[str, str]:
-    found = {f"{case.base} {case.what}": verdict for case, verdict in judged(folder, iter(cases))}
+    found = {f"{case.base} {case.what}": verdict for case, verdict in graded(folder, iter(cases))}
     wrong = {name: verdict.why for name, verdict in found.items() if verdict.word == "wrong"}
     assert not wrong
     return {name: verdict.word for name, verdict in found.items()}
@@ -447,7 +447,7 @@ def test_what_was_silently_wrong(folder: Path) -> None:
 
 
 def _unequal(tensors: dict[str, torch.Tensor]) -> None:
-    gate, up = (f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up"))
+    gate, up = (f"model.layers.0.mlp.{projection}_proj.weight" for projection in ("gate", "up"))
     tensors[gate], tensors[up] = torch.cat([tensors[gate], tensors[up][:2]]), tensors[up][2:]
 
 
@@ -474,7 +474,7 @@ def _same_head(tensors: dict[str, torch.Tensor]) -> None:
 )
 def test_tensors_are_checked_by_name(folder: Path, base: str, edit: Any, word: str, says: str) -> None:
     case = Case(base, "tensors", "", lambda path: mutations.edit_tensors(path, edit), ("tensor",))
-    ((_, verdict),) = judged(folder, iter([case]))
+    ((_, verdict),) = graded(folder, iter([case]))
     assert verdict.word == word, verdict.why
     assert says in verdict.why
 

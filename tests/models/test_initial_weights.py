@@ -1,4 +1,4 @@
-"""Initial weights: every part that a layout can ask for is a slice of the same draw, bit for bit."""
+"""Initial weights: every slice that a layout can need is a slice of the same draw, bit for bit."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES: list[tuple[str, tuple[int, ...], int | None, bool, int | None]] = [
 
 
 class _Group:
-    """What a part needs of a process group."""
+    """The methods of a process group that a slice needs."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -68,41 +68,41 @@ def _tensor(
     gated: bool,
     rank: int,
     size: int,
-    rows: int | None,
+    num_rows: int | None,
     *,
     dtype: torch.dtype,
 ) -> LogicalTensor:
     local = list(shape)
     if dim is not None:
-        local[dim] = rows or shape[dim] // size
+        local[dim] = num_rows or shape[dim] // size
     storage = torch.full(local, math.nan, dtype=dtype)
     return LogicalTensor(name, storage, shape, KINDS[name], dim, gated, cast(Any, _Group(rank, size)))
 
 
-def _drawn(*place: Any, seed: int = 1, dtype: torch.dtype = torch.float32) -> LogicalTensor:
+def _drawn(*arguments: Any, seed: int = 1, dtype: torch.dtype = torch.float32) -> LogicalTensor:
     config = Config()
     config.training.seed = seed
-    item = _tensor(*place, dtype=dtype)
+    item = _tensor(*arguments, dtype=dtype)
     fill(item, config)
     return item
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "shape", "dim", "gated", "rows"), CASES)
+@pytest.mark.parametrize(("name", "shape", "dim", "gated", "num_rows"), CASES)
 def test_each_part_is_a_slice_of_the_whole_draw(
-    name: str, shape: tuple[int, ...], dim: int | None, gated: bool, rows: int | None, *, dtype: torch.dtype
+    name: str, shape: tuple[int, ...], dim: int | None, gated: bool, num_rows: int | None, *, dtype: torch.dtype
 ) -> None:
     whole = _drawn(name, shape, dim, gated, 0, 1, None).local.to(dtype)
     assert whole.isfinite().all()
     for size in (1, 2, 3, 4):
-        if rows is not None and rows * size < shape[0]:
+        if num_rows is not None and num_rows * size < shape[0]:
             continue
-        parts = [_drawn(name, shape, dim, gated, rank, size, rows, dtype=dtype) for rank in range(size)]
-        for part in parts:
-            assert torch.equal(part.local, part.cut(whole)), (size, part.group.rank())
-        assert torch.equal(parts[0].join([part.local for part in parts]), whole)
-        if rows is not None:  # padding is zero
-            assert torch.cat([part.local for part in parts])[shape[0] :].count_nonzero() == 0
+        slices = [_drawn(name, shape, dim, gated, rank, size, num_rows, dtype=dtype) for rank in range(size)]
+        for item in slices:
+            assert torch.equal(item.local, item.cut(whole)), (size, item.group.rank())
+        assert torch.equal(slices[0].join([item.local for item in slices]), whole)
+        if num_rows is not None:  # padding is zero
+            assert torch.cat([item.local for item in slices])[shape[0] :].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -113,8 +113,8 @@ def test_numbers_are_those_of_a_generator_for_each_block(length: int, dim: int) 
     for number, start in enumerate(range(0, length, 256)):
         digest = hashlib.blake2b(f"3 {name} {number}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        rows = min(256, length - start)
-        blocks.append(torch.empty((rows, 8) if dim == 0 else (8, rows)).normal_(0.0, std, generator=generator))
+        num_rows = min(256, length - start)
+        blocks.append(torch.empty((num_rows, 8) if dim == 0 else (8, num_rows)).normal_(0.0, std, generator=generator))
     shape = (length, 8) if dim == 0 else (8, length)
     assert torch.equal(_drawn(name, shape, dim, False, 0, 1, None, seed=3).local, torch.cat(blocks, dim))
 
@@ -132,8 +132,8 @@ def test_a_weight_drawn_alone_is_the_same() -> None:
 def test_blocks_names_and_seeds_differ() -> None:
     shape = (3 * DRAWN_ROWS, 16)
     draws = [_drawn(name, shape, 0, False, 0, 1, None, seed=seed).local for name in (COLUMN, EXPERT) for seed in (1, 2)]
-    parts = [block for draw in draws for block in draw.split(DRAWN_ROWS)]
-    for one, other in itertools.combinations(parts, 2):
+    slices = [block for draw in draws for block in draw.split(DRAWN_ROWS)]
+    for one, other in itertools.combinations(slices, 2):
         assert not torch.equal(one, other)
     # Rows that a model with more of them has too: a block depends on nothing outside of it.
     longer = _drawn(COLUMN, (4 * DRAWN_ROWS, 16), 0, False, 0, 1, None).local

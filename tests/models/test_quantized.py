@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from configs.schema import ConfigError
 from models import convert
 from models.huggingface import tensors
-from models.huggingface.quantized import dequantize
+from models.weight_files.stored_tensors import BlockScale, StoredMatrix, as_matrix, fill, whole
 from tests.models.mutations import DEEPSEEK
 
 pytestmark = pytest.mark.fast
@@ -26,14 +27,29 @@ QUERY = "model.layers.1.self_attn.q_b_proj.weight"
 Edit = Callable[[dict[str, torch.Tensor], dict[str, Any]], object]
 
 
-def _blocks(rows: int, columns: int, block: tuple[int, int]) -> tuple[int, int]:
-    return -(-rows // block[0]), -(-columns // block[1])
+def _blocks(num_rows: int, num_columns: int, block: tuple[int, int]) -> tuple[int, int]:
+    return -(-num_rows // block[0]), -(-num_columns // block[1])
 
 
-def _random(rows: int, columns: int, block: tuple[int, int], seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def _random(
+    num_rows: int, num_columns: int, block: tuple[int, int], seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    weight = (100 * torch.randn(rows, columns, generator=generator)).to(torch.float8_e4m3fn)
-    return weight, torch.rand(_blocks(rows, columns, block), generator=generator) + 1e-4
+    weight = (100 * torch.randn(num_rows, num_columns, generator=generator)).to(torch.float8_e4m3fn)
+    return weight, torch.rand(_blocks(num_rows, num_columns, block), generator=generator) + 1e-4
+
+
+def _dequantize(
+    weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight as our reader dequantises it."""
+
+    def stored(name: str, tensor: torch.Tensor) -> StoredMatrix:
+        return StoredMatrix(name, lambda: tensor, 0, tensor.dtype, *as_matrix(tensor.shape))
+
+    result = torch.empty(weight.shape, dtype=dtype)
+    fill(result, [whole(replace(stored("weight", weight), scale=BlockScale(stored("scale", scale), block, dtype)))])
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
@@ -41,23 +57,28 @@ def test_whole_blocks_are_those_of_transformers(dtype: torch.dtype) -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     theirs = Fp8Dequantize(None)
-    for rows, columns, block in ((256, 384, (128, 128)), (64, 100, (64, 100)), (6, 8, (2, 4)), (300, 5, (100, 5))):
-        weight, scale = _random(rows, columns, block)
+    for num_rows, num_columns, block in (
+        (256, 384, (128, 128)),
+        (64, 100, (64, 100)),
+        (6, 8, (2, 4)),
+        (300, 5, (100, 5)),
+    ):
+        weight, scale = _random(num_rows, num_columns, block)
         for kind in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu):
             expected = theirs._dequantize_one(weight, scale.to(kind), dtype)
-            assert torch.equal(dequantize(weight, scale.to(kind), block, dtype), expected)
+            assert torch.equal(_dequantize(weight, scale.to(kind), block, dtype), expected)
     for one in (torch.tensor(0.37), torch.tensor([0.37]), torch.tensor([[0.37]])):
         expected = theirs._dequantize_one(weight, one, dtype)
-        assert torch.equal(dequantize(weight, one, None, dtype), expected)
+        assert torch.equal(_dequantize(weight, one, None, dtype), expected)
 
 
 def test_a_partial_block_ends_where_the_tensor_ends() -> None:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 
     # 576 x 7168 is DeepSeek-V3's. The grid divides 192, but its blocks are of 128 and 64, as they were made.
-    for rows, columns in ((576, 7168), (192, 130), (127, 129), (1, 300), (448, 1)):
-        weight, scale = _random(rows, columns, (128, 128))
-        ours = dequantize(weight, scale, (128, 128), torch.bfloat16)
+    for num_rows, num_columns in ((576, 7168), (192, 130), (127, 129), (1, 300), (448, 1)):
+        weight, scale = _random(num_rows, num_columns, (128, 128))
+        ours = _dequantize(weight, scale, (128, 128), torch.bfloat16)
         expected = _dequantize_fp8_weight(weight.clone(), scale, [128, 128], torch.float32).to(torch.bfloat16)
         assert torch.equal(ours, expected)
     with pytest.raises(ValueError, match="not divisible"):  # as transformers' own import of such a tensor ends
@@ -67,8 +88,8 @@ def test_a_partial_block_ends_where_the_tensor_ends() -> None:
 def _quantize(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> None:
     """Projections in fp8 with scales, as DeepSeek-V3 has them."""
     for name in [name for name in tensors if name.endswith("proj.weight") or "kv_a_proj" in name]:
-        rows, columns = tensors[name].shape
-        tensors[name], tensors[f"{name}_scale_inv"] = _random(rows, columns, block, len(name))
+        num_rows, num_columns = tensors[name].shape
+        tensors[name], tensors[f"{name}_scale_inv"] = _random(num_rows, num_columns, block, len(name))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +180,7 @@ ACCEPTED: dict[str, tuple[Edit, torch.dtype]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_other_ways_to_say_it(name: str, quantized: Path, tmp_path: Path) -> None:
+def test_other_spellings(name: str, quantized: Path, tmp_path: Path) -> None:
     edit, dtype = ACCEPTED[name]
     assert tensors.open_folder(_edited(quantized, tmp_path / "hf", edit)).dtype is dtype
 
@@ -224,5 +245,5 @@ def test_what_cannot_be_read_is_refused_by_name(name: str, quantized: Path, tmp_
     edit, says = REFUSED[name]
     with pytest.raises(ConfigError) as error:
         tensors.open_folder(_edited(quantized, tmp_path / "hf", edit))
-    assert all(part in str(error.value) for part in says), error.value
+    assert all(text in str(error.value) for text in says), error.value
     assert "\n" not in str(error.value)

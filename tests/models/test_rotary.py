@@ -1,5 +1,5 @@
-"""Stretched rotary positions: the frequencies against transformers' bit for bit, what a config.json says of them in
-both spellings, and which modules turn by them."""
+"""Stretched rotary positions: the frequencies against transformers' bit for bit, their keys in a config.json in
+both spellings, and the modules that use them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from configs.architecture import architecture
 from configs.compose import compose
 from configs.schema import Config, ConfigError
 from models.attention.layers import RotarySelfAttention
-from models.attention.rows import MicroBatchRows, of_documents
+from models.attention.sequence_rows import MicroBatchRows, document_slices
 from models.folder import config_from
 from models.huggingface import translate
 from models.norm import norm_class
-from models.pointwise.frequencies import Rotary, inverse_frequencies
-from models.pointwise.rotary import tables
+from models.pointwise.rotary import Rotary, inverse_frequencies, tables
 from models.specs import Backend, _attention
 from models.transformer_config import transformer_config
 
@@ -60,7 +59,7 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
 
 
 def _read(**changes: Any) -> Config:
-    return config_from(translate.read_config(json.loads(json.dumps({**LLAMA, **changes})))[1])
+    return config_from(translate.read_config(json.loads(json.dumps({**LLAMA, **changes})))[2])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -78,7 +77,7 @@ def test_frequencies_are_those_of_transformers(name: str) -> None:
         assert rotary.attention_factor(ours.model.rotary_scaling) == factor
 
     family, written = translate.write_config(ours)
-    again = config_from(translate.read_config(written)[1])
+    again = config_from(translate.read_config(written)[2])
     assert family.model_type == "llama" and architecture(again, 99) == architecture(ours, 99)
     # transformers takes the same from the file, in its old and in its new spelling
     for leave_out in ("rope_scaling", "rope_parameters"):
@@ -149,16 +148,21 @@ def test_plain_frequencies_by_their_formula() -> None:
 
 
 def test_rows_turn_by_their_positions() -> None:
-    """Attention cannot tell a shift of a whole document; its tables can."""
+    """Attention does not depend on a shift of a whole document; its tables of angles do."""
     positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6]])
     for scaling, sets in ((None, 1), ({**PUBLISHED["phi"][1], rotary.LENGTH: 3}, 2)):
         config = _read(rope_theta=10000.0, rope_scaling=scaling)
-        ours, apart = Rotary(config), of_documents(positions, rotary.switches_at(config.model.rotary_scaling))
-        rows = MicroBatchRows(torch.zeros(2, 8, dtype=torch.int64), ours, apart, positions)
-        every = ours.of_pieces(8, HOST)
+        ours, slices = (
+            Rotary(config),
+            document_slices(positions, rotary.switches_at(config.model.rotary_scaling)),
+        )
+        micro_batch_rows = MicroBatchRows(torch.zeros(2, 8, dtype=torch.int64), ours, slices, positions)
+        every = ours.of_segments(8, HOST)
         assert len(every) == sets * 8
         is_long = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 1, 1]]) * (sets - 1)
         index = (positions + 8 * is_long).t()
-        assert rows.angles is not None and torch.equal(rows.angles, every[index][:, :, 0])
-        for mine, whole in zip(rows.tables(torch.float32, ours.factor), tables(every, torch.float32, ours.factor)):
+        assert micro_batch_rows.angles is not None and torch.equal(micro_batch_rows.angles, every[index][:, :, 0])
+        for mine, whole in zip(
+            micro_batch_rows.tables(torch.float32, ours.factor), tables(every, torch.float32, ours.factor)
+        ):
             assert torch.equal(mine, whole[index][:, :, 0])

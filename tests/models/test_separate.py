@@ -1,4 +1,4 @@
-"""Documents that stay apart: a packed batch against its pieces one by one, each through a model of joined documents."""
+"""Separate documents: a packed batch against its segments one by one, each through a model of joined documents."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.models.helpers import Batch, gradient, make_config, random_batch, run
 VOCAB_SIZE, LENGTH = 90, 24
 SEPARATE = {"data": {"documents": "separate"}}
 MODEL = {"model": {"sequence_length": LENGTH, "hidden_size": 32, "num_layers": 2, "num_attention_heads": 4}}
-# Lengths of the pieces of four samples: one giant, single tokens, and others.
-PIECES = [[24], [1, 1, 1, 5, 1, 15], [1] * 24, [7, 7, 3, 7]]
+# Lengths of the document segments of four samples: one giant, single tokens, and others.
+SEGMENTS = [[24], [1, 1, 1, 5, 1, 15], [1] * 24, [7, 7, 3, 7]]
 LATENT = {
     "model": {
         "attention": "latent",
@@ -63,16 +63,16 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 RECOMPUTE = {name: {"training": {"recompute": name}} for name in ("selective", "full")}
 
 
-def batch_of(pieces: list[list[int]]) -> Batch:
-    batch = random_batch(VOCAB_SIZE, len(pieces), LENGTH)
-    batch["positions"] = torch.stack([torch.cat([torch.arange(length) for length in each]) for each in pieces])
-    last = torch.cat([batch["positions"][:, 1:] == 0, torch.ones(len(pieces), 1, dtype=torch.bool)], dim=1)
+def batch_of(segments: list[list[int]]) -> Batch:
+    batch = random_batch(VOCAB_SIZE, len(segments), LENGTH)
+    batch["positions"] = torch.stack([torch.cat([torch.arange(length) for length in each]) for each in segments])
+    last = torch.cat([batch["positions"][:, 1:] == 0, torch.ones(len(segments), 1, dtype=torch.bool)], dim=1)
     batch["loss_mask"] = (~last).float()
     return batch
 
 
 def one_by_one(config: Config, batch: Batch) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the pieces, each alone."""
+    """Return loss and gradients of the segments, each alone."""
     chunks = build_model(config, initialize(config), VOCAB_SIZE)
     wrapped = DistributedDataParallel(
         chunks[0].config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunks[0]
@@ -81,8 +81,8 @@ def one_by_one(config: Config, batch: Batch) -> tuple[float, dict[str, torch.Ten
     for row, positions in enumerate(batch["positions"]):
         begins = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
         for begin, end in zip(begins, begins[1:]):
-            piece = {key: batch[key][row : row + 1, begin:end] for key in ("tokens", "labels", "loss_mask")}
-            loss, _ = gpt.loss(gpt.forward(wrapped, piece), piece)
+            segment = {key: batch[key][row : row + 1, begin:end] for key in ("tokens", "labels", "loss_mask")}
+            loss, _ = gpt.loss(gpt.forward(wrapped, segment), segment)
             (loss / count).backward()
             total += loss.item()
     return total / count.item(), dict(gather_logical(chunks, gradient))
@@ -97,7 +97,7 @@ def compare(packed: dict[str, Any], loss: float, gradients: dict[str, torch.Tens
 @pytest.mark.parametrize("name", MODELS)
 def test_separate_is_one_by_one(name: str) -> None:
     changes = [MODEL, *MODELS[name]]
-    batch = batch_of(PIECES)
+    batch = batch_of(SEGMENTS)
     loss, gradients = run(one_by_one, 1, make_config(*changes), batch)[0]
     packed = run(run_model, 1, make_config(*changes, SEPARATE), VOCAB_SIZE, batch)[0]
     compare(packed, loss, gradients)
@@ -106,7 +106,7 @@ def test_separate_is_one_by_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["grouped", "window", "latent"])
 def test_separate_in_bf16(name: str) -> None:
     changes = [MODEL, *MODELS[name], {"training": {"precision": "bf16"}}]
-    batch = batch_of(PIECES)
+    batch = batch_of(SEGMENTS)
     loss, _ = run(one_by_one, 1, make_config(*changes), batch)[0]
     packed = run(run_model, 1, make_config(*changes, SEPARATE), VOCAB_SIZE, batch)[0]
     assert packed["loss"] == pytest.approx(loss, rel=1e-3)
@@ -116,7 +116,7 @@ def test_separate_in_bf16(name: str) -> None:
 @pytest.mark.parametrize("kind", RECOMPUTE)
 def test_separate_under_recompute(kind: str, name: str) -> None:
     changes = [MODEL, *MODELS[name]]
-    batch = batch_of(PIECES)
+    batch = batch_of(SEGMENTS)
     loss, gradients = run(one_by_one, 1, make_config(*changes), batch)[0]
     packed = run(run_model, 1, make_config(*changes, SEPARATE, RECOMPUTE[kind]), VOCAB_SIZE, batch)[0]
     compare(packed, loss, gradients)
@@ -127,7 +127,7 @@ def test_separate_under_recompute(kind: str, name: str) -> None:
 def test_separate_in_layouts(layout: str, model: str) -> None:
     ranks, parallel = LAYOUTS[layout]
     changes = [MODEL, *MODELS[model]]
-    batch = batch_of(PIECES)
+    batch = batch_of(SEGMENTS)
     loss, gradients = run(one_by_one, 1, make_config(*changes), batch)[0]
     results = run(run_model, ranks, make_config(*changes, SEPARATE, {"parallel": parallel}), VOCAB_SIZE, batch)
     merged = {name: grad for result in results for name, grad in result["gradients"].items()}

@@ -1,5 +1,5 @@
-"""Separate documents from the token file through to the loss, for micro-batches of one to three samples, against
-transformers: each piece of a document alone, read from the flat list of tokens."""
+"""Separate documents from the token file to the loss, for micro-batches of one to three samples, against transformers:
+each segment of a document alone, read from the flat list of tokens."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_batches_of_any_size_have_the_loss_of_transformers(tmp_path: Path, capsy
         for a, b in zip(bounds, bounds[1:]):
             low, high = max(a, first), min(b, first + LENGTH + 1)  # a sample's last token predicts the one behind it
             if high - low >= 2:
-                piece = torch.from_numpy(stream[low:high])[None]
+                segment = torch.from_numpy(stream[low:high])[None]
                 with torch.no_grad():
-                    logits = model(input_ids=piece[:, :-1]).logits[0]
-                total += F.cross_entropy(logits, piece[0, 1:], reduction="sum").item()
+                    logits = model(input_ids=segment[:, :-1]).logits[0]
+                total += F.cross_entropy(logits, segment[0, 1:], reduction="sum").item()
                 count += high - low - 1
     config = folder.config_from(folder.read_config(tmp_path / "ours"))
     config.data.documents, config.model.sequence_length = "separate", LENGTH

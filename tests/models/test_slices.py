@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from models.attention import kernels, slices
+from models.attention import kernels, mask_slices
 from models.attention.kernels import ALIGNED, FLASH_WIDTH, SUMS_ALIGNED
-from models.attention.rows import of_documents, of_padding
-from models.attention.sliced import SlicePlan, attend
-from models.attention.slices import ANTI_CAUSAL, CAUSAL, FULL, SHORT, SHORT_BACKWARD, Slices
+from models.attention.mask_slices import ANTI_CAUSAL, CAUSAL, FULL, SHORT, SHORT_BACKWARD, Slices
+from models.attention.sequence_rows import document_slices, padding_slices
+from models.attention.slice_attention import SlicePlan, attend
 from tests.cuda.pretended import attention as pretended
 from tests.tolerances import SLICES
 
@@ -26,30 +26,30 @@ SHAPES = [(17, 3, 4, 2, 8, 8), (33, 1, 2, 1, 5, 3), (12, 2, 2, 2, 3, 6), (150, 1
 DTYPES = {getattr(torch, name): tolerance for name, tolerance in SLICES.items()}
 
 
-def slices_of(*parts: tuple[int, int, int, int, int, int]) -> Slices:
-    """Kind, sample, first query row and number, first key row and number of each."""
-    return Slices(*np.array(parts, np.int64).T.copy())
+def slices_of(*columns_of_slices: tuple[int, int, int, int, int, int]) -> Slices:
+    """Return slices of kind, sample, first query row and number, first key row and number of each."""
+    return Slices(*np.array(columns_of_slices, np.int64).T.copy())
 
 
 def positions_of(b: int, s: int, seed: int = 1) -> np.ndarray:
-    """Positions of tokens in pieces of random lengths, `[b, s]`."""
+    """Return positions of tokens in segments of random lengths, `[b, s]`."""
     random = np.random.default_rng(seed)
-    rows = []
+    samples = []
     for _ in range(b):
         lengths = random.choice([1, 1, 2, 3, 5, 11], s)
-        rows.append(np.concatenate([np.arange(length) for length in lengths])[:s])
-    return np.stack(rows)
+        samples.append(np.concatenate([np.arange(length) for length in lengths])[:s])
+    return np.stack(samples)
 
 
 def attended(found: Slices, b: int, s: int) -> torch.Tensor:
-    """Which pairs count, bool `[b, s, s]`; none is in two slices."""
+    """Return which pairs count, bool `[b, s, s]`; none is in two slices."""
     mask = torch.zeros(b, s, s, dtype=torch.bool)
     for kind, sample, query, queries, key, keys in zip(*(column.tolist() for column in found.columns)):
         block = torch.ones(queries, keys, dtype=torch.bool)
         block = {FULL: block, CAUSAL: block.tril(), ANTI_CAUSAL: block.triu()}[kind]
-        part = mask[sample, query : query + queries, key : key + keys]
-        assert not (part & block).any()
-        part |= block
+        square = mask[sample, query : query + queries, key : key + keys]
+        assert not (square & block).any()
+        square |= block
     return mask
 
 
@@ -91,14 +91,14 @@ def deviation(found: Slices, shape: tuple[int, ...], dtype: torch.dtype, device:
 def test_documents_and_windows(shape: tuple[int, ...], window: int | None, dtype: torch.dtype) -> None:
     s, b = shape[:2]
     positions = np.arange(s)[None] if s == 150 else positions_of(b, s)
-    found = slices.of_documents(positions)
+    found = mask_slices.of_documents(positions)
     if window is not None:
-        found = slices.windowed(found, window)
+        found = mask_slices.windowed(found, window)
     mask = attended(found, b, s)
     assert mask.sum() == found.pairs
-    rows, columns = torch.arange(s)[:, None], torch.arange(s)
+    row_numbers, columns = torch.arange(s)[:, None], torch.arange(s)
     reach = torch.from_numpy(positions)[:, :, None].clamp(max=(window or s) - 1)
-    assert torch.equal(mask, (columns <= rows) & (columns >= rows - reach))
+    assert torch.equal(mask, (columns <= row_numbers) & (columns >= row_numbers - reach))
     assert deviation(found, shape, dtype) < DTYPES[dtype]
 
 
@@ -113,7 +113,7 @@ def test_rows_from_which_half_precision_is_computed_in_its_own_kind(queries: int
 @pytest.mark.parametrize(
     ("queries", "channels", "dtype"),
     [
-        *((rows, ALIGNED, torch.float32) for rows in (SUMS_ALIGNED - 1, SUMS_ALIGNED, SUMS_ALIGNED + 1)),
+        *((queries, ALIGNED, torch.float32) for queries in (SUMS_ALIGNED - 1, SUMS_ALIGNED, SUMS_ALIGNED + 1)),
         *((SUMS_ALIGNED - 1, ALIGNED + 1, dtype) for dtype in (torch.float32, torch.bfloat16)),
         *((20, width, torch.bfloat16) for width in (ALIGNED, FLASH_WIDTH - 1, FLASH_WIDTH, FLASH_WIDTH + 1)),
         (SUMS_ALIGNED + 1, FLASH_WIDTH + 1, torch.float16),
@@ -170,7 +170,7 @@ def test_any_slices(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def test_padding_is_no_key() -> None:
     mask = torch.ones(3, 12, dtype=torch.bool)
     mask[0, 5:] = mask[2, 1:] = False
-    found = of_padding(mask).found
+    found = padding_slices(mask).found
     assert torch.equal(attended(found, 3, 12), mask[:, None].expand(3, 12, 12))
     assert deviation(found, (12, 3, 2, 1, 4, 4), torch.float32) < DTYPES[torch.float32]
 
@@ -184,20 +184,20 @@ def test_slices_have_rows() -> None:
 
 
 def test_launches_are_few_and_share_no_rows() -> None:
-    assert len(slices.of_documents(positions_of(4, 300)).launches()) == 1
-    sliding = slices.windowed(slices.of_documents(positions_of(4, 300)), 4)
+    assert len(mask_slices.of_documents(positions_of(4, 300)).launches()) == 1
+    sliding = mask_slices.windowed(mask_slices.of_documents(positions_of(4, 300)), 4)
     assert len(sliding.launches()) == 3  # blocks, what lies before them, and what ends within a block
     several = slices_of((FULL, 0, 0, 4, 5, 2), (FULL, 0, 2, 5, 9, 1), (FULL, 0, 8, 2, 5, 1), (FULL, 1, 0, 4, 5, 2))
     assert sorted(len(launch) for launch in several.launches()) == [2, 2]
     for launch in [*sliding.launches(), *several.launches()]:
         for sample, first, number in ((1, 2, 3), (1, 4, 5)):
             columns = [launch.columns[i].tolist() for i in (sample, first, number)]
-            rows = [(j, row) for j, begin, length in zip(*columns) for row in range(begin, begin + length)]
-            assert len(rows) == len(set(rows))
+            slice_rows = [(j, row) for j, begin, length in zip(*columns) for row in range(begin, begin + length)]
+            assert len(slice_rows) == len(set(slice_rows))
 
 
 def test_a_micro_batch_has_one_plan() -> None:
-    batch = of_documents(torch.from_numpy(positions_of(2, 50)))
+    batch = document_slices(torch.from_numpy(positions_of(2, 50)))
     assert batch.plan(None) is batch.plan(None) is batch.plan(50) and batch.plan(3) is batch.plan(3)
     assert batch.plan(3) is not batch.plan(None)
 

@@ -1,4 +1,4 @@
-"""Begin, end and padding tokens: what config files say, what is kept, and where a text ends."""
+"""Begin, end and padding tokens: in config files, in our folders, and at the end of generated texts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_positions_do_not_shrink(length: int, at_most: int | None, expected: int
     family, hf = translate.write_config(config)
     assert (family.model_type, hf["max_position_embeddings"]) == ("llama", expected)
     assert config.model.sequence_length == length
-    again = translate.read_config(hf)[1]
+    again = translate.read_config(hf)[2]
     assert again["model"]["sequence_length"] == again["model"]["max_positions"] == expected
 
 

@@ -11,7 +11,7 @@ import torch
 from models.loss import tiles, token_loss
 from models.loss.tiles import FEW_TOKENS, HALF_GROUP, LEAST_TILE, MOST_TILES, WIDE_GROUP
 from tests.models.helpers import relative_error
-from tests.models.test_token_loss import HIDDEN, NO_FURTHER, ROWS, SAMPLES, Made, full_logits, in_tiles, inputs
+from tests.models.test_token_loss import HIDDEN, NO_FURTHER, NUM_ROWS, SAMPLES, Made, full_logits, in_tiles, inputs
 from tests.tolerances import TOKEN_LOSS
 
 pytestmark = pytest.mark.fast
@@ -86,10 +86,10 @@ def test_tiles_that_share_a_product(dtype: torch.dtype, number: int, rest: int) 
     check(made, made_in_tiles(made, tile, old=rest == 1), dtype)
 
 
-@pytest.mark.parametrize("rows", [ROWS, ROWS - 1, 100, 1])
-def test_blocks_of_a_weights_gradient(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, NUM_ROWS - 1, 100, 1])
+def test_blocks_of_a_weights_gradient(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows of the weight at once, or some after the others; one where a block's numbers are fewer than a row's."""
-    monkeypatch.setattr(token_loss, "BLOCK_NUMBERS", rows * HIDDEN if rows > 1 else HIDDEN - 1)
+    monkeypatch.setattr(token_loss, "BLOCK_NUMBERS", num_rows * HIDDEN if num_rows > 1 else HIDDEN - 1)
     for old in (False, True):
         made = inputs(torch.bfloat16, 2.6, 150)
         check(made, made_in_tiles(made, 64, old), torch.bfloat16)

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from models.loss import token_loss as module
-from models.loss.rows import predicted_rows, select_rows
+from models.loss.output_layer import predicted_rows, select_rows
 from models.loss.tiles import token_tile
-from models.loss.token_loss import Targets, VocabularyPart, token_loss
+from models.loss.token_loss import Targets, VocabularyShard, token_loss
 from parallel.topology import Topology, initialize
 from tests.distributed import run
 from tests.models.helpers import make_config, relative_error
 from tests.tolerances import TOKEN_LOSS
 from tests.training.helpers import make_config as compose
 
-SAMPLES, LENGTH, HIDDEN, ROWS, VOCAB_SIZE = 2, 22, 24, 256, 193  # the last 63 rows pad the vocabulary
+SAMPLES, LENGTH, HIDDEN, NUM_ROWS, VOCAB_SIZE = 2, 22, 24, 256, 193  # the last 63 rows pad the vocabulary
 NO_FURTHER = 1.02  # errors of as many roundings, drawn otherwise
 Case = dict[str, Any]
 Made = dict[str, torch.Tensor]
@@ -27,14 +27,14 @@ Made = dict[str, torch.Tensor]
 
 def inputs(dtype: torch.dtype, share: float, length: int = LENGTH) -> Made:
     generator = torch.Generator().manual_seed(7)
-    weight = torch.randn(ROWS, HIDDEN, generator=generator) * 0.3
+    weight = torch.randn(NUM_ROWS, HIDDEN, generator=generator) * 0.3
     weight[VOCAB_SIZE:] = 0
     # Ranks that hold half of the sequence each predict other numbers of tokens.
     shares = torch.linspace(0.4, 1.6, length) * share
     return {
         "hidden": torch.randn(length, SAMPLES, HIDDEN, generator=generator).to(dtype),
         "weight": weight.to(dtype),
-        "bias": (torch.randn(ROWS, generator=generator) * 0.1).to(dtype),
+        "bias": (torch.randn(NUM_ROWS, generator=generator) * 0.1).to(dtype),
         "labels": torch.randint(0, VOCAB_SIZE, (SAMPLES, length), generator=generator),
         "mask": (torch.rand(SAMPLES, length, generator=generator) < shares).float(),
         "scale": torch.tensor(0.37),
@@ -51,7 +51,7 @@ def full_logits(made: Made, with_bias: bool, dtype: torch.dtype | None = None) -
     losses = F.cross_entropy(logits.flatten(0, 1), made["labels"].t().reshape(-1), reduction="none")
     loss = (losses.view(-1, SAMPLES).t() * made["mask"]).sum()
     (loss * made["scale"]).backward()
-    empty = torch.zeros(ROWS)
+    empty = torch.zeros(NUM_ROWS)
     return {
         "loss": loss.detach(),
         "hidden": hidden.grad if hidden.grad is not None else torch.zeros(()),
@@ -64,20 +64,20 @@ def in_tiles(made: Made, case: Case, topology: Topology) -> Made:
     """What this rank has of the loss in tiles: all of the hidden gradient, its rows of the weight's."""
     rank, ranks = topology.tensor.rank, topology.tensor.size
     spread = case.get("sequence", False)
-    own = ROWS // ranks
-    part = VocabularyPart(
+    own = NUM_ROWS // ranks
+    shard = VocabularyShard(
         topology.tensor.group, rank * own, min(max(VOCAB_SIZE - rank * own, 0), own), spread and ranks > 1
     )
-    hidden = made["hidden"].chunk(part.ranks)[rank if spread else 0].clone().requires_grad_()
+    hidden = made["hidden"].chunk(shard.ranks)[rank if spread else 0].clone().requires_grad_()
     weight = made["weight"][rank * own :][:own].clone().requires_grad_()
     bias = made["bias"][rank * own :][:own].clone().requires_grad_() if case["bias"] else None
     if case["known"]:
         weight.main_grad = torch.ones(own, HIDDEN)
         weight.grad_added_to_main_grad = False
         weight.grad_is_old = case.get("old", False)
-    rows = predicted_rows(made["mask"], part.ranks)
-    given = Targets(made["labels"], made["mask"], rows, made["scale"] if case["known"] else None)
-    loss, each = token_loss(select_rows(hidden, rows, rank), weight, bias, given, part, case["tile"])
+    loss_rows = predicted_rows(made["mask"], shard.ranks)
+    given = Targets(made["labels"], made["mask"], loss_rows, made["scale"] if case["known"] else None)
+    loss, each = token_loss(select_rows(hidden, loss_rows, rank), weight, bias, given, shard, case["tile"])
     (loss * made["scale"]).backward()
     grad = weight.grad
     if case["known"] and case["tile"] < made["labels"].numel():
@@ -95,15 +95,15 @@ def in_tiles(made: Made, case: Case, topology: Topology) -> Made:
     }
 
 
-def together(parts: list[Made], sequence: bool) -> Made:
+def together(of_ranks: list[Made], sequence: bool) -> Made:
     """The ranks' results as one."""
-    for part in parts:
-        assert torch.equal(part["loss"], parts[0]["loss"])
-        assert sequence or torch.equal(part["hidden"], parts[0]["hidden"])
+    for of_rank in of_ranks:
+        assert torch.equal(of_rank["loss"], of_ranks[0]["loss"])
+        assert sequence or torch.equal(of_rank["hidden"], of_ranks[0]["hidden"])
     return {
-        "loss": parts[0]["loss"],
-        "hidden": torch.cat([part["hidden"] for part in parts]) if sequence else parts[0]["hidden"],
-        **{name: torch.cat([part[name] for part in parts]) for name in ("weight", "bias")},
+        "loss": of_ranks[0]["loss"],
+        "hidden": torch.cat([of_rank["hidden"] for of_rank in of_ranks]) if sequence else of_ranks[0]["hidden"],
+        **{name: torch.cat([of_rank[name] for of_rank in of_ranks]) for name in ("weight", "bias")},
     }
 
 
@@ -129,10 +129,10 @@ SHARES = (1.0, 0.4)  # 1.0: the first tokens predict less
 def test_loss_and_gradients_are_those_of_full_logits(ranks: int, sequence: bool) -> None:
     each = [(torch.float32, share, {**case, "sequence": sequence}) for share in (2.6, *SHARES) for case in CASES]
     results = run(on_ranks, ranks, each, ranks, sequence)
-    for (dtype, share, case), *parts in zip(each, *results, strict=True):
+    for (dtype, share, case), *of_ranks in zip(each, *results, strict=True):
         made = inputs(dtype, share)
         assert share < 2 or made["mask"].all()  # then nothing is left out
-        ours, expected = together(parts, sequence), full_logits(made, case["bias"])
+        ours, expected = together(of_ranks, sequence), full_logits(made, case["bias"])
         for name in expected:
             assert relative_error(ours[name].double(), expected[name].double()) < TOKEN_LOSS, (share, case, name)
         assert ours["weight"][VOCAB_SIZE:].abs().max() == 0

@@ -20,7 +20,7 @@ from tests.models.mutations import BASES, make_bases
 
 
 def test_the_table_is_what_transformers_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers or the families have changed, the same command writes the table anew."""
+    """If transformers or the families have changed, the command must write the table anew."""
     monkeypatch.setattr(transformers_reads, "TABLE", tmp_path / "table.yaml")
     assert transformers_reads.main([]) == 0
     assert unknown_keys.TABLE.read_text() == (tmp_path / "table.yaml").read_text()
@@ -64,7 +64,7 @@ CARRIED: list[tuple[str, dict[str, Any]]] = [
     ("olmoe", {"scoring_func": "softmax", "norm_topk": False, "qk_norm": True, "initializer_factor": 2.0}),
     ("llama", {"colour": float("nan"), "\nline": "${oc.env:HOME}", "blob": "x" * 100_000, "nested": [{"a": [1e-9]}]}),
 ]
-# Read by transformers' code, or switches of models that come with code.
+# Read by transformers' code, or switches of models with code of their own.
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"qkv_bias": True, "use_qk_norm": True, "shared_expert_intermediate_size": 64}),
     ("qwen3_moe", {"use_qk_norm": False, "n_shared_experts": 1}),
@@ -83,7 +83,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 def _carried(config: dict[str, Any]) -> dict[str, Any]:
-    text = translate.read_config(config)[1]["model"].get("config_json")
+    text = translate.read_config(config)[2]["model"].get("config_json")
     return {} if text is None else json.loads(text)
 
 

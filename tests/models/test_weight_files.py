@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face folder are the model, and torch.save's among them: read as tensors alone, checked as
+"""The choice of a Hugging Face folder's weight files; files of torch.save are read as tensors alone, and checked as
 safetensors are."""
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ def _pickled(bases: Path, target: Path, **options: Any) -> Path:
     return target
 
 
-def _parts(bases: Path, target: Path, **options: Any) -> Path:
-    """The base in parts of torch.save, with their index."""
+def _split_into_files(bases: Path, target: Path, **options: Any) -> Path:
+    """Write the base as several files of torch.save, with their index."""
     shutil.copytree(bases / f"{BASE}.parts", target)
     index = json.loads((target / folder.INDEX_NAME).read_text())
     (target / folder.INDEX_NAME).unlink()
     new_names = {}
-    for part in target.glob("*.safetensors"):
-        new_names[part.name] = part.name.replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
-        torch.save(load_file(part), target / new_names[part.name], **options)
-        part.unlink()
-    index["weight_map"] = {name: new_names[part] for name, part in index["weight_map"].items()}
+    for file in target.glob("*.safetensors"):
+        new_names[file.name] = file.name.replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        torch.save(load_file(file), target / new_names[file.name], **options)
+        file.unlink()
+    index["weight_map"] = {name: new_names[file] for name, file in index["weight_map"].items()}
     (target / PICKLED_INDEX_NAME).write_text(json.dumps(index))
     return target
 
 
-@pytest.mark.parametrize("make", [_pickled, _parts])
+@pytest.mark.parametrize("make", [_pickled, _split_into_files])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_pickled_model_is_the_same_model(
     make: Callable[..., Path], zipped: bool, bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -192,7 +192,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "and_an_index": (
         lambda path: (path / PICKLED_INDEX_NAME).write_text("{}"),
-        (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME, "which of them"),
+        (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME, "keep only the one"),
     ),
 }
 
@@ -206,26 +206,29 @@ def test_what_is_not_tensors_alone_is_refused(
     damage(path)
     status, lines = _said(path, capsys)
     assert status == 2 and len(lines) == 1, lines
-    assert all(part in lines[0] for part in says), lines[0]
+    assert all(file in lines[0] for file in says), lines[0]
     assert not (path / "ran").exists()
 
 
 def test_parts_are_checked_against_their_index(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = _parts(bases, tmp_path / "hf")
+    path = _split_into_files(bases, tmp_path / "hf")
     index = json.loads((path / PICKLED_INDEX_NAME).read_text())
-    parts = sorted(set(index["weight_map"].values()))
+    file_names = sorted(set(index["weight_map"].values()))
     for weight_map, says in (
-        ({**index["weight_map"], "x": parts[0]}, f"tensor x of {parts[0]}, which lacks it"),
+        ({**index["weight_map"], "x": file_names[0]}, f"tensor x of {file_names[0]}, which lacks it"),
         ({**index["weight_map"], DOWN: "../other.bin"}, f"weight_map.{DOWN}"),
         ({**index["weight_map"], DOWN: "model-1.safetensors"}, "must be the name of a .bin file"),
-        ({**index["weight_map"], DOWN: "gone.bin"}, "lacks it" if parts[0] < "gone.bin" else "gone.bin is missing"),
+        (
+            {**index["weight_map"], DOWN: "gone.bin"},
+            "lacks it" if file_names[0] < "gone.bin" else "gone.bin is missing",
+        ),
     ):
         (path / PICKLED_INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
         status, (line,) = _said(path, capsys)
         assert status == 2 and (says in line or "gone.bin" in line), line
 
 
-# What lies there in place of weights, what the one line says, and whether doing that opens the folder.
+# Files in place of the weights, texts of the error, and whether following it opens the folder.
 OTHERS: dict[str, tuple[str, str]] = {
     "model.fp16.safetensors": ("the variant fp16", "model.safetensors"),
     "pytorch_model.fp16.bin": ("the variant fp16", "pytorch_model.bin"),

@@ -1,4 +1,4 @@
-"""Logical tensors are what the blueprint says of a model's weights; what it does not know fails by its name."""
+"""Logical tensors follow the blueprint's weights; weights that it does not know raise an error with their name."""
 
 from __future__ import annotations
 

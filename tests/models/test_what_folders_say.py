@@ -1,5 +1,5 @@
-"""Folders whose config.json does not say what they are, or says another class: read by what they hold, with a word, or
-refused in one line."""
+"""Folders whose config.json lacks the family, or names another class: read by their tensors, with a note, or refused
+in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import convert, folder
-from models.huggingface.new_head import new_head
+from models.huggingface.tensors import new_head
 from tests.models.mutations import BERT, GPT2, LLAMA, make_bases
 
 pytestmark = pytest.mark.fast
@@ -54,7 +54,7 @@ def _same(one: Path, other: Path) -> None:
     assert (one / "config.yaml").read_text() == (other / "config.yaml").read_text()
 
 
-# base, keys that config.json has otherwise, what the note says, or what the refusal says
+# base, changed keys of config.json, texts of the note or of the error
 SAYS: dict[str, tuple[str, dict[str, Any], tuple[str, ...], bool]] = {
     "by_class": ("bert", {"model_type": ABSENT}, ("read as bert", "architectures (BertForPreTraining)"), True),
     "by_class_masked": ("bert_masked_lm", {"model_type": ABSENT}, ("read as bert", "BertForMaskedLM"), True),
@@ -105,7 +105,7 @@ def test_a_folder_is_what_it_holds(name: str, bases: Path, tmp_path: Path, capsy
     base, changes, says, opens = SAYS[name]
     status, lines = _import(_without(bases / base, tmp_path / "hf", **changes), capsys)
     assert (status == 0) == opens, lines
-    assert all(part in " ".join(lines) for part in says), lines
+    assert all(text in " ".join(lines) for text in says), lines
     if opens:
         assert all(line.startswith("note: config.json has ") for line in lines)
         _same(tmp_path / "ours", bases / "imported" / base)
@@ -114,7 +114,7 @@ def test_a_folder_is_what_it_holds(name: str, bases: Path, tmp_path: Path, capsy
 
 
 def test_the_first_folders_of_bert_and_gpt2(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As of 2018 and 2019: no model_type, no architectures, torch.save's format of then, gamma and beta."""
+    """A folder as of 2018 and 2019: no model_type, no architectures, the old format of torch.save, gamma and beta."""
     sizes = "hidden_size intermediate_size num_attention_heads num_hidden_layers vocab_size max_position_embeddings"
     keys = {
         "bert": f"{sizes} attention_probs_dropout_prob hidden_act hidden_dropout_prob type_vocab_size layer_norm_eps",
@@ -211,7 +211,7 @@ def test_a_new_head_is_for_who_has_none(bases: Path, tmp_path: Path, capsys: pyt
 
 
 def test_an_output_layer_may_be_the_embedding(bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A tied model whose config.json does not say so, as Llama's default is."""
+    """A tied model whose config.json lacks the key, which is false by default for Llama."""
     path = _without(bases / "llama", tmp_path / "hf", tie_word_embeddings=ABSENT)
     tensors = load_file(path / folder.SINGLE_NAME)
     del tensors["lm_head.weight"]

@@ -215,7 +215,7 @@ def check_on_ranks(cases: Iterable[tuple[Case, list[Plan]]], exchange: AllToAll)
     """The largest error as a part of what is allowed; fails at the first that is too large. Collective."""
     worst = 0.0
     for case, plan, actual, expected in compared(cases, exchange, torch.distributed.get_rank(), exchange.size):
-        # One number of few in bf16 is off by more, the plain loop's too: see docs/decisions/errors-by-norms.md.
+        # In bf16 single elements are off by more, the plain loop's too: docs/decisions/error-tolerances-by-norm.md.
         measure = error_of_norms if case.dtype is torch.bfloat16 else largest_error
         error, allowed = measure(actual, expected), MOE[str(case.dtype).removeprefix("torch.")]
         assert error < allowed, (case, plan, error)

@@ -48,8 +48,8 @@ def _compare(overrides: list[str]) -> dict[str, Any]:
     router(x)  # of the step before
     balance.begin()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([0.5]))  # of one of two micro-batches
-    for part in (x[:6], x[6:]):
-        probs, _ = router(part)
+    for half in (x[:6], x[6:]):
+        probs, _ = router(half)
         (0 * probs.sum()).backward()
     grad, router.weight.grad = router.weight.grad.clone(), None
     counted = balance.take().clone()

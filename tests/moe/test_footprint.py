@@ -49,17 +49,17 @@ def _peaks(dtype_name: str, num_tokens: int) -> list[tuple[Plan, int, int]]:
     ] = True
     probs = torch.rand(num_tokens, EXPERTS, generator=generator).requires_grad_()
     output_grad = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
-    rows = num_tokens * TOP_K  # of 2 ranks: each token goes to both
+    token_rows = num_tokens * TOP_K  # of 2 ranks: each token goes to both
     load = LayerLoad(
         tokens=num_tokens,
-        rows=rows,
-        away_rows=rows // 2,
-        assignments=rows,
+        token_rows=token_rows,
+        away_rows=token_rows // 2,
+        assignments=token_rows,
         hidden_size=HIDDEN,
         hidden_columns=2 * WIDTH,
         width=WIDTH,
         element_size=dtype.itemsize,
-        expert_assignments=rows // (EXPERTS // size),
+        expert_assignments=token_rows // (EXPERTS // size),
         block=blocks.BLOCK_ROWS,
         tiled=blocks.are_tiled("cpu", dtype, HIDDEN, WIDTH),
     )
@@ -101,7 +101,7 @@ def test_a_product_of_all_experts_gathers_all_their_rows() -> None:
     """On a GPU; tests/cuda/test_fake.py holds the numbers to what a step there needs."""
     load = LayerLoad(
         tokens=64,
-        rows=128,
+        token_rows=128,
         away_rows=96,
         assignments=256,
         hidden_size=16,

@@ -49,7 +49,7 @@ def _counts(seed: int, size: int) -> torch.Tensor:
     return counts
 
 
-def _rows(rank: int, number: int, count: int, kind: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
+def _token_rows(rank: int, number: int, count: int, kind: tuple[torch.dtype, tuple[int, ...]]) -> torch.Tensor:
     """Rows that no other rank or exchange has: small whole numbers, exact in every dtype."""
     generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randint(-128, 128, (count, *kind[1]), generator=generator).to(kind[0])
@@ -60,16 +60,16 @@ def _exchange_all(
 ) -> list[torch.Tensor]:
     """The receive buffers of many exchanges in flight together; `order` is the same on all ranks."""
     dispatch_sizes = [exchange_counts.split_sizes(columns, back) for columns in COLUMNS for back in (False, True)]
-    buffers, rows = [], []
+    buffers, token_rows = [], []
     for number, split_sizes in enumerate(dispatch_sizes):
         kind = KINDS[number % len(KINDS)]
-        mine = _rows(exchange.rank, number, sum(split_sizes.send), kind)
+        mine = _token_rows(exchange.rank, number, sum(split_sizes.send), kind)
         buffer = torch.full((sum(split_sizes.receive), *kind[1]), 77, dtype=kind[0])
         if not own:
-            parts, places = list(mine.split(split_sizes.send)), buffer.split(split_sizes.receive)
-            places[exchange.rank].copy_(parts.pop(exchange.rank))
-            mine = torch.cat(parts)
-        rows.append(mine)
+            sent_views, received_views = list(mine.split(split_sizes.send)), buffer.split(split_sizes.receive)
+            received_views[exchange.rank].copy_(sent_views.pop(exchange.rank))
+            mine = torch.cat(sent_views)
+        token_rows.append(mine)
         buffers.append(buffer)
     todo = [(step, number) for number in range(len(dispatch_sizes)) for step in ("send", "wait", "finish")]
     handles = {
@@ -79,7 +79,7 @@ def _exchange_all(
     order.shuffle(todo)
     for step, number in todo:
         if number not in sent:
-            handles[number].send(rows[number], own=own)
+            handles[number].send(token_rows[number], own=own)
             sent.add(number)
         if step == "wait":
             assert handles[number].wait() is buffers[number]
@@ -199,12 +199,12 @@ def _relays_while_the_program_is_busy() -> None:
     exchange_counts = exchange.count(torch.full((4, 1), 3))
     for back in (False, True):
         handle = exchange.expect(torch.empty(12, 2), exchange_counts.split_sizes([0], back))
-        rows = torch.full((12, 2), float(exchange.rank))
+        token_rows = torch.full((12, 2), float(exchange.rank))
         if exchange.rank != 1:
-            handle.send(rows)
+            handle.send(token_rows)
         dist.barrier()  # sending waits for nobody
         if exchange.rank == 1:
-            handle.send(rows)
+            handle.send(token_rows)
         for rank in range(4):
             # Only this rank waits; the others are at the barrier, and their relays have to work by themselves.
             if rank == exchange.rank:
@@ -222,15 +222,15 @@ def _late_rank() -> None:
     exchange = HierarchicalAllToAll(_world(), 2)
     exchange_counts = exchange.count(torch.full((4, 1), 2))
     handles: list[Handle] = []
-    rows = [torch.full((8, 1), float(10 * exchange.rank + number)) for number in range(3)]
+    token_rows = [torch.full((8, 1), float(10 * exchange.rank + number)) for number in range(3)]
     dispatch_sizes = [exchange_counts.split_sizes([0], back) for back in (False, True, False)]
     if exchange.rank == 1:
         for number, split_sizes in enumerate(dispatch_sizes):
-            handles.append(start(exchange, rows[number], torch.empty(8, 1), split_sizes))
+            handles.append(start(exchange, token_rows[number], torch.empty(8, 1), split_sizes))
             handles[-1].wait()
     else:
         handles = [exchange.expect(torch.empty(8, 1), split_sizes) for split_sizes in dispatch_sizes]
-        for handle, tensor in zip(handles, rows, strict=True):
+        for handle, tensor in zip(handles, token_rows, strict=True):
             handle.send(tensor)
     for number, handle in enumerate(handles):
         assert handle.wait()[::2, 0].tolist() == [10 * rank + number for rank in range(4)]
@@ -424,11 +424,11 @@ def test_more_ranks(monkeypatch: pytest.MonkeyPatch, num_ranks: int, per_node: i
         for number, (columns, back) in enumerate((columns, back) for columns in COLUMNS for back in (False, True)):
             kind, sent = KINDS[number % len(KINDS)], counts[:, :, columns].sum(dim=2)
             sent = sent.t() if back else sent
-            parts = [
-                _rows(source, number, int(sent[source].sum()), kind).split(sent[source].tolist())
+            sent_views = [
+                _token_rows(source, number, int(sent[source].sum()), kind).split(sent[source].tolist())
                 for source in range(num_ranks)
             ]
-            buffers.append(torch.cat([parts[source][rank] for source in range(num_ranks)]))
+            buffers.append(torch.cat([sent_views[source][rank] for source in range(num_ranks)]))
         return buffers
 
     def on_rank(rank: int) -> None:

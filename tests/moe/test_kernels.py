@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from moe import kernels, route
 from moe.experts import blocks
 from moe.experts.weights import Slab
-from moe.kernels import build, shared_object
-from moe.kernels.elementwise import MAX_COLUMNS
+from moe.kernels import compiler, shared_object
+from moe.kernels.ops import MAX_COLUMNS
 from tests.tolerances import MOE
 
 pytestmark = pytest.mark.fast
@@ -50,10 +50,12 @@ def _activated(activation: str, hidden: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("activation", shared_object.ACTIVATIONS)
 def test_activations_and_their_gradients_equal_torchs_in_double_precision(activation: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    for rows, width in itertools.product((0, 1, 5, 300), (1, 15, 16, 17, 96)):
+    for num_rows, width in itertools.product((0, 1, 5, 300), (1, 15, 16, 17, 96)):
         # The tails too: beyond what the exponential and erf are computed for.
-        hidden = (torch.randn(rows, blocks.hidden_factor(activation) * width) * torch.rand(rows, 1) * 40).to(dtype)
-        grad, pair_weights = torch.randn(rows, width).to(dtype), torch.rand(rows)
+        hidden = (torch.randn(num_rows, blocks.hidden_factor(activation) * width) * torch.rand(num_rows, 1) * 40).to(
+            dtype
+        )
+        grad, pair_weights = torch.randn(num_rows, width).to(dtype), torch.rand(num_rows)
         out, activated = torch.empty_like(hidden), torch.empty_like(grad)
         value = blocks.activate(activation, hidden, torch.empty_like(grad))
         weight_grad = blocks.activate_backward(activation, hidden, grad.clone(), pair_weights, out, activated)
@@ -65,7 +67,7 @@ def test_activations_and_their_gradients_equal_torchs_in_double_precision(activa
         assignments = ((value, expected), (activated, weighted), (out, exact.grad), (weight_grad, exact_weights.grad))
         for result, reference in assignments:
             assert reference is not None
-            assert _relative(result, reference.detach()) < tolerance, (activation, dtype, rows, width)
+            assert _relative(result, reference.detach()) < tolerance, (activation, dtype, num_rows, width)
 
 
 @ELEMENTWISE
@@ -79,7 +81,9 @@ def test_sums_of_rows(dtype: torch.dtype) -> None:
         for given in (None, weights):
             result = route.add_up(source, route.Sum(index, starts), given)
             factors = (torch.ones_like(weights) if given is None else given).double().unsqueeze(1)
-            expected = torch.stack([part.sum(dim=0) for part in (source.double()[index] * factors).split(counts)])
+            expected = torch.stack(
+                [rows_of_sum.sum(dim=0) for rows_of_sum in (source.double()[index] * factors).split(counts)]
+            )
             assert _relative(result, expected) < MOE[str(dtype).removeprefix("torch.")]
 
 
@@ -87,8 +91,8 @@ def test_sums_of_rows(dtype: torch.dtype) -> None:
 def test_the_greatest_of_each_row_are_those_that_torch_finds() -> None:
     torch.manual_seed(1)
     nan, infinite = float("nan"), float("inf")
-    for rows, columns in ((0, 4), (1, 1), (300, 7), (40, 32), (9, 257), (2, MAX_COLUMNS)):
-        scores = torch.randn(rows, columns) * 10.0 ** torch.randint(-40, 38, (rows, columns))
+    for num_rows, columns in ((0, 4), (1, 1), (300, 7), (40, 32), (9, 257), (2, MAX_COLUMNS)):
+        scores = torch.randn(num_rows, columns) * 10.0 ** torch.randint(-40, 38, (num_rows, columns))
         for k in {1, min(2, columns), min(8, columns), columns}:
             found = kernels.top_k(scores, k)
             assert torch.equal(scores.gather(1, found), scores.topk(k, dim=1).values)
@@ -134,7 +138,7 @@ def test_numbers_that_are_none_stay_so(dtype: torch.dtype) -> None:
 def _block(
     rng: random.Random,
     activation: str,
-    rows: int,
+    num_rows: int,
     size: int,
     width: int,
     bias: bool,
@@ -149,9 +153,9 @@ def _block(
     ]
     fc1, fc2, fc1_bias, fc2_bias = (each.to(dtype) for each in drawn)
     weights = Slab(fc1, fc2, fc1_bias if bias else None, fc2_bias if bias else None, activation)
-    source, output_grad = (torch.randn(max(rows // 2, 3), size).to(dtype) for _ in range(2))
-    index = [torch.tensor(rng.choices(range(len(source)), k=rows)) for _ in range(2)]
-    return weights, [source, output_grad, *index, torch.rand(rows)]
+    source, output_grad = (torch.randn(max(num_rows // 2, 3), size).to(dtype) for _ in range(2))
+    index = [torch.tensor(rng.choices(range(len(source)), k=num_rows)) for _ in range(2)]
+    return weights, [source, output_grad, *index, torch.rand(num_rows)]
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -159,28 +163,31 @@ def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def _run(weights: Slab, block: list[torch.Tensor], keep: bool) -> list[torch.Tensor]:
-    source, output_grad, rows, output_rows, pair_weights = block
+    source, output_grad, token_rows, output_rows, pair_weights = block
     size, width, outer = source.size(1), weights.fc2.size(2), weights.fc1.size(1)
-    sizes = len(rows), size, width, outer
+    sizes = len(token_rows), size, width, outer
     matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
 
     dtype, tiled = source.dtype, source.dtype is torch.bfloat16
 
     def scratch(num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
-        most = len(rows) * 4 * 2 * (size + width + outer)  # in fp32
+        most = len(token_rows) * 4 * 2 * (size + width + outer)  # in fp32
         # NaN, as any bytes of it
         return torch.full((num_bytes(*sizes, *variant) if tiled else most,), 255, dtype=torch.uint8)
 
-    which = [1, 0, len(rows), 0], 16 if tiled else 1
-    hidden, output = _empty(len(rows), outer, dtype=dtype) if keep else None, _empty(len(rows), size, dtype=dtype)
-    kernels.forward_blocks(*which, source, rows, *matrices, hidden, output, scratch(kernels.forward_bytes))
-    results = (
-        _empty(len(rows), outer, dtype=dtype),
-        _empty(len(rows), width, dtype=dtype),
-        _empty(len(rows), dtype=torch.float32),
-        _empty(len(rows), size, dtype=dtype),
+    which = [1, 0, len(token_rows), 0], 16 if tiled else 1
+    hidden, output = (
+        _empty(len(token_rows), outer, dtype=dtype) if keep else None,
+        _empty(len(token_rows), size, dtype=dtype),
     )
-    inputs, memory = (source, rows, output_grad, output_rows), scratch(kernels.backward_bytes, not keep, False)
+    kernels.forward_blocks(*which, source, token_rows, *matrices, hidden, output, scratch(kernels.forward_bytes))
+    results = (
+        _empty(len(token_rows), outer, dtype=dtype),
+        _empty(len(token_rows), width, dtype=dtype),
+        _empty(len(token_rows), dtype=torch.float32),
+        _empty(len(token_rows), size, dtype=dtype),
+    )
+    inputs, memory = (source, token_rows, output_grad, output_rows), scratch(kernels.backward_bytes, not keep, False)
     kernels.backward_blocks(*which, *inputs, pair_weights, *matrices, hidden, *results, None, None, memory)
     gradients = _empty(2, outer, size, dtype=dtype), _empty(2, size, width, dtype=dtype)
     kernels.weights_blocks(*which, *inputs, *results[:2], *gradients, scratch(kernels.weights_bytes))
@@ -198,8 +205,8 @@ def _run(weights: Slab, block: list[torch.Tensor], keep: bool) -> list[torch.Ten
 
 
 def _expected(weights: Slab, block: list[torch.Tensor]) -> list[torch.Tensor]:
-    source, output_grad, rows, output_rows, pair_weights = block
-    tensors = [source[rows], pair_weights, weights.fc1[1], weights.fc2[1]]
+    source, output_grad, token_rows, output_rows, pair_weights = block
+    tensors = [source[token_rows], pair_weights, weights.fc1[1], weights.fc2[1]]
     x, column, fc1, fc2 = (tensor.double().requires_grad_() for tensor in tensors)
     biases = [None if bias is None else bias[1].double() for bias in (weights.fc1_bias, weights.fc2_bias)]
     output = F.linear(_activated(weights.activation, F.linear(x, fc1, biases[0])), fc2, biases[1])
@@ -268,38 +275,51 @@ def test_blocks_equal_torch_in_double_precision(seed: int, dtype: torch.dtype) -
 @BLOCKS
 def test_later_blocks_add_to_an_experts_gradients() -> None:
     weights, block = _block(random.Random(0), "swiglu", 40, 64, 32, False)
-    source, output_grad, rows, output_rows, _ = block
+    source, output_grad, token_rows, output_rows, _ = block
     hidden_grad, activated = torch.randn(40, 64).bfloat16(), torch.randn(40, 32).bfloat16()
     gradients = _empty(1, 64, 64), _empty(1, 64, 32)
     scratch = torch.empty(kernels.weights_bytes(40, 64, 32, 64), dtype=torch.uint8)
     for add in (0, 1):
         kernels.weights_blocks(
-            [0, 0, 40, add], 16, source, rows, output_grad, output_rows, hidden_grad, activated, *gradients, scratch
+            [0, 0, 40, add],
+            16,
+            source,
+            token_rows,
+            output_grad,
+            output_rows,
+            hidden_grad,
+            activated,
+            *gradients,
+            scratch,
         )
-    assert _relative(gradients[0][0], 2 * hidden_grad.double().t() @ source[rows].double()) < MOE["bfloat16"]
+    assert _relative(gradients[0][0], 2 * hidden_grad.double().t() @ source[token_rows].double()) < MOE["bfloat16"]
     assert _relative(gradients[1][0], 2 * output_grad[output_rows].double().t() @ activated.double()) < MOE["bfloat16"]
 
 
 def test_a_build_is_made_once_and_whole(tmp_path: Path) -> None:
     if not kernels.has(torch.empty(0)):
         pytest.skip("no C++ compiler here")
-    made = build.build(tmp_path)
+    made = compiler.compile_kernels(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [made.name]
     before = made.stat().st_mtime_ns
-    assert build.build(tmp_path) == made and made.stat().st_mtime_ns == before
+    assert compiler.compile_kernels(tmp_path) == made and made.stat().st_mtime_ns == before
 
 
 def test_kernels_keep_to_the_processor_that_torch_keeps_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a variable of torch's shows an older processor on any machine."""
-    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
-    assert [build.flags_for(each) == build.FLAGS for each in ("AVX512", "AVX2", "DEFAULT")] == [True, False, False]
-    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")  # whose compilers do not know the flag
-    assert build.flags_for("DEFAULT") == build.FLAGS
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "x86_64")
+    assert [compiler.flags_for(each) == compiler.FLAGS for each in ("AVX512", "AVX2", "DEFAULT")] == [
+        True,
+        False,
+        False,
+    ]
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "aarch64")  # whose compilers do not know the flag
+    assert compiler.flags_for("DEFAULT") == compiler.FLAGS
     assert _has_products() <= ("AVX512" in torch.backends.cpu.get_cpu_capability())
 
 
 def test_a_change_of_any_source_file_makes_another_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    folder = build.SOURCE.parent
+    folder = compiler.SOURCE.parent
     sources = [path.name for path in (*folder.glob("*.cpp"), *folder.glob("*.h"))]
     included = {
         line.split('"')[1]
@@ -310,14 +330,14 @@ def test_a_change_of_any_source_file_makes_another_build(monkeypatch: pytest.Mon
     assert included == {name for name in sources if name != "kernels.cpp"}
     for name in sources:
         shutil.copy(folder / name, tmp_path)
-    monkeypatch.setattr(build, "SOURCE", tmp_path / "kernels.cpp")
-    seen = {build.fingerprint("1")}
+    monkeypatch.setattr(compiler, "SOURCE", tmp_path / "kernels.cpp")
+    seen = {compiler.fingerprint("1")}
     for name in sources:
         with (tmp_path / name).open("a") as file:
             file.write("// changed\n")
-        seen.add(build.fingerprint("1"))
+        seen.add(compiler.fingerprint("1"))
     assert len(seen) == 1 + len(sources)
-    assert build.fingerprint("2") not in seen
+    assert compiler.fingerprint("2") not in seen
 
 
 def test_without_a_compiler_torch_does_the_work(
@@ -330,7 +350,7 @@ def test_without_a_compiler_torch_does_the_work(
     expected = blocks.activate("swiglu", hidden, torch.empty(7, 32)).clone()
     for change in (
         lambda: monkeypatch.setenv("PATH", str(tmp_path)),
-        lambda: monkeypatch.setattr(build, "SOURCE", broken),
+        lambda: monkeypatch.setattr(compiler, "SOURCE", broken),
     ):
         with monkeypatch.context():
             change()

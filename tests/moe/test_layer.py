@@ -13,8 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 from benchmarks.megatron_layer import LINEAR, expert_gradients, fill_experts, megatron_layer
 from models.transformer_config import transformer_config
 from moe.chunk_plan import Plan
-from moe.layer import MixtrainMoELayer
-from moe.spec import moe_spec
+from moe.layer import MixtrainMoELayer, moe_spec
 from parallel.megatron import apply_patches
 from parallel.topology import initialize
 from tests.distributed import RankError, run

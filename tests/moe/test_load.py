@@ -8,7 +8,7 @@ import torch
 from moe import route
 from moe.placement_map import PlacementMap
 from moe.planning.load import Shape
-from moe.schedule.pass_timer import MOST, PassTimer
+from moe.schedule.execute import MOST_MEASURED, PassTimer
 
 pytestmark = pytest.mark.fast
 
@@ -37,40 +37,40 @@ def _route(shape: Shape, skew: float) -> tuple[list[float], int, int]:
         )
         counts += routing_map.sum(dim=0)
         choice = route.choose(routing_map, shape.top_k)
-        order = route.dispatch_order(choice, route.Places.at_home(choice, PlacementMap(experts, ranks)), [1])
+        order = route.dispatch_order(choice, route.Destinations.of_primaries(choice, PlacementMap(experts, ranks)), [1])
         exchange_counts.append(order.counts[:, :, 0])
     table = torch.stack(exchange_counts)  # [from, to, rows and assignments]
-    rows = max(int(table[..., 0].sum(dim=0).max()), int(table[..., 0].sum(dim=1).max()))
-    return counts.tolist(), rows, int(table[..., 1].sum(dim=0).max())
+    token_rows = max(int(table[..., 0].sum(dim=0).max()), int(table[..., 0].sum(dim=1).max()))
+    return counts.tolist(), token_rows, int(table[..., 1].sum(dim=0).max())
 
 
 @pytest.mark.parametrize("num_experts,num_ranks,top_k", [(8, 2, 2), (8, 4, 1), (64, 4, 6), (32, 8, 8), (8, 1, 2)])
 @pytest.mark.parametrize("skew,exact", [(0.0, 0.03), (1.5, 0.08)])
 def test_load_of_the_busiest_rank(num_experts: int, num_ranks: int, top_k: int, skew: float, exact: float) -> None:
     shape = _shape(num_experts, num_ranks, top_k)
-    counts, rows, assignments = _route(shape, skew)
-    load = shape.at_home([count / 7 for count in counts], _in_order(shape))  # the scale does not matter
+    counts, token_rows, assignments = _route(shape, skew)
+    load = shape.at_primaries([count / 7 for count in counts], _in_order(shape))  # the scale does not matter
     assert load.assignments == pytest.approx(assignments, rel=0.001)
-    assert load.rows == pytest.approx(rows, rel=exact)
-    assert load.away_rows == pytest.approx(load.rows * (num_ranks - 1) / num_ranks, abs=1)
+    assert load.token_rows == pytest.approx(token_rows, rel=exact)
+    assert load.away_rows == pytest.approx(load.token_rows * (num_ranks - 1) / num_ranks, abs=1)
     assert (load.hidden_columns, load.width, load.tokens, load.element_size) == (48, 24, TOKENS, 2)
 
 
 def test_extreme_loads() -> None:
     shape = _shape(8, 4, 2)
     even = shape.even()
-    assert even.assignments == TOKENS * 2 and even.rows < TOKENS * 2
-    one_rank = shape.at_home(
+    assert even.assignments == TOKENS * 2 and even.token_rows < TOKENS * 2
+    one_rank = shape.at_primaries(
         [5.0, 5.0, 0, 0, 0, 0, 0, 0], _in_order(shape)
     )  # every token has both experts there: it travels once
-    assert one_rank.assignments == 4 * TOKENS * 2 and one_rank.rows == 4 * TOKENS
-    nothing = shape.at_home([0.0] * 8, _in_order(shape))
-    assert nothing.assignments == nothing.rows == nothing.away_rows == 0
+    assert one_rank.assignments == 4 * TOKENS * 2 and one_rank.token_rows == 4 * TOKENS
+    nothing = shape.at_primaries([0.0] * 8, _in_order(shape))
+    assert nothing.assignments == nothing.token_rows == nothing.away_rows == 0
 
 
 def test_clock_tells_medians_and_forgets() -> None:
     clock = PassTimer()
-    for _ in range(MOST + 3):
+    for _ in range(MOST_MEASURED + 3):
         with clock.measure("forward", torch.device("cpu")):
             pass
     with clock.measure("backward", torch.device("cpu")):

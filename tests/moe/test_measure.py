@@ -12,10 +12,10 @@ import torch.distributed as dist
 from moe.alltoall.flat import FlatAllToAll
 from moe.experts.weights import Slab
 from moe.planning.costs import LayerCosts, Limits
+from moe.planning.layer_measurement import measure_costs
 from moe.planning.load import Shape
-from moe.planning.measure import measure_costs
-from moe.planning.search import best_plan
-from parallel.costs.files import read_cache
+from moe.planning.planner import best_plan
+from parallel.costs.cache_files import read_cache
 from parallel.costs.models import NOTHING, Curve
 from tests.distributed import run
 
@@ -68,7 +68,7 @@ def _measure_on_rank(folder: str) -> tuple[LayerCosts, LayerCosts, LayerCosts]:
     assert group is not None
     shape, exchange = _shape(2), FlatAllToAll(group)
     weights = _weights(2)
-    from moe.planning import measure
+    from moe.planning import layer_measurement as measure
 
     measure.WHOLE_SHARE = 0.99  # operations have BUDGET seconds; whole passes, which end by their number, all they need
     budget = BUDGET / (1.0 - measure.WHOLE_SHARE)

@@ -16,8 +16,7 @@ from moe.chunk_plan import STRATEGIES, LayerLoad, Plan
 from moe.planning import footprint
 from moe.planning.costs import DEGREES, LayerCosts, Limits
 from moe.planning.footprint import memory_bytes
-from moe.planning.planner import Planner, rounded_up
-from moe.planning.search import allowed_degrees, best_plan, predict, weight_lags
+from moe.planning.planner import Planner, allowed_degrees, best_plan, predict, rounded_up, weight_lags
 from moe.planning.timing import backward_seconds, forward_seconds
 from parallel.costs.models import NOTHING, Curve, Line
 
@@ -67,7 +66,7 @@ class Machine:
             self.now = self.now + self.queue[i]
             self.queue[i] = np.zeros_like(self.now)
 
-    def copy(self, seconds: np.ndarray) -> np.ndarray:
+    def copy_host(self, seconds: np.ndarray) -> np.ndarray:
         self.copies_end = np.where(seconds > 0, np.maximum(self.copies_end, self.now) + seconds, self.copies_end)
         return self.copies_end
 
@@ -97,7 +96,9 @@ class Reference:
 
     def forward(self, name: str, degree: int, backward_degree: int) -> np.ndarray:
         of, strategy, machine = self._operation(degree), STRATEGIES[name], Machine(self.cases)
-        out = of("rows out") * (strategy.rows == "offload") + of("hidden out") * (strategy.preactivations == "offload")
+        out = of("rows out") * (strategy.token_rows == "offload") + of("hidden out") * (
+            strategy.preactivations == "offload"
+        )
         by_program = of("copies by program")
         machine.now = of("counts")
         assignments = machine.send(of("pairs"))
@@ -128,7 +129,7 @@ class Reference:
             combines.append(machine.send(of("exchange")))
             machine.compute(of("post"))
             machine.compute(out * by_program)
-            machine.copy(out * (1 - by_program))
+            machine.copy_host(out * (1 - by_program))
             if i >= DEPTH:
                 add_up(i - DEPTH)
         for i in range(max(0, degree - DEPTH), degree):
@@ -138,16 +139,16 @@ class Reference:
 
     def backward(self, name: str, degree: int, lag: int, same: bool) -> np.ndarray:
         of, strategy, machine = self._operation(degree), STRATEGIES[name], Machine(self.cases)
-        rows, preactivations = strategy.rows == "offload", strategy.preactivations == "offload"
-        copied_in = of("rows in") * rows + of("hidden in") * preactivations
+        token_rows, preactivations = strategy.token_rows == "offload", strategy.preactivations == "offload"
+        copied_in = of("rows in") * token_rows + of("hidden in") * preactivations
         by_program = of("copies by program")
         dispatches: list[int] = []
         combines: list[int] = []
-        copies: list[np.ndarray] = []
+        host_copies: list[np.ndarray] = []
         weights_done = 0
 
         def dispatch() -> None:
-            for _ in range(1 + (strategy.rows == "communicate")):
+            for _ in range(1 + (strategy.token_rows == "communicate")):
                 machine.compute(of("gather"))
                 last = machine.send(of("exchange"))
                 machine.compute(of("post"))
@@ -155,7 +156,7 @@ class Reference:
 
         def fetch() -> None:
             machine.compute(copied_in * by_program)
-            copies.append(machine.copy(copied_in * (1 - by_program)))
+            host_copies.append(machine.copy_host(copied_in * (1 - by_program)))
 
         def add_up(i: int) -> None:
             machine.wait(combines[i])
@@ -171,7 +172,7 @@ class Reference:
             if i + 1 < degree:
                 fetch()
             machine.wait(dispatches[i])
-            machine.wait_for_copy(copies[i])
+            machine.wait_for_copy(host_copies[i])
             if strategy.preactivations == "recompute":
                 machine.compute(of("recompute"))
             if strategy.preactivations == "keep" and not same:
@@ -195,16 +196,16 @@ class Reference:
 
 
 def _seconds(costs: LayerCosts, load: LayerLoad, name: str, degree: int) -> float:
-    rows, assignments, size = load.rows / degree, load.assignments / degree, load.element_size
-    row_bytes, hidden_bytes = rows * load.hidden_size * size, assignments * load.hidden_columns * size
-    away_pairs = load.assignments * load.away_rows / max(load.rows, 1)
+    token_rows, assignments, size = load.token_rows / degree, load.assignments / degree, load.element_size
+    row_bytes, hidden_bytes = token_rows * load.hidden_size * size, assignments * load.hidden_columns * size
+    away_pairs = load.assignments * load.away_rows / max(load.token_rows, 1)
     return {
         "exchange": lambda: costs.exchange(load.away_rows / degree * load.hidden_size * size),
         "pairs": lambda: costs.exchange(8 * away_pairs),
         "pair gradients": lambda: costs.exchange(4 * away_pairs),
-        "gather": lambda: costs.gather(rows),
-        "post": lambda: costs.post(rows),
-        "home sum": lambda: costs.combine_sum(rows),
+        "gather": lambda: costs.gather(token_rows),
+        "post": lambda: costs.post(token_rows),
+        "home sum": lambda: costs.combine_sum(token_rows),
         "prepare": lambda: costs.prepare(assignments),
         "regroup": lambda: costs.regroup(assignments),
         "forward": lambda: costs.forward(assignments),
@@ -229,7 +230,7 @@ def reference_scores(cases: list[Case]) -> Iterator[tuple[Plan, np.ndarray, np.n
     """Every plan with its forward and backward seconds [cases]."""
     reference = Reference(cases)
     for name, strategy in STRATEGIES.items():
-        offloads = "offload" in (strategy.rows, strategy.preactivations)
+        offloads = "offload" in (strategy.token_rows, strategy.preactivations)
         forwards = {
             (degree, other): reference.forward(name, degree, other)
             for degree, other in itertools.product(DEGREES, repeat=2)
@@ -265,11 +266,11 @@ def random_case(rng: random.Random) -> Case:
         return Curve((1.0, 2.0, 4.0, 8.0), tuple(rng.uniform(-100, 400) * pair_time for _ in range(4)))
 
     tokens = rng.choice((0, 1, 2, 7, 300, 4096, 16384))
-    rows = int(tokens * rng.uniform(0.5, 2.0))
-    away, assignments = int(rows * rng.choice((0.0, 0.5, 0.75, 1.0))), int(rows * rng.uniform(1.0, 4.0))
+    token_rows = int(tokens * rng.uniform(0.5, 2.0))
+    away, assignments = int(token_rows * rng.choice((0.0, 0.5, 0.75, 1.0))), int(token_rows * rng.uniform(1.0, 4.0))
     load = LayerLoad(
         tokens=tokens,
-        rows=rows,
+        token_rows=token_rows,
         away_rows=away,
         assignments=assignments,
         hidden_size=rng.choice((64, 512, 2048)),
@@ -407,7 +408,7 @@ def simple(exchange: Line = NOTHING, experts: float = 1e-6, **more: object) -> L
 
 def load_of(tokens: int = 1024, away: float = 1.0) -> LayerLoad:
     sizes: dict[str, Any] = {"hidden_size": 64, "hidden_columns": 256, "width": 128, "element_size": 4}
-    return LayerLoad(tokens=tokens, rows=tokens, away_rows=int(away * tokens), assignments=2 * tokens, **sizes)
+    return LayerLoad(tokens=tokens, token_rows=tokens, away_rows=int(away * tokens), assignments=2 * tokens, **sizes)
 
 
 def test_hand_computed_schedules() -> None:
@@ -516,7 +517,7 @@ def test_memory_of_strategies() -> None:
     assert memory_bytes(load, Plan(8, 8, "offload")) < memory_bytes(load, Plan(2, 2, "offload"))
     # Without assignments and rows only the output is left.
     empty = LayerLoad(
-        tokens=3, rows=0, away_rows=0, assignments=0, hidden_size=5, hidden_columns=8, width=4, element_size=2
+        tokens=3, token_rows=0, away_rows=0, assignments=0, hidden_size=5, hidden_columns=8, width=4, element_size=2
     )
     assert memory_bytes(empty, Plan()) == 3 * 5 * 2
 
@@ -552,7 +553,7 @@ def test_rounding_up_costs_at_most_a_step() -> None:
         rounded = rounded_up(load_of(tokens))
         for before, after in (
             (tokens, rounded.tokens),
-            (tokens, rounded.rows),
+            (tokens, rounded.token_rows),
             (tokens, rounded.away_rows),
             (2 * tokens, rounded.assignments),
         ):

@@ -67,12 +67,12 @@ def test_an_unknown_operation_is_refused_by_name() -> None:
             program.perform((Prefetch(),), lines, None, "schedule/")
 
 
-@pytest.mark.parametrize("copies", [False, True])
-def test_weights_off_the_device_are_there_before_they_are_read(copies: bool) -> None:
-    order = program.forward(4, STRATEGIES["keep"], copies, streamed=True)
-    reads = program.FetchCopies() if copies else Experts(0)
+@pytest.mark.parametrize("has_replicas", [False, True])
+def test_weights_off_the_device_are_there_before_they_are_read(has_replicas: bool) -> None:
+    order = program.forward(4, STRATEGIES["keep"], has_replicas, streamed=True)
+    reads = program.FetchReplicas() if has_replicas else Experts(0)
     assert order[0] == program.FetchExpert() and order.index(program.WaitExpert()) < order.index(reads)
-    order = program.backward(4, STRATEGIES["communicate"], 1, copies, streamed=True)
+    order = program.backward(4, STRATEGIES["communicate"], 1, has_replicas, streamed=True)
     assert order[0] == program.FetchExpert() and order[-1] == program.StoreExpert()
     assert order.index(program.WaitExpert()) == order.index(program.InputGrads(0)) - 1
 
@@ -112,6 +112,6 @@ def test_memory_of_a_call_on_one_rank(strategy: str, degrees: tuple[int, int]) -
 
     peak = tracked_peak(step, given.output_grad, (x, probs, given.routing_map), (fc1, fc2))
     shape = Shape(512, 8, 1, 2, 64, 96, gated=True, element_size=4)
-    load = shape.at_home(given.routing_map.sum(dim=0).tolist(), PlacementMap(8))
+    load = shape.at_primaries(given.routing_map.sum(dim=0).tolist(), PlacementMap(8))
     kept, forward, backward = footprint.local_bytes(load, plan)
     assert kept + max(forward, backward) == pytest.approx(peak, rel=0.1)

@@ -10,7 +10,7 @@ import torch
 
 from memory.pool import Workspace
 from moe import kernels, route
-from moe.kernels.elementwise import MAX_COLUMNS
+from moe.kernels.ops import MAX_COLUMNS
 from moe.placement_map import PlacementMap
 from moe.route import MAX_BYTE, MAX_SHORT
 from moe.router import LOGIT_ROWS, _choose, _Gate
@@ -30,7 +30,7 @@ def test_a_token_travels_once_to_each_rank() -> None:
     # 4 experts on 2 ranks: token 0 goes to both experts of rank 0, token 1 to one of each, token 2 nowhere.
     routing_map = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 1, 1]], dtype=torch.bool)
     choice = route.choose(routing_map, None)
-    sent = route.dispatch_order(choice, route.Places.at_home(choice, PlacementMap(4, 2)), [1, 2])
+    sent = route.dispatch_order(choice, route.Destinations.of_primaries(choice, PlacementMap(4, 2)), [1, 2])
     # Of each rank the rows, then the assignments: of one chunk, then of two.
     assert sent.counts.tolist() == [[[2, 2, 0], [3, 3, 0]], [[2, 1, 1], [3, 1, 2]]]
     assert sent.row_tokens(4, 6).tolist() == [0, 1, 1, 3]
@@ -46,8 +46,8 @@ def test_a_token_travels_once_to_each_rank() -> None:
 
 def test_chunks_of_what_two_ranks_send() -> None:
     # Rank 0 sends rows 0 (two assignments) | 1, rank 1 sends rows 0, 1 | 2; the bar stands between the chunks.
-    cut = route.ChunkOffsets(rows=[[1, 1], [2, 1]], assignments=[[2, 1], [2, 1]])
-    rows_in_rank, slots = torch.tensor([0, 0, 1, 0, 1, 2]), torch.tensor([0, 1, 0, 0, 1, 1])
+    cut = route.ChunkOffsets(token_rows=[[1, 1], [2, 1]], assignments=[[2, 1], [2, 1]])
+    rows_in_rank, slots_Q = torch.tensor([0, 0, 1, 0, 1, 2]), torch.tensor([0, 1, 0, 0, 1, 1])
     counts = torch.tensor([2, 1, 2, 1])
     shifts = torch.repeat_interleave(torch.tensor(route.received_shifts(cut)), counts)
     assert (rows_in_rank + shifts).tolist() == [0, 0, 0, 1, 2, 1]  # in their chunks
@@ -56,10 +56,14 @@ def test_chunks_of_what_two_ranks_send() -> None:
     bases = route.chunk_bases([4, 2], 2)
     assert bases == ([0, 2], [0, 4])
     of_chunk = torch.repeat_interleave(torch.tensor([base * 2 for base in bases]), counts, dim=1)
-    first, second = route.make_chunks(rows_in_rank + shifts, slots, [3, 2], slices, 2, of_chunk)
-    assert first.ids.tolist() == [0, 3, 1, 4] and first.rows.tolist() == [0, 1, 0, 2] and first.ends.tolist() == [2, 4]
+    first, second = route.make_chunks(rows_in_rank + shifts, slots_Q, [3, 2], slices, 2, of_chunk)
+    assert (
+        first.ids.tolist() == [0, 3, 1, 4]
+        and first.token_rows.tolist() == [0, 1, 0, 2]
+        and first.ends.tolist() == [2, 4]
+    )
     assert first.sums.index.tolist() == [0, 2, 1, 3] and first.sums.starts.tolist() == [0, 2, 3]
-    assert second.ids.tolist() == [2, 5] and second.rows.tolist() == [0, 1] and second.ends.tolist() == [1, 2]
+    assert second.ids.tolist() == [2, 5] and second.token_rows.tolist() == [0, 1] and second.ends.tolist() == [1, 2]
     assert second.sums.index.tolist() == [0, 1] and second.first_row == 3
     route.read_ends([first, second])
     assert (first.host_ends, second.host_ends) == ([2, 4], [1, 2])
@@ -68,7 +72,7 @@ def test_chunks_of_what_two_ranks_send() -> None:
 def test_returned_rows_are_added_up_in_the_order_sent() -> None:
     # Of tokens 0..3 in two chunks, to rank 0: 0, 1 | 2; to rank 1: 1 | 2, 3.
     cut, tokens = (
-        route.ChunkOffsets(rows=[[2, 1], [1, 2]], assignments=[[2, 1], [1, 2]]),
+        route.ChunkOffsets(token_rows=[[2, 1], [1, 2]], assignments=[[2, 1], [1, 2]]),
         torch.tensor([0, 1, 2, 1, 2, 3]),
     )
     shifts = torch.repeat_interleave(torch.tensor(route.sent_shifts(cut)), torch.tensor([2, 1, 1, 2]))
@@ -87,20 +91,20 @@ def test_stable_argsort(limit: int) -> None:
 def test_workspace_uses_memory_again() -> None:
     pool, like = Workspace(), torch.empty(0, dtype=torch.bfloat16)
     taken = pool.take((1000, 8), like)
-    place = taken.data_ptr()
-    assert pool.take((1000, 8), like).data_ptr() != place
+    address = taken.data_ptr()
+    assert pool.take((1000, 8), like).data_ptr() != address
     pool.give(taken)
-    assert pool.take((990, 8), like).data_ptr() == place
+    assert pool.take((990, 8), like).data_ptr() == address
     lent = pool.lend((300, 7), torch.empty(0))
-    place, row = lent.data_ptr(), lent[3]
+    address, row = lent.data_ptr(), lent[3]
     assert lent.shape == (300, 7) and lent.dtype == torch.float32
     del lent
     gc.collect()
     other = pool.lend((300, 7), torch.empty(0))
-    assert other.data_ptr() != place  # the row is still there
+    assert other.data_ptr() != address  # the row is still there
     del row
     gc.collect()
-    assert pool.lend((300, 7), torch.empty(0)).data_ptr() == place
+    assert pool.lend((300, 7), torch.empty(0)).data_ptr() == address
 
 
 @pytest.mark.parametrize("passed", [False, True])

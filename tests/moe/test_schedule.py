@@ -117,12 +117,12 @@ def test_an_experts_rows_at_the_ends_of_blocks(monkeypatch: pytest.MonkeyPatch, 
     """Experts compute whole STEP_ROWS and whole blocks, and one row less or more."""
     block = 3 * STEP_ROWS
     monkeypatch.setattr(blocks, "BLOCK_ROWS", block)
-    for rows in (end + more for end in (STEP_ROWS, block, 2 * block) for more in (-1, 0, 1)):
-        case = Case(num_tokens=rows, num_experts=1, top_k=1, hidden=hidden, width=4 * hidden)
+    for num_rows in (end + more for end in (STEP_ROWS, block, 2 * block) for more in (-1, 0, 1)):
+        case = Case(num_tokens=num_rows, num_experts=1, top_k=1, hidden=hidden, width=4 * hidden)
         case = with_dtype(case, dtype)
         for strategy in ("keep", "recompute"):
             actual = ours(case, problem(case), Plan(1, 1, strategy))
-            assert error_of_norms(actual, loop(case, problem(case))) < MOE[dtype], (rows, strategy)
+            assert error_of_norms(actual, loop(case, problem(case))) < MOE[dtype], (num_rows, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["keep", "recompute"])

@@ -25,32 +25,32 @@ NUMEL, SECOND = 32, 16  # of a slot, and where the second kind begins in it
 class _Shelf:
     """A tier whose weights of a layer are all the layer's number, and which writes down what it is asked for."""
 
-    adds_on_host: bool = False
+    sums_on_host: bool = False
     is_shared: bool = False
-    first: Sequence[int] = (0, SECOND)
+    kind_offsets: Sequence[int] = (0, SECOND)
     said: list[tuple[object, ...]] = field(default_factory=list)
     sums: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def bring(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
+    def bring(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         self.said.append(("bring", layer))
-        slot.fill_(layer)
+        layer_slot.fill_(layer)
         return [Completion.already()]
 
     def add(
-        self, layer: int, slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
+        self, layer: int, layer_slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
     ) -> Sequence[Completion]:
         self.said.append(("add", layer, is_first, is_last))
-        self.sums[layer] = slot.clone() if is_first else self.sums[layer] + slot
+        self.sums[layer] = layer_slot.clone() if is_first else self.sums[layer] + layer_slot
         return [Completion.already()]
 
-    def sum_to(self, layer: int, slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
+    def sum_to(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         self.said.append(("sum_to", layer))
-        slot.copy_(self.sums[layer])
+        layer_slot.copy_(self.sums[layer])
         return [Completion.already()]
 
-    def finish(self, layer: int, slot: torch.Tensor) -> Sequence[Completion]:
+    def finish(self, layer: int, layer_slot: torch.Tensor) -> Sequence[Completion]:
         self.said.append(("finish", layer))
-        self.sums[layer] = slot.clone()
+        self.sums[layer] = layer_slot.clone()
         return [Completion.already()]
 
 
@@ -60,8 +60,8 @@ def _visits(layers: int, micro_batches: int, forward_only: bool) -> list[int]:
     return [layer for layer, _ in itertools.groupby([*range(layers), *back] * micro_batches)]
 
 
-def _stream(shelf: _Shelf, layers: int, slots: tuple[int, int] = (2, 2)) -> ExpertStream:
-    return ExpertStream(shelf, CPU, torch.float32, NUMEL, slots, partial(_visits, layers))
+def _stream(shelf: _Shelf, layers: int, num_slots: tuple[int, int] = (2, 2)) -> ExpertStream:
+    return ExpertStream(shelf, CPU, torch.float32, NUMEL, num_slots, partial(_visits, layers))
 
 
 def _layer(stream: ExpertStream, number: int) -> StreamedExperts:
@@ -78,19 +78,19 @@ def _use(stream: ExpertStream, number: int) -> None:
     assert bool((slab.fc1 == number).all()) and bool((slab.fc2 == number).all())
 
 
-@pytest.mark.parametrize(("layers", "micro_batches", "slots"), itertools.product([2, 3, 6], [1, 3], [1, 2, 3, 6]))
-def test_weights_come_as_often_as_the_plan_says_and_never_late(layers: int, micro_batches: int, slots: int) -> None:
-    stream, first = _stream(_Shelf(), layers, (slots, 2)), 0
+@pytest.mark.parametrize(("layers", "micro_batches", "num_slots"), itertools.product([2, 3, 6], [1, 3], [1, 2, 3, 6]))
+def test_weights_come_as_often_as_the_plan_says_and_never_late(layers: int, micro_batches: int, num_slots: int) -> None:
+    stream, first = _stream(_Shelf(), layers, (num_slots, 2)), 0
     for forward_only in (False, True):
         before = stream.counts.fetched
         stream.begin_passes(micro_batches, forward_only)
         order = _visits(layers, micro_batches, forward_only)
         for number in order:
             _use(stream, number)
-        assert stream.counts.fetched - before == len(slot_fills(order, slots)), forward_only
+        assert stream.counts.fetched - before == len(slot_fills(order, num_slots)), forward_only
         first += 1
     # One slot has its next layer only once it is left; the first of all comes when passes begin.
-    assert stream.counts.asked == (0 if slots > 1 else stream.counts.fetched - first)
+    assert stream.counts.asked == (0 if num_slots > 1 else stream.counts.fetched - first)
 
 
 def test_another_order_asks_for_weights_when_they_are_used() -> None:
@@ -120,24 +120,24 @@ def test_what_a_copy_raised_is_raised_where_weights_are_used() -> None:
     experts.open()
     failed = Completion()
     failed.finish(error=OSError(5, "the disk is gone"))
-    stream.slots[0].there = stream.slots[1].there = [failed]
+    stream.weight_slots[0].there = stream.weight_slots[1].there = [failed]
     with pytest.raises(OSError, match="the disk is gone"):
         experts.wait()
 
 
-@pytest.mark.parametrize(("adds_on_host", "is_shared"), [(False, False), (True, False), (True, True)])
-def test_gradients_of_micro_batches_and_copies_add_up(adds_on_host: bool, is_shared: bool) -> None:
-    shelf, micro_batches = _Shelf(adds_on_host, is_shared), 3
+@pytest.mark.parametrize(("sums_on_host", "is_shared"), [(False, False), (True, False), (True, True)])
+def test_gradients_of_micro_batches_and_copies_add_up(sums_on_host: bool, is_shared: bool) -> None:
+    shelf, micro_batches = _Shelf(sums_on_host, is_shared), 3
     stream = _stream(shelf, 2)
     stream.begin_passes(micro_batches, forward_only=False)
     shelf.said.clear()
     draw, expected = torch.Generator().manual_seed(0), torch.zeros(NUMEL)
     for _ in range(micro_batches):
         grads = [torch.randn(shape, generator=draw) for shape in SHAPES]
-        for start, grad in zip(shelf.first, grads, strict=True):
+        for start, grad in zip(shelf.kind_offsets, grads, strict=True):
             expected[start : start + grad.numel()] += grad.reshape(-1)
         arrived: Arrived = []
-        if not adds_on_host:  # what comes of a copy of expert 1: all its matrices, one after the other
+        if not sums_on_host:  # what comes of a copy of expert 1: all its matrices, one after the other
             record = torch.randn(12, generator=draw)
             expected[6:12] += record[:6]
             expected[SECOND + 6 : SECOND + 12] += record[6:]
@@ -149,4 +149,4 @@ def test_gradients_of_micro_batches_and_copies_add_up(adds_on_host: bool, is_sha
         (True, False): [("add", 1, True, False), ("add", 1, False, False), ("add", 1, False, True)],
         (True, True): [("add", 1, True, False), ("add", 1, False, False), ("sum_to", 1), ("finish", 1)],
     }
-    assert shelf.said == ends[adds_on_host, is_shared]
+    assert shelf.said == ends[sums_on_host, is_shared]

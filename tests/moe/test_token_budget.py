@@ -62,7 +62,7 @@ def test_wrong_values(value: str) -> None:
 @pytest.mark.parametrize("stride", [1, 2, 3, 7, 16])
 @pytest.mark.parametrize("tokens", [0, 1, 6, 7, 16])
 def test_chunks_take_every_kth_token(tokens: int, stride: int) -> None:
-    turns = route.turns(tokens, stride, torch.device("cpu")).tolist()
+    turns = route.strided_order(tokens, stride, torch.device("cpu")).tolist()
     assert turns == [token for first in range(stride) for token in range(first, tokens, stride)]
     if tokens % stride == 0:
         cut = route.boundaries(tokens, stride)
@@ -126,12 +126,13 @@ def test_no_receive_buffer_is_beyond_the_bound() -> None:
 
 def test_the_plan_prints_the_bound() -> None:
     from simulator.run_plan import make_plan
-    from simulator.text import size, text
+    from simulator.sizes import format_size
+    from simulator.text import text
 
     config = make_config([MOE_TINY, "parallel.expert=2", "moe.token_budget=48", "plan=true"], 2)
     bound = 2 * 2 * config.moe.top_k * -(-128 // 3) * config.model.hidden_size * 4
     assert derived.dispatch_bound(config) == bound
-    assert f"never takes more than {size(bound)}," in text(make_plan(config, 2, 1024))
+    assert f"never takes more than {format_size(bound)}," in text(make_plan(config, 2, 1024))
     alone = make_config([MOE_TINY, "plan=true"])
     assert "never takes more than" not in text(make_plan(alone, 1, 1024))
 

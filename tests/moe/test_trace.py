@@ -69,12 +69,12 @@ def frames_of(path: Path) -> list[int]:
     return [*found, position]
 
 
-@pytest.mark.parametrize("place", [0, 3, 4, 7, 8, 9, 40, -1])  # in the length, the checksum, the payload
-def test_a_flipped_byte_costs_its_step_and_is_said(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("position", [0, 3, 4, 7, 8, 9, 40, -1])  # in the length, the checksum, the payload
+def test_a_flipped_byte_costs_its_step_and_is_said(tmp_path: Path, position: int) -> None:
     path = tmp_path / "trace"
     write(path, range(1, 6))
     starts, data = frames_of(path), bytearray(path.read_bytes())
-    data[starts[2] + place if place >= 0 else starts[3] - 1] ^= 0x41
+    data[starts[2] + position if position >= 0 else starts[3] - 1] ^= 0x41
     path.write_bytes(data)
     said: list[str] = []
     found = dict(read(path, said.append))
@@ -116,8 +116,8 @@ def test_any_damage_is_a_line_and_no_traceback(tmp_path: Path) -> None:
     data, rng = path.read_bytes(), np.random.default_rng(0)
     for _ in range(150):
         damaged = bytearray(data)
-        for place in rng.integers(0, len(data), rng.integers(1, 9)):
-            damaged[place] = rng.integers(256)
+        for position in rng.integers(0, len(data), rng.integers(1, 9)):
+            damaged[position] = rng.integers(256)
         path.write_bytes(damaged[: rng.integers(1, len(data) + 1)])
         said: list[str] = []
         try:

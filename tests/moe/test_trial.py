@@ -9,8 +9,7 @@ import pytest
 from moe.chunk_plan import Plan, pass_plans
 from moe.planning.costs import CallPrediction, Decision, Limits
 from moe.planning.footprint import memory_bytes
-from moe.planning.planner import Planner
-from moe.planning.search import CLOSE, all_plans, best_plan, close_plans, predict, total
+from moe.planning.planner import CLOSE, Planner, all_plans, best_plan, close_plans, predict, total
 from moe.planning.trial import PlanChoice, Trial, TrialPolicy
 from parallel.costs.models import Line
 from tests.moe.test_planner import load_of, random_case, simple
@@ -70,12 +69,12 @@ def test_the_fastest_passes_win_whatever_the_layers_and_the_noise() -> None:
             scales = [scale * speed * rng.uniform(0.999, 1.001) for scale in layers]
             trial.took([(scale * forward[plan.degree], scale * 2 * backward[plan.backward_degree]) for scale in scales])
         factors = trial.factors("flat")
-        for part, (name, true) in enumerate((("forward", forward), ("backward", backward))):
+        for index, (name, true) in enumerate((("forward", forward), ("backward", backward))):
             expected = {}
             for _, decision in choices:
-                pass_plan = pass_plans(decision.plan)[part]
+                pass_plan = pass_plans(decision.plan)[index]
                 assert pass_plan.name == name
-                predicted = (decision.prediction.forward, decision.prediction.backward)[part]
+                predicted = (decision.prediction.forward, decision.prediction.backward)[index]
                 expected[pass_plan.degree] = factors[pass_plan] * predicted
             assert true[min(expected, key=expected.__getitem__)] <= 1.005 * min(true.values())
 

@@ -39,19 +39,19 @@ def measured_and_exact(config: Config) -> tuple[float, dict[str, float], dict[st
         main.grad = torch.randn(main.shape, generator=generator) ** 5
     for chunk in model.bare_chunks:
         for name, parameter in chunk.named_parameters():
-            part = "embedding" if "embedding" in name else "rest"
-            exact[part] = exact.get(part, 0.0) + float(
+            component = "embedding" if "embedding" in name else "rest"
+            exact[component] = exact.get(component, 0.0) + float(
                 getattr(parameter, "main_param", parameter).grad.double().square().sum()
             )
-    return norms.take(norms.squares()), norms.by_part, exact
+    return norms.take(norms.squares()), norms.by_component, exact
 
 
 def test_norms_of_a_large_embedding() -> None:
     """torch's own norm of this many heavy-tailed numbers is off by 1e-5 and more on a CPU."""
     overrides = ["model.hidden_size=128", "optimizer.distributed=false"]
-    norm, by_part, exact = on_one_rank(measured_and_exact, small("gpt_tiny", *overrides))
+    norm, by_component, exact = on_one_rank(measured_and_exact, small("gpt_tiny", *overrides))
     assert norm == pytest.approx(sum(exact.values()) ** 0.5, rel=1e-6)
-    assert by_part["embedding"] == pytest.approx(exact["embedding"] ** 0.5, rel=1e-6)
+    assert by_component["embedding"] == pytest.approx(exact["embedding"] ** 0.5, rel=1e-6)
 
 
 def test_digits_add_up_to_the_same_bits_in_any_order() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.schema import OptimizerConfig
-from optim.schedule import learning_rate
+from optim.optimizer import learning_rate
 
 pytestmark = pytest.mark.fast
 

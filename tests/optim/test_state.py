@@ -31,15 +31,15 @@ def states_of(model: Any) -> list[Box]:
     return [(tensor.key, tensor.global_shape, tensor.global_offset, tensor.data.clone()) for tensor in tensors]
 
 
-def assemble(parts: list[Box]) -> dict[str, torch.Tensor]:
+def assemble(owned_boxes: list[Box]) -> dict[str, torch.Tensor]:
     """The global tensors that the boxes of all ranks make up, each element once."""
     whole: dict[str, torch.Tensor] = {}
-    for key, shape, offset, data in parts:
+    for key, shape, offset, data in owned_boxes:
         target = whole.setdefault(key, torch.full(shape, torch.nan))
         data = data[(None,) * (len(shape) - data.dim())]
-        place = target[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))]
-        assert place.isnan().all() and data.dtype == torch.float32, key
-        place.copy_(data)
+        region = target[tuple(slice(o, o + n) for o, n in zip(offset, data.shape, strict=True))]
+        assert region.isnan().all() and data.dtype == torch.float32, key
+        region.copy_(data)
     assert not any(value.isnan().any() for value in whole.values())
     return whole
 
@@ -81,8 +81,8 @@ def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...]) -> None:
         for end in range(start + 1, count + 1):
             cut = list(boxes(shape, start, end))
             assert len(cut) <= max(1, 2 * len(shape) - 1)
-            parts = [numbers[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten() for box in cut]
-            assert torch.equal(torch.cat(parts), torch.arange(start, end))
+            elements = [numbers[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten() for box in cut]
+            assert torch.equal(torch.cat(elements), torch.arange(start, end))
 
 
 def save_and_restore(config: Any) -> dict[str, Any]:
@@ -136,7 +136,8 @@ def test_restored_state_steps_on_as_the_original(precision: str, sharded: str) -
 
 def fresh_states(config: Any) -> tuple[list[Box], int, list[Box], int]:
     """State and step count before the first step; and of a model that took one and is put back to before it."""
-    from optim.state import allocate, scaler_state, steps_taken
+    from optim.state import allocate, steps_taken
+    from parallel.megatron.optimizer import scaler_state
     from training.step import train_step
 
     model = build(config)
@@ -167,7 +168,7 @@ def test_rate_and_decay_reach_every_group() -> None:
 
 
 def groups_after(config: Any) -> list[tuple[float, float]]:
-    from optim.build import param_groups, set_learning_rate
+    from optim.optimizer import param_groups, set_learning_rate
 
     model = build(config)
     config.optimizer.warmup_steps = 2

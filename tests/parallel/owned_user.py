@@ -36,37 +36,37 @@ class _Gathered(torch.autograd.Function):
     owner by itself."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.part, ctx.group = part, group
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.detach(), group=group)
-        return torch.cat(parts)
+    def forward(ctx: Any, shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.shard, ctx.group = shard, group
+        shards = [torch.empty_like(shard) for _ in range(group.size())]
+        dist.all_gather(shards, shard.detach(), group=group)
+        return torch.cat(shards)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None]:
         whole = grads[0].float()
         dist.all_reduce(whole, group=ctx.group)
-        ctx.part.owned.add_grad(whole.chunk(ctx.group.size())[ctx.group.rank()])
+        ctx.shard.owned.add_grad(whole.chunk(ctx.group.size())[ctx.group.rank()])
         return None, None
 
 
 def take(chunk: torch.nn.Module, group: dist.ProcessGroup, user: str) -> None:
     """Own the chunk's MATRIX, of which this rank keeps its part, and VECTOR."""
-    from parallel.owned import PartBox, own
+    from parallel.owned import ShardBox, own
 
     layer = chunk.get_submodule(MATRIX)
     if user in ("whole", "narrow"):
         own(layer.weight, group, grad_dtype=torch.float32 if user == "whole" else torch.bfloat16)
     else:
         whole = layer.weight.detach()
-        part = torch.nn.Parameter(whole.chunk(group.size())[group.rank()].clone())
+        shard = torch.nn.Parameter(whole.chunk(group.size())[group.rank()].clone())
         for name, value in vars(layer.weight).items():  # Megatron's marks
-            setattr(part, name, value)
-        layer.weight = part
-        own(part, None, box=PartBox(tuple(whole.shape), (group.rank() * len(part), 0)))
+            setattr(shard, name, value)
+        layer.weight = shard
+        own(shard, None, box=ShardBox(tuple(whole.shape), (group.rank() * len(shard), 0)))
 
         def gather(module: torch.nn.Module, *_: Any) -> None:
-            vars(module)["weight"] = _Gathered.apply(part, group)  # hides the parameter
+            vars(module)["weight"] = _Gathered.apply(shard, group)  # hides the parameter
 
         def forget(module: torch.nn.Module, *_: Any) -> None:
             del vars(module)["weight"]
@@ -105,7 +105,7 @@ def train(training: Training, first: int, last: int) -> Numbers:
     for step in range(first, last + 1):
         result = train_step(engine, batches_of(training.config, step)[data.rank :: data.size], step)
         found.append((result.loss, result.grad_norm, result.updated))
-    engine.settle()
+    engine.synchronize()
     if training.folder is not None:
         saver = Saver(training.config, engine.host_link)
         text = state(engine, Progress(last, 0), {})
@@ -134,9 +134,9 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
                     continue
                 value = file.get_tensor(name)
                 value = value[(None,) * (len(entry.global_shape) - value.dim())]
-                place = tuple(slice(o, o + n) for o, n in zip(entry.offset, value.shape, strict=True))
-                whole.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=value.dtype))[place] = value
-                filled.setdefault(entry.key, torch.zeros(entry.global_shape))[place] += 1
+                slices = tuple(slice(o, o + n) for o, n in zip(entry.offset, value.shape, strict=True))
+                whole.setdefault(entry.key, torch.zeros(entry.global_shape, dtype=value.dtype))[slices] = value
+                filled.setdefault(entry.key, torch.zeros(entry.global_shape))[slices] += 1
     assert all((count == 1).all() for count in filled.values())
     return whole
 

@@ -49,7 +49,7 @@ def test_what_the_user_has_set_stays() -> None:
         before = dict(environment)
         card.set_environment(make_config(tensor=2), environment)
         assert environment == before
-        assert "CUDA_DEVICE_MAX_CONNECTIONS 4; allocator max_split_size_mb:128" in card.in_words(
+        assert "CUDA_DEVICE_MAX_CONNECTIONS 4; allocator max_split_size_mb:128" in card.describe(
             make_config(), environment
         )
 
@@ -97,8 +97,8 @@ class Joined(Exception):
 def test_nccl_is_told_the_device(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
 
-    def join(backend: str, **place: Any) -> None:
-        said.append((backend, place.get("device_id")))
+    def join(backend: str, **options: Any) -> None:
+        said.append((backend, options.get("device_id")))
         raise Joined
 
     device = torch.device("cuda", 0)

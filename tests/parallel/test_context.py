@@ -7,7 +7,7 @@ import torch
 
 from configs import derived
 from configs.schema import Config, ModelConfig, MoEConfig, ParallelConfig, TrainingConfig
-from parallel.context import ALONG_THE_SEQUENCE, all_rows, cut_batch, position_ids
+from models.attention.sequence_rows import ALONG_THE_SEQUENCE, cut_batch, gather_rows, position_ids
 from parallel.topology import initialize
 from tests.distributed import run
 
@@ -25,24 +25,24 @@ def test_a_cut_batch_is_one_sample_of_its_rows() -> None:
         **{name: 100 * i + number for i, name in enumerate(ALONG_THE_SEQUENCE)},
         "sentence_label": torch.arange(SAMPLES),
     }
-    rows = torch.tensor([1, 0, 9, 23])  # in their own order, of several samples
-    cut = cut_batch(batch, rows)
+    sequence_rows = torch.tensor([1, 0, 9, 23])  # in their own order, of several samples
+    cut = cut_batch(batch, sequence_rows)
     for i, name in enumerate(ALONG_THE_SEQUENCE):
-        assert cut[name].tolist() == [[100 * i + row for row in rows.tolist()]], name
+        assert cut[name].tolist() == [[100 * i + row for row in sequence_rows.tolist()]], name
     assert cut["sentence_label"] is batch["sentence_label"] and cut.keys() == batch.keys()
 
 
 def gathered(size: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-    """What a rank has of all rows, once each has put its own in."""
+    """Return the values of all rows that a rank gathers, and its own rows."""
     context = initialize(Config(parallel=ParallelConfig(context=size))).context
     order = torch.randperm(SAMPLES * LENGTH, generator=torch.Generator().manual_seed(0))
-    rows = order.chunk(size)[context.rank]
-    return all_rows(_row_values(rows).to(dtype), rows, context, SAMPLES), rows.tolist()
+    sequence_rows = order.chunk(size)[context.rank]
+    return gather_rows(_row_values(sequence_rows).to(dtype), sequence_rows, context, SAMPLES), sequence_rows.tolist()
 
 
-def _row_values(rows: torch.Tensor) -> torch.Tensor:
-    """Something of each row that says which it is: `[r, 2]`."""
-    return torch.stack([rows, -rows], dim=1)
+def _row_values(sequence_rows: torch.Tensor) -> torch.Tensor:
+    """Return values that identify each row: `[r, 2]`."""
+    return torch.stack([sequence_rows, -sequence_rows], dim=1)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -52,7 +52,7 @@ def test_all_ranks_have_all_rows_in_the_order_of_the_micro_batch(size: int, dtyp
     expected = _row_values(torch.arange(SAMPLES * LENGTH)).to(dtype).view(SAMPLES, LENGTH, 2)
     for whole, _ in found:
         assert whole.dtype == dtype and torch.equal(whole, expected)
-    assert sorted(row for _, rows in found for row in rows) == list(range(SAMPLES * LENGTH))
+    assert sorted(row for _, sequence_rows in found for row in sequence_rows) == list(range(SAMPLES * LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from parallel.costs import measure as measuring
 from parallel.costs.cache import cached, hardware_key, layout_key
-from parallel.costs.files import cache_path
+from parallel.costs.cache_files import cache_path
 from parallel.costs.measure import measure, measure_copies, measure_curve, measure_line, measure_slowdown
 from parallel.costs.models import Curve, Line, fit_curve, fit_line
 
@@ -268,7 +268,7 @@ def test_what_no_longer_holds_is_measured_again(tmp_path: Path, caplog: pytest.L
     assert _made(tmp_path, {"beta": 4}) == ({"beta": 2}, False)
 
 
-def test_keys_tell_machines_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_distinguish_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     key = hardware_key(CPU)
     assert key["torch"] == torch.__version__ and key["threads"] == torch.get_num_threads() and key["processor"]
     assert layout_key(None) == {"group_size": 1}

@@ -43,13 +43,13 @@ def _measure_on_rank(folder: str) -> tuple[str, str, int]:
         slept = measure_curve(lambda n: lambda: time.sleep(0.001 * n * (1 + rank)), [1, 2], CPU, group, 0.05)
         square = torch.ones(128, 128)
         slowdown = measure_slowdown(lambda: torch.mm(square, square), communicate, CPU, group, 0.05)
-        copies = measure_copies([4096, 65536], CPU, group, 0.05)
+        copy_lines = measure_copies([4096, 65536], CPU, group, 0.05)
         assert slept(2) >= 0.002 * size and 1.0 <= min(slowdown)
         return {
             "line": [line.alpha, line.beta, line.r2],
             "slept": slept.seconds,
             "slowdown": slowdown,
-            "copies": repr(copies),
+            "copies": repr(copy_lines),
         }
 
     key = {"layout": layout_key(group)}

@@ -1,4 +1,4 @@
-"""Dropout by place: what a layer drops follows from its step, micro-batch and rows, in whatever order passes come."""
+"""Dropout seeded by position: a layer's mask depends on step, micro-batch and rows, not on the order of passes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ DROPOUT = ("model.hidden_dropout=0.5", "model.attention_dropout=0.5")
 PASSES = [(step, micro_batch) for step in (1, 2) for micro_batch in (0, 1)]
 
 
-def test_every_part_of_the_place_makes_another_seed() -> None:
-    places = list(itertools.product((0, 1234), (1, 12), range(13), range(12), ("context 0", "context 0 tensor 0")))
-    seeds = {seed_of(*place) for place in places}
-    assert len(seeds) == len(places) and all(0 <= seed < 2**63 for seed in seeds)
+def test_every_component_of_the_position_makes_another_seed() -> None:
+    positions = list(itertools.product((0, 1234), (1, 12), range(13), range(12), ("context 0", "context 0 tensor 0")))
+    seeds = {seed_of(*position) for position in positions}
+    assert len(seeds) == len(positions) and all(0 <= seed < 2**63 for seed in seeds)
 
 
 def drawn(config: Config) -> dict[str, Any]:

@@ -44,8 +44,8 @@ def test_the_experts_functions_are_one_graph_for_all_sizes(activation: str, dtyp
         _is_one_graph(
             function,
             [
-                (activation, *(torch.randn(rows, width).to(dtype) for width in widths), torch.rand(rows))
-                for rows in (5, 7, 40)
+                (activation, *(torch.randn(num_rows, width).to(dtype) for width in widths), torch.rand(num_rows))
+                for num_rows in (5, 7, 40)
             ],
         )
 
@@ -61,9 +61,9 @@ def test_a_models_functions_are_one_graph_for_all_sizes(turning: int, dtype: tor
         return rotary.tables(torch.randn(s, 1, 1, turning), dtype)
 
     _is_one_graph(rotary._split_forward, [(heads(s, b, 5), *tables(s)) for s, b in sizes])
-    parts = [(heads(s, b, 3), heads(s, b, 1), heads(s, b, 1), *tables(s)) for s, b in sizes]
-    _is_one_graph(rotary._split_backward, parts)
-    for function in (rotary._turned, rotary._turned_back):
+    inputs = [(heads(s, b, 3), heads(s, b, 1), heads(s, b, 1), *tables(s)) for s, b in sizes]
+    _is_one_graph(rotary._split_backward, inputs)
+    for function in (rotary._rotated, rotary._rotated_back):
         _is_one_graph(function, [(heads(s, b, 3), *tables(s)) for s, b in sizes])
     both = [(torch.randn(s, b, 16).to(dtype), torch.randn(s, b, 8).to(dtype)) for s, b in sizes]
     _is_one_graph(swiglu.swiglu_forward, [given[:1] for given in both])

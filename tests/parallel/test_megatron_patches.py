@@ -171,8 +171,8 @@ def gather_rows(sizes: list[int]) -> tuple[list[float], list[float]]:
 
     apply_patches("cpu")
     rank = dist.get_rank()
-    rows = torch.full((sizes[rank], 2), float(rank + 1))
-    uneven = mappings._gather_along_first_dim(rows, dist.group.WORLD, sizes)
+    matrix_rows = torch.full((sizes[rank], 2), float(rank + 1))
+    uneven = mappings._gather_along_first_dim(matrix_rows, dist.group.WORLD, sizes)
     assert uneven.shape == (sum(sizes), 2)
     even = mappings._gather_along_first_dim(torch.full((2, 2), float(rank)), dist.group.WORLD)
     return uneven[:, 0].tolist(), even[:, 0].tolist()
@@ -226,7 +226,7 @@ def gather_many(rounds: int, asynchronous: bool) -> list[list[float]]:
             pending.append(block)
         for block in pending:
             block.wait()
-    return [[float(part[0]) for part in buffer.chunk(size)] for buffer in buffers]
+    return [[float(chunk[0]) for chunk in buffer.chunk(size)] for buffer in buffers]
 
 
 @pytest.mark.parametrize(("ranks", "rounds", "asynchronous"), [(1, 10_000, True), (2, 3_000, True), (2, 200, False)])

@@ -14,8 +14,8 @@ import torch
 from benchmarks import offload_parity
 from configs.schema import Config
 from tests import distributed
-from tests.optim.tiers import parity, test_parity
-from tests.optim.tiers.parity import Variant
+from tests.optim.offload import parity, test_parity
+from tests.optim.offload.parity import Variant
 from tests.parallel.owned_user import (
     Numbers,
     Training,
@@ -200,13 +200,13 @@ def test_a_closed_model_is_gone() -> None:
 
 
 def test_what_cannot_be_owned_is_refused() -> None:
-    from parallel.owned import PartBox, own
+    from parallel.owned import ShardBox, own
 
     weight = torch.nn.Parameter(torch.zeros(4, 3))
     for shape, offset in (((8, 3), (5, 0)), ((8,), (0,)), ((8, 2), (0, 0)), ((8, 3), (-1, 0))):
         with pytest.raises(ValueError, match="does not fit"):
-            own(weight, None, box=PartBox(shape, offset))
-    own(weight, None, box=PartBox((8, 3), (4, 0)))
+            own(weight, None, box=ShardBox(shape, offset))
+    own(weight, None, box=ShardBox((8, 3), (4, 0)))
     for refused in (weight, torch.nn.Parameter(torch.zeros(2), requires_grad=False)):
         with pytest.raises(ValueError, match="is owned already, or needs no gradient"):
             own(refused, None)

@@ -20,7 +20,7 @@ def make_config(**sizes: Any) -> Config:
 AXES = ("tensor", "context", "data", "data_context", "pipeline", "expert", "expert_tensor", "expert_data")
 
 
-def place(config: Config) -> dict[str, Any]:
+def coordinates_of_rank(config: Config) -> dict[str, Any]:
     """What this rank's topology says: scalars, and of each axis (rank, size, ranks of its group)."""
     found = topology.initialize(config)
     axes = {name: getattr(found, name) for name in AXES}
@@ -68,11 +68,11 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_of_a_layout(layout: str) -> None:
-    sizes, groups, places = LAYOUTS[layout]
-    results = distributed.run(place, 4, make_config(**sizes))
+    sizes, groups, coordinates = LAYOUTS[layout]
+    results = distributed.run(coordinates_of_rank, 4, make_config(**sizes))
     assert {name: results[0]["axes"][name][2] for name in groups} == groups
     found = [result["axes"] for result in results]
-    assert [tuple(axes[name][0] for name in ("tensor", "pipeline", "data", "expert")) for axes in found] == places
+    assert [tuple(axes[name][0] for name in ("tensor", "pipeline", "data", "expert")) for axes in found] == coordinates
     for i, result in enumerate(results):
         assert (result["rank"], result["world_size"], result["device"]) == (i, 4, torch.device("cpu")) and result[
             "megatron"
@@ -106,7 +106,7 @@ def test_dropout_streams() -> None:
 
 def test_world_that_does_not_fit() -> None:
     with pytest.raises(distributed.RankError) as caught:
-        distributed.run(place, 3, make_config(tensor=2))
+        distributed.run(coordinates_of_rank, 3, make_config(tensor=2))
     assert isinstance(caught.value.__cause__, ConfigError)
     assert "world size (3) must be divisible by parallel.tensor x pipeline x context (2 x 1 x 1 = 2)" in str(
         caught.value.__cause__

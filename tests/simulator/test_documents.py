@@ -1,4 +1,4 @@
-"""Operations of a step whose documents are separate: what the plan says for its pairs, and what torch counts."""
+"""Operations of a step with separate documents: those that the plan has for its pairs, and those that torch counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.plan_accuracy import _formulas
 from configs.schema import Config
-from data.pieces import attended_pairs, share_of
+from data.document_lengths import attended_pairs, share_of
 from simulator.flops import executed_flops_per_token
 from tests import distributed
 from tests.training.helpers import make_config
@@ -27,11 +27,11 @@ SIZES = [
 
 
 def positions_of(mean: int) -> torch.Tensor:
-    """Positions int64 [2, LENGTH] of documents of so many tokens in the mean, of all lengths."""
+    """Return positions int64 [2, LENGTH] of documents of all lengths with this mean."""
     lengths = np.random.default_rng(mean).geometric(1 / mean, 2 * LENGTH)
-    places = np.arange(lengths.sum())
-    in_document = places - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return torch.from_numpy(np.minimum(in_document, places % LENGTH)[: 2 * LENGTH].reshape(2, LENGTH))
+    token_numbers = np.arange(lengths.sum())
+    in_document = token_numbers - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return torch.from_numpy(np.minimum(in_document, token_numbers % LENGTH)[: 2 * LENGTH].reshape(2, LENGTH))
 
 
 def counted(config: Config, means: list[int]) -> list[float]:

@@ -27,30 +27,30 @@ SIDEWAYS = Weight("mlp.side.weight", (8, 8), "matrix", (Split(0, "sideways"),))
 LINEAR = ModelOperation("linear", "mlp.new", ("state",), (Tensor("new", 8),))
 
 
-def _parameters(config: Config, part: blueprint.Part) -> Any:
-    return parameters.parameters(config, part, 1000)
+def _parameters(config: Config, chunk: blueprint.ModelChunk) -> Any:
+    return parameters.parameters(config, chunk, 1000)
 
 
-def _flops(config: Config, part: blueprint.Part) -> Any:
+def _flops(config: Config, chunk: blueprint.ModelChunk) -> Any:
     return flops.forward_operations(config, 1000)
 
 
-def _communication(config: Config, part: blueprint.Part) -> Any:
-    return communication.of_operations(config, 1000, part, "cpu")
+def _communication(config: Config, chunk: blueprint.ModelChunk) -> Any:
+    return communication.micro_batch_bytes(config, 1000, chunk, "cpu")
 
 
-def _memory(config: Config, part: blueprint.Part) -> Any:
-    return Activations(config, 1000, "cpu").profile(part)
+def _memory(config: Config, chunk: blueprint.ModelChunk) -> Any:
+    return Activations(config, 1000, "cpu").profile(chunk)
 
 
-CASES: list[tuple[Callable[[Config, blueprint.Part], Any], ModelOperation, str]] = [
+CASES: list[tuple[Callable[[Config, blueprint.ModelChunk], Any], ModelOperation, str]] = [
     (_flops, STRANGE, "flops does not know the kind of operation of self_attention.far 'attend_far'"),
     (_flops, replace(LINEAR, name="elsewhere"), "flops does not know the operation 'elsewhere'"),
     (_memory, STRANGE, "memory does not know the kind of operation of self_attention.far 'attend_far'"),
     (_memory, replace(LINEAR, weights=(SHEAR,)), "memory does not know the kind of weight of mlp.shear.weight 'shear'"),
     (_memory, replace(LINEAR, weights=(SIDEWAYS,)), "does not know the axis of mlp.side.weight 'sideways'"),
     (_memory, replace(LINEAR, outputs=(Tensor("new", 8, axis="up"),)), "does not know the axis of new 'up'"),
-    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, rows="pages"),)), "does not know the rows of new 'pages'"),
+    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, row_kind="pages"),)), "does not know the rows of new 'pages'"),
     (_parameters, replace(LINEAR, weights=(SHEAR,)), "parameters does not know the kind of weight"),
     (_parameters, replace(LINEAR, weights=(SIDEWAYS,)), "does not know the axis of mlp.side.weight 'sideways'"),
     (
@@ -69,13 +69,13 @@ CASES: list[tuple[Callable[[Config, blueprint.Part], Any], ModelOperation, str]]
 @pytest.mark.parametrize(("fold", "operation", "message"), CASES, ids=[case[2] for case in CASES])
 def test_folds_name_what_they_do_not_know(
     monkeypatch: pytest.MonkeyPatch,
-    fold: Callable[[Config, blueprint.Part], Any],
+    fold: Callable[[Config, blueprint.ModelChunk], Any],
     operation: ModelOperation,
     message: str,
 ) -> None:
     config = compose(["experiment=gpt_tiny", "training.device=cpu"])
-    part = blueprint.whole(config)
-    fold(config, part)
+    chunk = blueprint.whole_model(config)
+    fold(config, chunk)
     real = blueprint.blocks
 
     def with_one_more(*arguments: Any) -> list[Block]:
@@ -85,7 +85,7 @@ def test_folds_name_what_they_do_not_know(
 
     monkeypatch.setattr(blueprint, "blocks", with_one_more)
     with pytest.raises(ValueError, match=message.replace(".", r"\.")):
-        fold(config, part)
+        fold(config, chunk)
 
 
 PROGRAM = """

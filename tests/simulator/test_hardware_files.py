@@ -12,8 +12,7 @@ import yaml
 
 from configs import hardware_files
 from configs.schema import ConfigError
-from simulator.clock import files
-from simulator.clock.hardware import FIGURES
+from simulator.clock.hardware import FIGURES, file_of_card, hardware_yaml, load_hardware
 
 pytestmark = pytest.mark.fast
 
@@ -22,15 +21,15 @@ pytestmark = pytest.mark.fast
 def test_a_shipped_file_is_whole(name: str, tmp_path: Path) -> None:
     """Each figure has a source of several words, links shared by ranks have no more of them than a node, and writing
     reads back."""
-    machine = files.load(name)
+    machine = load_hardware(name)
     assert machine.name == name and set(machine.figures) == set(FIGURES)
     for figure in machine.figures.values():
         assert len(figure.source) > 3
     for key in ("between.shared_by", "host.link_shared_by"):
         assert 1 <= machine[key] <= machine["ranks_per_node"]
     assert machine["disk.read"] > 0 or machine["disk.memory"] == 0
-    (tmp_path / "again.yaml").write_text(files.as_yaml(machine))
-    again = files.load(str(tmp_path / "again.yaml"))
+    (tmp_path / "again.yaml").write_text(hardware_yaml(machine))
+    again = load_hardware(str(tmp_path / "again.yaml"))
     assert (again.figures, again.kind, again.about, again.errors) == (
         machine.figures,
         machine.kind,
@@ -52,7 +51,7 @@ def test_a_shipped_file_is_whole(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_card_finds_its_machine(card: str, name: str | None) -> None:
-    assert files.of_card(card) == name
+    assert file_of_card(card) == name
     assert name is None or hardware_files.find(name) is not None
 
 
@@ -83,17 +82,19 @@ WRONG: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 
 def _put(content: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key whose middle part, a figure's name, may have dots itself."""
-    parts = key.split(".")
-    if parts[0] == "figures" and len(parts) > 1:
-        name = next((name for name in FIGURES if key.removeprefix("figures.") in (name, f"{name}.{parts[-1]}")), None)
-        rest = [] if name is None or key == f"figures.{name}" else [parts[-1]]
-        parts = ["figures", name or key.removeprefix("figures."), *rest]
-    for part in parts[:-1]:
-        content = content[part]
+    key_parts = key.split(".")
+    if key_parts[0] == "figures" and len(key_parts) > 1:
+        name = next(
+            (name for name in FIGURES if key.removeprefix("figures.") in (name, f"{name}.{key_parts[-1]}")), None
+        )
+        rest = [] if name is None or key == f"figures.{name}" else [key_parts[-1]]
+        key_parts = ["figures", name or key.removeprefix("figures."), *rest]
+    for name in key_parts[:-1]:
+        content = content[name]
     if value is None:
-        del content[parts[-1]]
+        del content[key_parts[-1]]
     else:
-        content[parts[-1]] = value
+        content[key_parts[-1]] = value
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -105,23 +106,23 @@ def test_what_is_wrong_in_a_file_is_one_line(name: str, tmp_path: Path) -> None:
     _put(changed, key, value)
     path.write_text(yaml.safe_dump(changed))
     with pytest.raises(ConfigError) as caught:
-        files.load(str(path))
+        load_hardware(str(path))
     message = str(caught.value)
     assert message.startswith(f"{path}: ") and "\n" not in message
-    for part in says:
-        assert part in message
+    for text in says:
+        assert text in message
     tried = message.partition("Try ")[2].rstrip(".")
     if tried.startswith("{"):
         _put(changed, key, yaml.safe_load(tried))
         path.write_text(yaml.safe_dump(changed))
-        assert files.load(str(path)).figures["inside.rate"].source == "datasheet"
+        assert load_hardware(str(path)).figures["inside.rate"].source == "datasheet"
     if tried.startswith(("value: ", "stated: ", "kind: ", "about: ", "errors: ")):
         last, _, text = tried.partition(": ")
         _put(changed, key, yaml.safe_load(text) if last in ("value", "stated", "errors") else text)
         path.write_text(yaml.safe_dump(changed))
-        assert files.load(str(path)).name == "mine"
+        assert load_hardware(str(path)).name == "mine"
 
 
 def test_a_name_of_no_file_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"hardware \(h100x8\) must be one of .*Try hardware=h100_8x\."):
-        files.load("h100x8")
+        load_hardware("h100x8")

@@ -21,10 +21,10 @@ from configs.schema import Config, ConfigError
 from configs.validate import planned_world_size
 from memory import host_memory
 from parallel.pipeline import passes
-from simulator.clock.files import load
+from simulator.clock.hardware import load_hardware
 from simulator.memory import KINDS
 from simulator.memory_tape import OperationBytes, Tape, profile, recomputed
-from simulator.parameters import places
+from simulator.parameters import rank_coordinates
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, refuse_what_the_host_cannot_hold
 from tests import distributed
 from tests.training.helpers import make_config, train, train_on_ranks
@@ -94,7 +94,7 @@ def test_memory_and_operations_are_those_of_a_step(case: Case) -> None:
 
 def _plan(experiment: str, *overrides: str, device: str = "cuda") -> RunPlan:
     from configs.compose import compose
-    from data.vocabulary import expected_vocab_size
+    from data.tokenizer import expected_vocab_size
 
     config = compose([f"experiment={experiment}", *overrides])
     return make_plan(config, planned_world_size(config, 1), expected_vocab_size(config), device)
@@ -116,12 +116,12 @@ def test_parameters_are_the_published_ones(experiment: str) -> None:
         assert (plan.total_parameters, plan.active_parameters) == PUBLISHED[experiment]
 
 
-def _places(config: Any) -> tuple[int, ...]:
+def _topology_coordinates(config: Any) -> tuple[int, ...]:
     from parallel import topology
 
-    place = topology.initialize(config)
-    context = place.context.rank, place.data_context.rank
-    return place.rank, place.tensor.rank, place.data.rank, *context, place.pipeline.rank, place.expert.rank
+    axes = topology.initialize(config)
+    context = axes.context.rank, axes.data_context.rank
+    return axes.rank, axes.tensor.rank, axes.data.rank, *context, axes.pipeline.rank, axes.expert.rank
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,10 @@ def _places(config: Any) -> tuple[int, ...]:
 )
 def test_places_are_those_of_the_process_groups(layout: list[str]) -> None:
     config = make_config(["experiment=gpt_moe_tiny", *layout], 4)
-    expected = distributed.run(_places, 4, config)
-    found = [(p.rank, p.tensor, p.data, p.context, p.data_context, p.stage, p.expert) for p in places(config, 4)]
+    expected = distributed.run(_topology_coordinates, 4, config)
+    found = [
+        (p.rank, p.tensor, p.data, p.context, p.data_context, p.stage, p.expert) for p in rank_coordinates(config, 4)
+    ]
     assert found == expected
 
 
@@ -247,7 +249,7 @@ def test_step_time_is_predicted_from_measured_costs(data: list[str], tmp_path: P
         "checkpoint=off",
         "training.device=cpu",
     ]
-    cache, machine = f"data.cache_dir={tmp_path / 'cache'}", load("cpu_emulated")
+    cache, machine = f"data.cache_dir={tmp_path / 'cache'}", load_hardware("cpu_emulated")
     config = make_config([*overrides, cache, f"run_dir={tmp_path / 'run'}"])
     wider = make_config([*overrides, cache, "moe.ffn_hidden_size=256"])
 
@@ -468,7 +470,7 @@ def test_command_line_plans_without_a_cluster(tmp_path: Path) -> None:
     assert plan["world_size"] == len(plan["memory_per_rank"]) == len(plan["layout"]) == 512
     assert "moe.router_score (sigmoid; " in plan["unexportable"]
     assert plan["predicted_step"] is None and len(plan["communication_per_step"]) == 4
-    assert sorted({layer for place in plan["layout"] for layer in place["layers"]}) == list(range(60))
+    assert sorted({layer for axes in plan["layout"] for layer in axes["layers"]}) == list(range(60))
     assert list(tmp_path.iterdir()) == []  # nothing is prepared, nothing written
 
 
@@ -489,7 +491,7 @@ def test_text_names_everything() -> None:
 
     plan = _plan("mixtral_8x7b")
     words = text(plan)
-    for part in (
+    for quoted in (
         "46,702,792,704",
         "stage 3",
         "layers 24-31",
@@ -499,7 +501,7 @@ def test_text_names_everything() -> None:
         "<- most",
         "no prediction",
     ):
-        assert part in words, part
+        assert quoted in words, quoted
     assert dataclasses.asdict(plan.worst)["rank"] == plan.as_dict()["worst_rank"]
     assert "Hugging Face" not in words and plan.as_dict()["unexportable"] is None
     other = dataclasses.replace(plan, config=make_config(["experiment=mixtral_8x7b", "moe.router_score=sigmoid"], 64))

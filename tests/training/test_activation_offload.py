@@ -14,7 +14,7 @@ import pytest
 from configs import derived
 from configs.schema import ConfigError
 from simulator.layer_inputs import layer_inputs
-from simulator.parameters import places
+from simulator.parameters import rank_coordinates
 from tests import distributed
 from tests.training.helpers import make_config, read_metrics, train
 from tests.waits import until
@@ -53,10 +53,10 @@ def _train(overrides: Sequence[str], fails: bool = False) -> Outcome:
     from training.step import evaluate, run_again, train_step
 
     config = make_config(overrides, dist.get_world_size())
-    place = topology.initialize(config)
-    engine = Engine(config, place, VOCAB_SIZE)
+    ranks = topology.initialize(config)
+    engine = Engine(config, ranks, VOCAB_SIZE)
     seen = [] if engine.layer_inputs is None else _watch(engine.layer_inputs)
-    batches = made_up_batches(config, derived.num_micro_batches(config, place.world_size), VOCAB_SIZE, place.data.rank)
+    batches = made_up_batches(config, derived.num_micro_batches(config, ranks.world_size), VOCAB_SIZE, ranks.data.rank)
     if fails:
         _fail(engine, batches)
     outcome = Outcome([])
@@ -164,7 +164,7 @@ def test_numbers_are_the_same(name: str, budget: str) -> None:
 
 def _compare_with_plan(ranks: int, overrides: Sequence[str], outcomes: Sequence[Outcome]) -> None:
     config = make_config([*COMMON, *overrides], ranks)
-    plans = [layer_inputs(config, ranks, place.stage) for place in places(config, ranks)]
+    plans = [layer_inputs(config, ranks, each.stage) for each in rank_coordinates(config, ranks)]
     for plan, outcome in zip(plans, outcomes, strict=True):
         assert (plan.host, plan.device_peak) == (outcome.host_bytes, outcome.device_peak)
         assert (plan.copies_out, plan.copies_back) == (outcome.copies_out, outcome.copies_back)
@@ -190,11 +190,11 @@ def test_buffers_come_back_after_an_error() -> None:
 
 
 def _refused(overrides: Sequence[str]) -> str:
-    from training.starting import activations
+    from training.starting import offload
 
     # one rank has nothing left
-    room = mock.patch.object(activations, "_host_room", lambda: 2**30 * (1 - dist_rank()))
-    with room, pytest.raises(ConfigError) as caught:
+    headroom = mock.patch.object(offload, "_host_headroom", lambda: 2**30 * (1 - dist_rank()))
+    with headroom, pytest.raises(ConfigError) as caught:
         _train(overrides)
     return str(caught.value)
 

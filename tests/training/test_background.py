@@ -7,12 +7,12 @@ import os
 
 import pytest
 
-from training.callbacks.logging.background import Background
+from training.callbacks.logging.external_loggers import Background
 
 pytestmark = pytest.mark.fast
 
 
-def test_a_log_that_fails_is_said_once_and_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_that_fails_is_reported_once_and_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     calls: list[int] = []
 
     def log(number: int) -> None:
@@ -30,5 +30,7 @@ def test_a_log_that_fails_is_said_once_and_given_up(capsys: pytest.CaptureFixtur
     with soon.watched():
         raise ValueError("on the way out")
     assert calls == done
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["tensorboard: nothing more is logged there, because of OSError: [Errno 28] No space left on device"]
+    output = capsys.readouterr().err.splitlines()
+    assert output == [
+        "tensorboard: nothing more is logged there, because of OSError: [Errno 28] No space left on device"
+    ]

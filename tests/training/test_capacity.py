@@ -41,7 +41,7 @@ def take_steps(config: Any) -> tuple[list[dict[str, Any]], dict[int, list[float]
         result = train_step(model, batches_of(config, step)[data.rank :: data.size], step)
         line = {"step": step, "loss": result.loss, "grad_norm": result.grad_norm, **result.extra}
         assert result.tokens_per_expert is not None
-        lines.append({**line, "kept": result.tokens_per_expert.tolist(), "dropped": result.by_layer["dropped_tokens"]})
+        lines.append({**line, "kept": result.tokens_per_expert.tolist(), "dropped": result.per_layer["dropped_tokens"]})
     biases = {number: layer.router.expert_bias for number, layer in layers_of(model.bare_chunks).items()}
     model.close()
     return lines, {number: bias.tolist() for number, bias in biases.items() if bias is not None}

@@ -24,8 +24,7 @@ from configs.schema import Config
 from tests.distributed import ROOT
 from tests.waits import LONG
 from training.callbacks import evaluation
-from training.callbacks.logging.console import fitting
-from training.callbacks.logging.progress_line import ProgressLine
+from training.callbacks.logging.console import ProgressLine, fitting
 from training.progress import Progress
 from training.resilience.health import Skip, SkippedSamples
 from training.run import Run
@@ -57,7 +56,7 @@ class Terminal:
         self._thread.join(timeout=LONG)
         assert not self._thread.is_alive()
         os.close(self._master)
-        rows, row, column = [[" "] * self.columns], 0, 0
+        screen_rows, row, column = [[" "] * self.columns], 0, 0
         for character in re.sub(r"\x1b\[[0-9;]*m", "", self._content.decode()):
             if character == "\r":
                 column = 0
@@ -68,13 +67,13 @@ class Terminal:
                 if column == self.columns:
                     row, column = row + 1, 0
                     self.overflows += 1
-                while len(rows) <= row:
-                    rows.append([" "] * self.columns)
-                rows[row][column] = character
+                while len(screen_rows) <= row:
+                    screen_rows.append([" "] * self.columns)
+                screen_rows[row][column] = character
                 column += 1
-            while len(rows) <= row:
-                rows.append([" "] * self.columns)
-        return ["".join(cells).rstrip() for cells in rows]
+            while len(screen_rows) <= row:
+                screen_rows.append([" "] * self.columns)
+        return ["".join(cells).rstrip() for cells in screen_rows]
 
 
 def make_run(**training: Any) -> Run:
@@ -103,11 +102,11 @@ def metrics_of(step: int, seconds: float = 0.25) -> dict[str, Any]:
 def test_nothing_is_printed_into_the_bar(columns: int) -> None:
     terminal = Terminal(columns)
     with open(terminal.slave, "w") as out, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        said = _a_hundred_steps()
+        printed = _a_hundred_steps()
         assert (sys.stdout, sys.stderr) == (out, out)
         print("after the bar")
     lines = terminal.screen()
-    wanted = [*said, *(f"thread {i} says" for i in range(50)), "a warning of a library", "without a newline"]
+    wanted = [*printed, *(f"thread {i} says" for i in range(50)), "a warning of a library", "without a newline"]
     assert [line for line in wanted if lines.count(line) != 1] == [], lines
     (bar_line,) = [line for line in lines if "%|" in line]  # no other is left anywhere
     assert lines[-4:] == ["without a newline", bar_line, "after the bar", ""]
@@ -118,7 +117,7 @@ def test_nothing_is_printed_into_the_bar(columns: int) -> None:
 
 def _a_hundred_steps() -> list[str]:
     """Steps with a bar, lines, and a thread that speaks all the time; the lines."""
-    run, bar, said = make_run(steps=100_000), ProgressLine(), ["checkpoint saved"]
+    run, bar, printed = make_run(steps=100_000), ProgressLine(), ["checkpoint saved"]
 
     def speak_all_the_time() -> None:
         for i in range(50):
@@ -127,15 +126,15 @@ def _a_hundred_steps() -> list[str]:
 
     run.progress.step = 99_900
     bar.on_start(run)
-    run.say(said[0])
+    run.log(printed[0])
     speaker = threading.Thread(target=speak_all_the_time)
     speaker.start()
     for step in range(99_901, 100_001):
         run.progress.step = step
         bar.after_step(run, metrics_of(step))
         if step % 10 == 0:
-            said.append(f"line {step}")
-            run.say(said[-1])
+            printed.append(f"line {step}")
+            run.log(printed[-1])
     speaker.join()
     assert logging.lastResort is not None  # which shows what nobody has set up logging for
     logging.lastResort.handle(
@@ -143,7 +142,7 @@ def _a_hundred_steps() -> list[str]:
     )
     print("without a newline", end="")
     bar.close()
-    return said
+    return printed
 
 
 def test_rates_are_means_and_lines_have_stamps(

@@ -1,4 +1,4 @@
-"""Trainings with context parallelism: some rows of the covering list beside one process, and checkpoints that cross
+"""Trainings with context parallelism: some rows of the covering list against one process, and checkpoints that cross
 context sizes."""
 
 from __future__ import annotations
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.context_parity import FACTORS, MOST_ROWS, compare_all, conflict, ranks_of, rows, short_texts
+from benchmarks.context_parity import FACTORS, MOST_ROWS, compare_all, conflict, covering_list, ranks_of, short_texts
 from benchmarks.covering import excluded_pairs, pairs_of
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
 
 # All of them, over 20 steps: python -m benchmarks.context_parity. Here as many steps as placement takes to move twice.
-ROWS = [1, 6, 7, 9, 11, 18]
+COVERING_ROWS = [1, 6, 7, 9, 11, 18]
 
 
 def test_rows_of_the_covering_list() -> None:
-    found = compare_all(ROWS, ["training.steps=7", "training.global_batch_size=4"])
-    assert [(each.number, each.failed) for each in found] == [(number, "") for number in ROWS]
+    found = compare_all(COVERING_ROWS, ["training.steps=7", "training.global_batch_size=4"])
+    assert [(each.number, each.failed) for each in found] == [(number, "") for number in COVERING_ROWS]
     assert [each for each in found if not each.passed] == []
     # Other orders of addition: were every difference zero, the comparison would not compare anything.
     assert all(each.loss > 0 for each in found)
@@ -27,17 +27,17 @@ def test_rows_of_the_covering_list() -> None:
 @pytest.mark.fast
 def test_every_pair_of_options_is_in_the_list_or_excluded() -> None:
     without = excluded_pairs(FACTORS, conflict)
-    found = {pair for row in rows() for pair in pairs_of(row, FACTORS)}
+    found = {pair for row in covering_list() for pair in pairs_of(row, FACTORS)}
     names = list(FACTORS)
     every = {
         ((a, x), (b, y)) for i, a in enumerate(names) for b in names[i + 1 :] for x in FACTORS[a] for y in FACTORS[b]
     }
     assert found == every - without.keys() and without
-    assert len(rows()) <= MOST_ROWS and {ranks_of(row) for row in rows()} <= {2, 4, 8}
+    assert len(covering_list()) <= MOST_ROWS and {ranks_of(row) for row in covering_list()} <= {2, 4, 8}
 
 
 def test_losses_by_where_a_token_stands() -> None:
-    """An evaluation knows positions and lengths of the pieces that ranks share."""
+    """An evaluation knows positions and lengths of the segments that ranks share."""
     with short_texts() as (folder, data):
         common = ["experiment=gpt_tiny", *data, "data.validation_fraction=0.1", "data.documents=separate"]
         common += ["checkpoint=off", "training.steps=1", "training.eval_interval=1", "training.eval_batches=2"]
@@ -51,8 +51,8 @@ def test_losses_by_where_a_token_stands() -> None:
 
 
 TP2 = ["parallel.tensor=2", "parallel.sequence=true"]
-# Ranks and layout of each part of a run, each part as long as the others.
-PARTS: dict[str, list[tuple[int, list[str]]]] = {
+# Ranks and layout of each leg of a run, all of equal length.
+LEGS: dict[str, list[tuple[int, list[str]]]] = {
     "experiment=gpt_moe_tiny": [
         (1, []),
         (2, ["parallel.context=2", "parallel.context_heads=2"]),
@@ -68,7 +68,7 @@ PARTS: dict[str, list[tuple[int, list[str]]]] = {
         (1, []),
     ],
 }
-STEPS_OF_A_PART = 2
+STEPS_OF_A_LEG = 2
 
 
 def test_dropout_goes_on_bit_for_bit(data: list[str], tmp_path: Path) -> None:
@@ -77,23 +77,23 @@ def test_dropout_goes_on_bit_for_bit(data: list[str], tmp_path: Path) -> None:
     whole = train_on_ranks([*common, "checkpoint=off", "training.steps=4", f"run_dir={tmp_path / 'whole'}"], 2)
     found: Lines = []
     for steps in (2, 4):
-        found += train_on_ranks([*common, f"training.steps={steps}", f"run_dir={tmp_path / 'parts'}"], 2)
+        found += train_on_ranks([*common, f"training.steps={steps}", f"run_dir={tmp_path / 'legs'}"], 2)
     for name in ("loss", "grad_norm"):
         assert [line[name] for line in found] == [line[name] for line in whole]
 
 
-@pytest.mark.parametrize("experiment", PARTS)
+@pytest.mark.parametrize("experiment", LEGS)
 def test_a_checkpoint_crosses_context_sizes(data: list[str], tmp_path: Path, experiment: str) -> None:
-    """Parts of a run, each on another number of context ranks, are the run of one process."""
-    parts = PARTS[experiment]
-    steps = STEPS_OF_A_PART * len(parts)
+    """Legs of a run, each on another number of context ranks, are the run of one process."""
+    legs = LEGS[experiment]
+    steps = STEPS_OF_A_LEG * len(legs)
     common = [experiment, *data, f"optimizer.decay_steps={steps}"]
     whole = train_on_ranks([*common, "checkpoint=off", f"training.steps={steps}", f"run_dir={tmp_path / 'whole'}"])
     found: Lines = []
-    for i, (ranks, layout) in enumerate(parts, 1):
-        until = f"training.steps={STEPS_OF_A_PART * i}"
-        found += train_on_ranks([*common, *layout, until, f"run_dir={tmp_path / 'parts'}"], ranks)
+    for i, (ranks, layout) in enumerate(legs, 1):
+        until = f"training.steps={STEPS_OF_A_LEG * i}"
+        found += train_on_ranks([*common, *layout, until, f"run_dir={tmp_path / 'legs'}"], ranks)
     assert [line["step"] for line in found] == list(range(1, steps + 1))
     assert largest_difference(found, whole, "loss") < FP32_LOSS
     assert largest_difference(found, whole, "grad_norm") < FP32_GRAD_NORM
-    assert read_metrics(tmp_path / "parts") == found
+    assert read_metrics(tmp_path / "legs") == found

@@ -1,4 +1,4 @@
-"""What the lines of a run with separate documents say of them, against its own batches: the same in every layout."""
+"""Numbers of separate documents in a run's lines, against its own batches: the same in every layout."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from configs import derived
-from data.build import HELD_OUT, build_data
-from data.pieces import attended_pairs, corpus_share, piece_lengths
+from data.document_lengths import attended_pairs, corpus_share, segment_lengths
+from data.loader import HELD_OUT, build_data
 from data.prepare import prepare
 from simulator.flops import training_flops_per_token
 from tests.tolerances import FP32_LOSS
@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_batches(lines_of_text: list[str], separate: Li
     counted = [batch["loss_mask"].numpy() > 0 for batch in batches]
     seen: dict[str, list[np.ndarray]] = {
         "position": [batch["positions"].numpy() for batch in batches],
-        "length": [piece_lengths(batch["positions"]) for batch in batches],
+        "length": [segment_lengths(batch["positions"]) for batch in batches],
     }
     for by, values in seen.items():
         buckets = separate[-1][f"validation_loss_by_{by}"]

@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from configs.compose import compose
-from configs.exit_status import STOPPED_EARLY
+from configs.exit_handler import STOPPED_EARLY
 from configs.schema import ConfigError
 from tests.waits import LONG, until, until_gone
-from training.resilience import attempts, job, status
+from training import status
+from training.resilience import job, launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -119,13 +120,13 @@ def test_stop_of_an_earlier_launch_with_the_same_id_does_not_end_ranks_that_are_
     config = compose(["model=gpt_tiny", f"run_dir={tmp_path / 'run'}"])
     Path(config.run_dir).mkdir()
     launch_folder(tmp_path, monkeypatch, 0, "none_earlier")
-    attempts.note_stop()
+    launcher.note_stop()
     status.write(Path(config.run_dir), "stopped_early", 3, "stopped", started=0.0)
 
     launch_folder(tmp_path, monkeypatch, 1)
     with pytest.raises(WentOn):
         job.run(config, config)
-    attempts.note_stop()
+    launcher.note_stop()
     launch_folder(tmp_path, monkeypatch, 2)
     assert job.run(config, config) == STOPPED_EARLY
 
@@ -134,13 +135,13 @@ def test_time_limit_counts_from_the_first_attempt_of_this_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert [attempts.begun(now) for now in (5.0, 6.0)] == [5.0, 6.0]  # without torchrun each start is a launch
+    assert [launcher.first_start(now) for now in (5.0, 6.0)] == [5.0, 6.0]  # without torchrun each start is a launch
     launch_folder(tmp_path, monkeypatch, 0)
-    assert attempts.begun(7.25) == 7.25
+    assert launcher.first_start(7.25) == 7.25
     launch_folder(tmp_path, monkeypatch, 1)
-    assert attempts.begun(9.0) == 7.25
+    assert launcher.first_start(9.0) == 7.25
     launch_folder(tmp_path, monkeypatch, 1, "none_next")
-    assert attempts.begun(9.0) == 9.0
+    assert launcher.first_start(9.0) == 9.0
 
 
 def test_refused_job_leaves_the_status_of_the_one_that_holds_the_folder(tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ def test_events_come_back_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (second["kind"], second["rank"]) == ("resumed", 3) and second["time"] >= first["time"]
 
 
-def test_an_event_without_room_is_said(
+def test_an_event_that_cannot_be_written_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(events, "EVENTS", "/dev/full")
     events.record(tmp_path, "resumed", "a line")
-    said = capsys.readouterr().err
-    assert "/dev/full cannot be written: No space left on device." in said and said.endswith(
+    message = capsys.readouterr().err
+    assert "/dev/full cannot be written: No space left on device." in message and message.endswith(
         "The event was resumed: a line\n"
     )

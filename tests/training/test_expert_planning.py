@@ -10,10 +10,9 @@ import pytest
 from configs.schema import Config, ConfigError
 from moe.planning import inputs
 from moe.planning.footprint import memory_bytes
-from moe.planning.planner import rounded_up
-from moe.planning.search import all_plans
+from moe.planning.planner import all_plans, rounded_up
 from moe.planning.trial import TrialPolicy
-from simulator.clock.files import load
+from simulator.clock.hardware import load_hardware
 from simulator.run_plan import make_plan
 from tests.distributed import RankError, run
 from tests.tolerances import FP32_LOSS
@@ -73,13 +72,13 @@ def test_the_first_steps_try_plans_and_the_fastest_stays(data: list[str], fixed:
         assert other["loss"] == pytest.approx(one["loss"], rel=FP32_LOSS)
     lines = _plans(tmp_path / "tried")
     first_steps, after = range(NUM_TRIED * TrialPolicy.steps), NUM_TRIED * TrialPolicy.steps
-    begun: dict[int, set[str]] = {}  # by step, of any layer
+    started: dict[int, set[str]] = {}  # by step, of any layer
     for line in lines:
         if "load" in line:
-            begun.setdefault(line["step"], set()).add(json.dumps(line["plan"]))
+            started.setdefault(line["step"], set()).add(json.dumps(line["plan"]))
     # All layers run one plan for some steps, then the next one.
-    assert sorted(step for step in begun if step < after) == list(first_steps[:: TrialPolicy.steps])
-    of_trial = [begun[step] for step in first_steps[:: TrialPolicy.steps]]
+    assert sorted(step for step in started if step < after) == list(first_steps[:: TrialPolicy.steps])
+    of_trial = [started[step] for step in first_steps[:: TrialPolicy.steps]]
     assert all(len(plans) == 1 for plans in of_trial) and len(set.union(*of_trial)) == NUM_TRIED
     measured = [line for line in lines if "measured" in line and line["step"] <= after]
     assert {json.dumps(line["plan"]) for line in measured} == set.union(*of_trial)
@@ -144,7 +143,7 @@ def test_a_plan_promises_only_what_the_run_may_choose(data: list[str], tmp_path:
     overrides += ["moe.memory_strategy=auto", f"data.cache_dir={tmp_path / 'cache'}", f"run_dir={tmp_path / 'run'}"]
     config = make_config(overrides)
     run(train, 1, config)  # measures the costs
-    machine = load("cpu_emulated")
+    machine = load_hardware("cpu_emulated")
     assert make_plan(config, 1, 384, hardware=machine).step is not None
     # Four layers hold something at once.
     config.moe.memory_budget = _least_mib(config, 4) + 0.01

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.checkpoint_bits import checkpoint_differences
 from configs import derived
 from configs.schema import ConfigError
-from optim.arrangement.traffic import expert_traffic
+from optim.arrangement.experts import expert_traffic
 from simulator.run_plan import make_plan, refuse_what_cannot_fit
 from tests import distributed
 from tests.checkpoint.test_stored_state import another, save
@@ -108,9 +108,9 @@ def numbers_of(engine: Any, steps: Sequence[int]) -> list[tuple[Any, ...]]:
         found.append((result.loss, result.grad_norm, result.extra, counts))
         if step == steps[0]:
             found.append((evaluate(engine, iter([batches])),))
-            before = engine.mark()
+            before = engine.snapshot()
             gradients(engine, batches, step + 1)
-            before.restore()
+            before.roll_back()
             run_again(engine, batches)
     return found
 
@@ -129,7 +129,7 @@ def train_both(resident: Any, streamed: Any, folder: Path) -> tuple[Any, Any]:
         load(engines[name], folder / other)
         numbers[name] += numbers_of(engines[name], [STEPS + 1])
     for engine in engines.values():
-        engine.settle()
+        engine.synchronize()
         engine.close()
     return numbers["resident"], numbers["streamed"]
 
@@ -164,7 +164,7 @@ def losses_of_both(resident: Any, streamed: Any) -> list[list[dict[str, Any]]]:
         results = [train_step(engine, batches_of(engine.config, step), step) for step in range(1, STEPS + 1)]
         found.append([{"step": i, "loss": each.loss, "grad_norm": each.grad_norm} for i, each in enumerate(results)])
     for engine in engines:
-        engine.settle()
+        engine.synchronize()
         engine.close()
     return found
 
@@ -172,8 +172,8 @@ def losses_of_both(resident: Any, streamed: Any) -> list[list[dict[str, Any]]]:
 def counted(config: Any) -> dict[str, Any]:
     """On a rank: what the second step moved of experts, and what they take of the device."""
     from memory.copy_stream import CopyStream
-    from optim.tiers.expert_tier import ExpertTier
-    from optim.tiers.tiers import tiers_of
+    from optim.offload.experts import OffloadedExperts
+    from optim.offload.optimizer import offload_of
     from training.step import train_step
 
     link, submit = Counter[str](), CopyStream.submit
@@ -189,10 +189,10 @@ def counted(config: Any) -> dict[str, Any]:
         link[stream.name] += num_bytes
         return submit(stream, work, after, num_bytes, **rest)
 
-    methods = {name: of_experts(getattr(ExpertTier, name)) for name in ("bring", "add", "sum_to", "finish")}
-    with mock.patch.multiple(ExpertTier, **methods):
+    methods = {name: of_experts(getattr(OffloadedExperts, name)) for name in ("bring", "add", "sum_to", "finish")}
+    with mock.patch.multiple(OffloadedExperts, **methods):
         engine = build(config)
-        tiers, stream, data = tiers_of(engine.optimizer), engine.experts, engine.topology.data
+        tiers, stream, data = offload_of(engine.optimizer), engine.experts, engine.topology.data
         assert tiers is not None and tiers.experts is not None and stream is not None
         store, disk = tiers.experts.store, tiers.experts.disk
         found = dict[str, Any]()
@@ -201,7 +201,7 @@ def counted(config: Any) -> dict[str, Any]:
             of_disk = (0, 0) if disk is None else (disk.num_read, disk.num_written)
             before, moved = (stream.counts.fetched, *of_disk), tiers.experts.moved
             train_step(engine, batches_of(config, step)[data.rank :: data.size], step)
-            engine.settle()
+            engine.synchronize()
             for index in range(len(store.sizes)):
                 store.last_write(index).wait()
             of_disk = (0, 0) if disk is None else (disk.num_read, disk.num_written)
@@ -234,7 +234,7 @@ def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
         plan = expert_traffic(config, ranks, 0)
         assert plan is not None
         here = found[name] = distributed.run(counted, ranks, config)[-1]
-        records = plan.moves.records
+        records = plan.layer.records
         assert here["asked"] == 0 and here["fetched"] == len(plan.fills), name
         assert here["slots"] == records.weights_on_device + records.grads_on_device, name
         each = config.moe.weight_slots * records.weight_bytes + records.grad_slots * records.grad_slot_bytes
@@ -242,7 +242,7 @@ def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
         assert here["up"] == plan.total.up, name
         assert here["down"] == plan.total.down, name
         # in a file of its own
-        state = plan.moves.state_bytes * records.part_numel * records.num_layers * plan.moves.on_disk
+        state = plan.layer.state_bytes * records.shard_numel * records.num_layers * plan.layer.on_disk
         assert here["read"] == plan.total.read - state and here["written"] == plan.total.written - state, name
         assert here["moved"] == {way: here[way] for way in ("up", "down", "read", "written")}, name
         # Beside what stays in a slot where passes turn, all three layers' weights come in each pass.
@@ -272,7 +272,7 @@ def built(config: Any) -> tuple[int, float]:
 
     engine = build(config)
     numbers_of(engine, [1])
-    engine.settle()
+    engine.synchronize()
     found = HOST.peak, HOST.limit
     engine.close()
     return found
@@ -282,11 +282,11 @@ def failing(config: Any, call: str) -> tuple[str, bool]:
     """What a step says where the disk fails, and whether the weights are still those before it."""
     from memory.disk import DiskError
     from parallel.owned import is_off_device
-    from training.engine import TierError
+    from training.engine import OffloadError
 
     engine = build(config)
     numbers_of(engine, [1])
-    engine.settle()
+    engine.synchronize()
     held = [each for chunk in engine.bare_chunks for each in chunk.parameters() if not is_off_device(each)]
     weights = [each.detach().clone() for each in held]
 
@@ -297,8 +297,8 @@ def failing(config: Any, call: str) -> tuple[str, bool]:
     with mock.patch(f"memory.disk.os.{call}", fail):
         try:
             numbers_of(engine, [2])
-            engine.settle()
-        except (DiskError, TierError) as error:
+            engine.synchronize()
+        except (DiskError, OffloadError) as error:
             said = str(error)
     same = all(torch.equal(each, before) for each, before in zip(held, weights, strict=True))
     engine.close()
@@ -333,17 +333,17 @@ def test_all_ranks_refuse_a_disk_that_one_finds_full(tmp_path: Path) -> None:
 def early_ones(config: Any) -> tuple[list[Any], int, int, int]:
     """On a rank, where no early update is cancelled: what steps report, and how many updates of experts' buckets were
     taken early, dropped, and made in all."""
-    from optim.tiers.tiers import Tiers, tiers_of
+    from optim.offload.optimizer import OffloadedOptimizer, offload_of
     from training.step import train_step
 
-    with mock.patch.object(Tiers, "_cancel_ahead"):
+    with mock.patch.object(OffloadedOptimizer, "_cancel_ahead"):
         engine = build(config)
-        tiers = tiers_of(engine.optimizer)
+        tiers = offload_of(engine.optimizer)
         results = [train_step(engine, batches_of(config, step), step) for step in (1, 2, 3)]
-        engine.settle()
+        engine.synchronize()
         numbers = [(result.loss, result.grad_norm) for result in results]
         engine.close()
-    of_experts = 0 if tiers is None else tiers.ways.count("record")
+    of_experts = 0 if tiers is None else tiers.engines.count("record")
     counts = (0, 0) if tiers is None else (tiers.num_committed, tiers.num_dropped)
     return numbers, *counts, 3 * of_experts
 

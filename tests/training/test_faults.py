@@ -21,12 +21,13 @@ import pytest
 
 from checkpoint import manifest
 from configs.compose import compose
-from configs.exit_status import STOPPED_EARLY
+from configs.exit_handler import STOPPED_EARLY
 from configs.validate import usable_world_size
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
 from tests.waits import LONG, until
-from training.resilience import events, status
+from training import status
+from training.resilience import events
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 120  # parallel.timeout_seconds: a lost rank is seen long before, on a busy machine too
@@ -59,7 +60,7 @@ class Ended:
     seconds: float
     seconds_after_fault: float
 
-    def last_words(self) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The closing line of each rank that could still speak."""
         return [line for line in self.output.splitlines() if line.startswith("[rank ") and "the job ends" in line]
 
@@ -153,7 +154,7 @@ def test_killed_rank_then_fewer_ranks(data: list[str], tmp_path: Path, undisturb
     assert (
         (lost["lost_rank"], lost["step"]) == (3, 6) and "is dead" in lost["text"] and "of 4 ranks" in lost["collective"]
     )
-    assert first.last_words() and all(lost["text"] in line for line in first.last_words()), first.output
+    assert first.last_lines() and all(lost["text"] in line for line in first.last_lines()), first.output
     assert status.read(tmp_path)["state"] == "failed"
 
     rest = run([*data, "training.elastic=true"], tmp_path, 3)
@@ -171,7 +172,7 @@ def test_a_rank_that_raises_is_named(data: list[str], tmp_path: Path) -> None:
     assert (lost["lost_rank"], lost["step"]) == (1, 6) and "raised ZeroDivisionError: planted here" in lost["text"], (
         lost
     )
-    assert ended.last_words() and all(lost["text"] in line for line in ended.last_words()), ended.output
+    assert ended.last_lines() and all(lost["text"] in line for line in ended.last_lines()), ended.output
     last = ended.output.splitlines()[-1]
     assert last.startswith("[rank ") and lost["text"] in last, ended.output
 
@@ -188,8 +189,8 @@ def test_restarts_go_on_by_themselves(data: list[str], tmp_path: Path, undisturb
 def test_signal_on_one_rank_stops_all(data: list[str], tmp_path: Path, undisturbed: Lines) -> None:
     """Also where torchrun would start the ranks again: it takes their status for a failure."""
     first = run(data, tmp_path, 2, "SIGUSR1:1:3", restarts=1)
-    said = status.read(tmp_path)
-    assert (said["state"], said["step"]) == ("stopped_early", 3) and "SIGUSR1" in said["text"], first.output
+    content = status.read(tmp_path)
+    assert (content["state"], content["step"]) == ("stopped_early", 3) and "SIGUSR1" in content["text"], first.output
     assert "exitcode  : 75" in first.output and first.output.count("steps 0 to") == 1
     assert [folder.name for folder in manifest.list_checkpoints(tmp_path)] == ["step_0000003"]
     assert [line["loss"] for line in read_metrics(tmp_path)] == [line["loss"] for line in undisturbed[:3]]
@@ -198,10 +199,10 @@ def test_signal_on_one_rank_stops_all(data: list[str], tmp_path: Path, undisturb
 def test_signal_on_one_rank_before_the_first_step(data: list[str], tmp_path: Path) -> None:
     """All ranks end, and torchrun's new ones end at once."""
     ended = run([*data, *NO_CHECKPOINT], tmp_path, 2, "SIGUSR1:1:0", restarts=1)
-    said = status.read(tmp_path)
-    assert (said["state"], said["step"]) == ("stopped_early", 0), ended.output
-    assert "rank 1 on" in said["text"] and "was stopped by SIGUSR1, before the first step" in said["text"]
-    assert "exitcode  : 75" in ended.output and f"[rank 1] {said['text']}" in ended.output, ended.output
+    content = status.read(tmp_path)
+    assert (content["state"], content["step"]) == ("stopped_early", 0), ended.output
+    assert "rank 1 on" in content["text"] and "was stopped by SIGUSR1, before the first step" in content["text"]
+    assert "exitcode  : 75" in ended.output and f"[rank 1] {content['text']}" in ended.output, ended.output
     assert not (tmp_path / "metrics.jsonl").exists() and event(tmp_path, "stopped_early")
 
 
@@ -261,8 +262,8 @@ def test_second_sigint_ends_at_once() -> None:
     for answer in ("ready\n", "once\n"):
         assert process.stdout.readline() == answer
         process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=LONG)
-    assert process.returncode == 128 + signal.SIGINT and "finishing the step" in said and "ended at once" in said
+    _, output = process.communicate(timeout=LONG)
+    assert process.returncode == 128 + signal.SIGINT and "finishing the step" in output and "ended at once" in output
 
 
 @pytest.mark.parametrize(

@@ -83,19 +83,19 @@ def test_resume_bit_for_bit(data: list[str], tmp_path: Path, case: str) -> None:
     whole = train_on_ranks([*common, f"run_dir={tmp_path / 'whole'}"], ranks)
     updated = [line["updated"] for line in whole]
     assert (False in updated) == ("fp16" in case)
-    parts = [
+    legs = [
         *common,
-        f"run_dir={tmp_path / 'parts'}",
+        f"run_dir={tmp_path / 'legs'}",
         "checkpoint.at_end=true",
         "checkpoint.interval=1",
         "checkpoint.keep=9",
     ]
     lines: Lines = []
     for stop in (STOP, STEPS - 1, STEPS):
-        lines += train_on_ranks([*parts, f"training.steps={stop}"], ranks)
+        lines += train_on_ranks([*legs, f"training.steps={stop}"], ranks)
     for key in ("step", "loss", "grad_norm", "global_aux_loss"):
         assert [line[key] for line in lines] == [line[key] for line in whole], key
-    folders = [manifest.folder_of(tmp_path / "parts", step) for step in range(1, STEPS + 1)]
+    folders = [manifest.folder_of(tmp_path / "legs", step) for step in range(1, STEPS + 1)]
     states = [None, *(read_state(folder)["callbacks"].get("global_aux_loss") for folder in folders)]
     for before, state, is_updated in zip(states, states[1:], updated, strict=False):
         assert (state != before) == is_updated  # a step that changed nothing changes this neither

@@ -25,7 +25,7 @@ from training.resilience.health import (
     MOST_IN_A_ROW,
     WINDOW,
     Health,
-    Refusal,
+    RejectedStep,
     Skip,
     SkippedSamples,
     UnhealthyRun,
@@ -96,7 +96,7 @@ def run(
     return distributed.run(train_with_fault, ranks, config, rank, list(samples), where, value, timeout=LONG)[0]
 
 
-def told(run_dir: Path, kind: str) -> dict[str, Any]:
+def event_of(run_dir: Path, kind: str) -> dict[str, Any]:
     (event,) = [event for event in events.read(run_dir) if event["kind"] == kind]
     return event
 
@@ -149,9 +149,9 @@ def test_nonfinite_is_named_and_skipped(
     overrides = [*layout, *data, "training.nonfinite=skip", f"run_dir={tmp_path}", "checkpoint.interval=2"]
     lines = run(overrides, ranks, rank, [3 * SAMPLES], where, value)
     assert [line["step"] for line in lines] == list(range(1, 7)) and read_metrics(tmp_path) == lines
-    event = told(tmp_path, "nonfinite")
+    event = event_of(tmp_path, "nonfinite")
     assert says in event["text"] and event["lost_rank"] == rank and event["step"] == 4, event
-    assert (told(tmp_path, "batch_skipped")["first"], told(tmp_path, "batch_skipped")["end"]) == (
+    assert (event_of(tmp_path, "batch_skipped")["first"], event_of(tmp_path, "batch_skipped")["end"]) == (
         3 * SAMPLES,
         4 * SAMPLES,
     )
@@ -174,7 +174,7 @@ def test_rollback_takes_the_steps_again_without_the_batch(data: list[str], tmp_p
     assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 5, 6]  # steps 3 again: back to the checkpoint of step 2
     assert picked(lines[2:3]) == picked(lines[3:4])
     assert read_metrics(tmp_path / "run") == lines[:2] + lines[3:]
-    assert told(tmp_path / "run", "rolled_back")["step"] == 2
+    assert event_of(tmp_path / "run", "rolled_back")["step"] == 2
     record = json.loads((tmp_path / "run" / "skipped_samples.json").read_text())
     assert [(skip["first"], skip["end"], skip["step"]) for skip in record] == [(24, 32, 4)]
 
@@ -241,7 +241,7 @@ def test_refusals_that_never_end_blame_no_batch(data: list[str], tmp_path: Path)
     with pytest.raises(RankError, match=f"{MOST_IN_A_ROW + 1} refused batches in a row"):
         run(overrides, 1, 0, range(2 * SAMPLES, 100 * SAMPLES), value=float("nan"))
     assert json.loads((tmp_path / "skipped_samples.json").read_text()) == []
-    assert len(told(tmp_path, "batches_taken_back")["samples"]) == MOST_IN_A_ROW
+    assert len(event_of(tmp_path, "batches_taken_back")["samples"]) == MOST_IN_A_ROW
     assert [line["step"] for line in run(overrides, 1)] == [3, 4, 5, 6]  # the fault is mended: all samples are used
 
 
@@ -269,7 +269,7 @@ def test_damaged_weights_blame_no_batch(data: list[str], tmp_path: Path, policy:
         ) as caught:
             run(overrides, *fault)
         assert isinstance(caught.value.__cause__, UnhealthyRun)
-    event = told(tmp_path, "nonfinite")
+    event = event_of(tmp_path, "nonfinite")
     assert (
         "first layer 2 of 4 (self_attention.linear_proj.weight) on rank 1" in event["text"] and event["lost_rank"] == 1
     )
@@ -277,7 +277,7 @@ def test_damaged_weights_blame_no_batch(data: list[str], tmp_path: Path, policy:
 
 
 def test_damage_that_comes_back_ends_the_run() -> None:
-    health, damage = Health(make_config(["training.nonfinite=rollback"])), Refusal("nonfinite", "")
+    health, damage = Health(make_config(["training.nonfinite=rollback"])), RejectedStep("nonfinite", "")
     assert [health.policy(damage, damaged=True) for _ in range(MOST_DAMAGES + 1)] == ["rollback"] * MOST_DAMAGES + [
         "stop"
     ]
@@ -287,16 +287,16 @@ def test_damage_that_comes_back_ends_the_run() -> None:
 
 
 def damage_off_device(config: Config) -> list[str]:
-    from optim.tiers.tiers import tiers_of
+    from optim.offload.optimizer import offload_of
     from training.resilience import diagnosis
 
     model = build(config)
-    tiers = tiers_of(model.optimizer)
-    assert tiers is not None and tiers.experts is not None
+    offload = offload_of(model.optimizer)
+    assert offload is not None and offload.experts is not None
     found = [str(diagnosis.damage(model))]
-    weights = tiers.experts.read_weights(1, 0).clone()
+    weights = offload.experts.read_weights(1, 0).clone()
     weights[0] = INF
-    tiers.experts.put_weights(tiers.experts.weight_index(1, 0), weights)
+    offload.experts.put_weights(offload.experts.weight_index(1, 0), weights)
     return [*found, str(diagnosis.damage(model))]
 
 
@@ -313,7 +313,9 @@ def find_damage(config: Config) -> list[str]:
     model = build(config)
     train_step(model, batches_of(config, 1), 1)
     found = [str(diagnosis.damage(model))]
-    *_, (_, _, _, moment) = (part for part in named_state(model.optimizer, model.chunks) if part[2] == "exp_avg_sq")
+    *_, (_, _, _, moment) = (
+        state_entry for state_entry in named_state(model.optimizer, model.chunks) if state_entry[2] == "exp_avg_sq"
+    )
     moment.view(-1)[0] = INF
     return [*found, str(diagnosis.damage(model))]
 
@@ -346,9 +348,9 @@ def test_fp16_overflow_is_no_fault(data: list[str], tmp_path: Path) -> None:
         and any(line["updated"] for line in lines)
         and [line["step"] for line in lines] == list(range(1, 9))
     )
-    said = [event for event in events.read(tmp_path) if event["kind"] == "no_update"]
-    assert [event["step"] for event in said] == [line["step"] for line in lines if not line["updated"]]
-    assert [event["in_all"] for event in said] == list(range(1, len(said) + 1))
+    found = [event for event in events.read(tmp_path) if event["kind"] == "no_update"]
+    assert [event["step"] for event in found] == [line["step"] for line in lines if not line["updated"]]
+    assert [event["in_all"] for event in found] == list(range(1, len(found) + 1))
     assert not [event for event in events.read(tmp_path) if event["kind"] == "nonfinite"]
 
 
@@ -382,7 +384,7 @@ def test_when_fp16_is_hopeless(scale: float, in_a_row: int, steps_left: int, upd
 def overflow_experts(config: Config) -> list[tuple[float, ...]]:
     import torch.distributed as dist
 
-    from optim import update
+    from optim.optimizer import prepare_gradients, update_loss_scale
     from parallel.megatron.optimizer import members
 
     model = build(config)
@@ -396,11 +398,11 @@ def overflow_experts(config: Config) -> list[tuple[float, ...]]:
             experts = [p for name, p in model.bare_chunks[0].named_parameters() if "experts" in name]
             if dist.get_rank() == 0:
                 experts[0].main_grad.view(-1)[0] = INF
-        overflow = update.prepare(model.optimizer)
+        overflow = prepare_gradients(model.optimizer)
         assert overflow is not None
         dist.all_reduce(overflow)
         assert (float(overflow) > 0) == spoilt
-        update.settle(model.optimizer, spoilt)
+        update_loss_scale(model.optimizer, spoilt)
         scales.append(tuple(float(member.grad_scaler._scale) for member in members(model.optimizer)))
     return scales
 
@@ -418,32 +420,32 @@ def test_experts_and_the_rest_have_one_loss_scale() -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def judge(health: Health, loss: float, step: int = 0) -> Refusal | None:
-    refusal = health.judge(loss, True, 1)
-    if refusal is None:
+def verdict(health: Health, loss: float, step: int = 0) -> RejectedStep | None:
+    rejected = health.validate(loss, True, 1)
+    if rejected is None:
         health.taken(loss, step)
-    return refusal
+    return rejected
 
 
 def test_spikes_are_measured_against_the_median() -> None:
     health = Health(make_config(["training.spike_factor=1.5"]))
     losses = [9.0, 5.0, 4.0, 4.1, 3.9, 4.0, 4.2, 4.0]
     assert len(losses) == LEAST_STEPS
-    assert [judge(health, loss, step) for step, loss in enumerate(losses)] == [None] * len(losses)
-    assert judge(health, 5.9) is None
-    refusal = judge(health, 6.3)
-    assert refusal is not None and refusal.kind == "loss_spike" and "1.5" in refusal.text
-    assert health.policy(refusal) == "skip"
-    assert judge(Health(make_config([])), 1e9) is None  # off
-    assert judge(health, float("nan")) == Refusal("nonfinite", "the loss is nan")
+    assert [verdict(health, loss, step) for step, loss in enumerate(losses)] == [None] * len(losses)
+    assert verdict(health, 5.9) is None
+    rejected = verdict(health, 6.3)
+    assert rejected is not None and rejected.kind == "loss_spike" and "1.5" in rejected.text
+    assert health.policy(rejected) == "skip"
+    assert verdict(Health(make_config([])), 1e9) is None  # off
+    assert verdict(health, float("nan")) == RejectedStep("nonfinite", "the loss is nan")
 
 
 def test_a_spike_is_seen_from_so_many_steps_on() -> None:
     config = make_config(["training.spike_factor=1.5"])
     for steps in range(LEAST_STEPS + 1):
         health = Health(config)
-        assert [judge(health, 4.0, step) for step in range(steps)] == [None] * steps
-        assert (health.judge(100.0, True, 1) is not None) == (steps >= LEAST_STEPS), steps
+        assert [verdict(health, 4.0, step) for step in range(steps)] == [None] * steps
+        assert (health.validate(100.0, True, 1) is not None) == (steps >= LEAST_STEPS), steps
 
 
 @pytest.mark.parametrize("steps", [WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW])
@@ -454,8 +456,8 @@ def test_the_median_is_that_of_the_last_steps(steps: int) -> None:
         health.taken(loss, step)
     last = sorted(losses[-64:])
     usual = (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
-    assert health.judge(1.5 * usual * (1 - 1e-9), True, 1) is None
-    assert health.judge(1.5 * usual * (1 + 1e-9), True, 1) is not None
+    assert health.validate(1.5 * usual * (1 - 1e-9), True, 1) is None
+    assert health.validate(1.5 * usual * (1 + 1e-9), True, 1) is not None
 
 
 def test_a_spike_is_skipped(data: list[str], tmp_path: Path) -> None:
@@ -472,7 +474,8 @@ def test_a_spike_is_skipped(data: list[str], tmp_path: Path) -> None:
     lines = run(overrides, 2, 1, [spoilt], "output_layer", 40.0)
     assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert (
-        told(tmp_path, "loss_spike")["step"] == LEAST_STEPS + 1 and told(tmp_path, "batch_skipped")["first"] == spoilt
+        event_of(tmp_path, "loss_spike")["step"] == LEAST_STEPS + 1
+        and event_of(tmp_path, "batch_skipped")["first"] == spoilt
     )
 
 
@@ -496,15 +499,15 @@ def test_health_reads_back_exactly() -> None:
     health = Health(config)
     for step in range(1, 100):
         health.taken(1 / step, step, step % 7 != 0)
-    health.policy(Refusal("nonfinite", ""))
-    health.passed_over(Skip(8, 16, 100, ""))
+    health.policy(RejectedStep("nonfinite", ""))
+    health.skip(Skip(8, 16, 100, ""))
     kept = json.loads(json.dumps(health.state()))
     again = Health(config)
     again.resume(kept)
     assert again.state() == health.state() and kept["losses"][-1] == 1 / 99 and len(kept["losses"]) == WINDOW
     for step in range(100, 110):
         again.taken(5.0, step)
-    again.policy(Refusal("nonfinite", ""))
+    again.policy(RejectedStep("nonfinite", ""))
     again.go_back(kept)
     # else it would go back for ever
     assert again.state() == {**kept, "furthest": 109, "refused_in_a_row": 1, "marked": []}

@@ -15,19 +15,20 @@ from typing import Any
 import pytest
 import yaml
 
+from configs.checksums import write_summed
 from configs.compose import compose
 from configs.keys import put
 from configs.schema import Config, ConfigError
 from configs.validate import validate
-from simulator.clock import files
-from simulator.clock.hardware import Hardware
+from simulator.clock.hardware import Hardware, hardware_yaml, load_hardware
 from simulator.clock.prediction import Prediction
-from simulator.search.answer import LayoutAnswer, LayoutMemory, MemoryLimits, SearchCounts, SearchedLayout
+from simulator.search.answer import LayoutAnswer, SearchCounts, SearchedLayout
+from simulator.search.sizer import LayoutMemory, MemoryLimits
 from tests import distributed
 from tests.training.helpers import TIMEOUT, largest_difference, read_metrics, train_on_ranks
 from tests.waits import LONG
-from training.starting import layout_choice, machine
-from training.starting.layout_choice import CHOSEN, LayoutChoice, choose
+from training.starting import choices, machine
+from training.starting.choices import LAYOUT_CHOSEN, LayoutChoice, choose_layout
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["model=gpt_tiny", "logging=quiet", "sample.prompts=[]", "training.eval_interval=0"]
@@ -37,7 +38,7 @@ Seen = list[tuple[int, frozenset[str]]]
 def cpu_machine(folder: Path) -> str:
     """The path of a machine of ranks on CPUs."""
     path = folder / "laptop.yaml"
-    path.write_text(files.as_yaml(replace(files.load("h100_8x"), kind="cpu")), encoding="utf-8")
+    path.write_text(hardware_yaml(replace(load_hardware("h100_8x"), kind="cpu")), encoding="utf-8")
     return str(path)
 
 
@@ -73,7 +74,7 @@ def auto(folder: Path, *overrides: str) -> tuple[Config, frozenset[str]]:
 def keep(choice: LayoutChoice, folder: Path) -> None:
     """Leave a choice in the run's folder, as the run does."""
     (folder / "run").mkdir(exist_ok=True)
-    (folder / "run" / CHOSEN).write_text(json.dumps(choice.record))
+    write_summed(folder / "run" / LAYOUT_CHOSEN, choice.record)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def test_a_given_layout_is_no_choice() -> None:
-    assert choose(compose(TINY), frozenset()) is None
+    assert choose_layout(compose(TINY), frozenset()) is None
 
 
 def test_a_choice_is_said_and_frozen(
@@ -97,8 +98,8 @@ def test_a_choice_is_said_and_frozen(
 ) -> None:
     seen: Seen = []
     layout = {"parallel.tensor": 2, "parallel.sequence": True, "training.micro_batch_size": 2}
-    monkeypatch.setattr(layout_choice, "search_layout", searching(layout, seen))
-    choice = choose(*auto(tmp_path, "training.recompute=full"))
+    monkeypatch.setattr(choices, "search_layout", searching(layout, seen))
+    choice = choose_layout(*auto(tmp_path, "training.recompute=full"))
     assert choice is not None and not choice.is_kept and choice.world_size == 2
     assert seen == [(2, frozenset({"training.recompute"}))]
     parallel, training = choice.config.parallel, choice.config.training
@@ -113,28 +114,30 @@ def test_a_choice_is_said_and_frozen(
 def test_a_run_keeps_its_layout_on_as_many_ranks(tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On another number it searches again and says so; also where the command line or another key forbids the old."""
     seen: Seen = []
-    monkeypatch.setattr(layout_choice, "search_layout", searching({"training.micro_batch_size": 2}, seen))
-    first = choose(*auto(tmp_path))
+    monkeypatch.setattr(choices, "search_layout", searching({"training.micro_batch_size": 2}, seen))
+    first = choose_layout(*auto(tmp_path))
     assert first is not None
     keep(first, tmp_path)
-    monkeypatch.setattr(layout_choice, "search_layout", searching({"training.micro_batch_size": 1}, seen))
-    again = choose(*auto(tmp_path))
+    monkeypatch.setattr(choices, "search_layout", searching({"training.micro_batch_size": 1}, seen))
+    again = choose_layout(*auto(tmp_path))
     assert again is not None and again.is_kept and again.config == first.config and len(seen) == 1
     assert "is kept, which this run chose for 2 rank(s)" in again.lines[0]
     ranks(4)
-    other = choose(*auto(tmp_path))
+    other = choose_layout(*auto(tmp_path))
     assert other is not None and not other.is_kept and other.config.training.micro_batch_size == 1
     assert other.lines[0].startswith("searched again, for 4 rank(s) in place of 2: ")
     ranks(2)
-    fixed = choose(*auto(tmp_path, "training.recompute=full"))
+    fixed = choose_layout(*auto(tmp_path, "training.recompute=full"))
     assert fixed is not None and not fixed.is_kept and "has other keys of the layout" in fixed.lines[0]
-    smaller = choose(*auto(tmp_path, "training.global_batch_size=2"))
+    smaller = choose_layout(*auto(tmp_path, "training.global_batch_size=2"))
     assert smaller is not None and not smaller.is_kept and "other keys forbid the earlier one" in smaller.lines[0]
-    (tmp_path / "run" / CHOSEN).write_text("{")
-    with pytest.raises(ConfigError, match=rf"{CHOSEN} cannot be read .* or delete it to have the choice made anew"):
-        choose(*auto(tmp_path))
-    (tmp_path / "run" / CHOSEN).unlink()
-    anew = choose(*auto(tmp_path))
+    (tmp_path / "run" / LAYOUT_CHOSEN).write_text("{")
+    with pytest.raises(
+        ConfigError, match=rf"{LAYOUT_CHOSEN} cannot be read .* or delete it to have the choice made anew"
+    ):
+        choose_layout(*auto(tmp_path))
+    (tmp_path / "run" / LAYOUT_CHOSEN).unlink()
+    anew = choose_layout(*auto(tmp_path))
     assert anew is not None and not anew.is_kept and anew.lines[0].startswith("training.micro_batch_size=1 is")
 
 
@@ -142,11 +145,11 @@ def test_an_elastic_run_takes_the_most_ranks_with_a_layout(
     tmp_path: Path, ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: Seen = []
-    monkeypatch.setattr(layout_choice, "search_layout", searching({"training.micro_batch_size": 1}, seen, most=2))
+    monkeypatch.setattr(choices, "search_layout", searching({"training.micro_batch_size": 1}, seen, most=2))
     ranks(4)
     with pytest.raises(ConfigError, match=r"world_size \(4\)"):
-        choose(*auto(tmp_path))
-    choice = choose(*auto(tmp_path, "training.elastic=true"))
+        choose_layout(*auto(tmp_path))
+    choice = choose_layout(*auto(tmp_path, "training.elastic=true"))
     assert choice is not None and choice.world_size == 2 and [size for size, _ in seen] == [4, 4, 3, 2]
 
 
@@ -162,10 +165,10 @@ def test_the_machine_is_named_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "device_type", lambda config: "cuda")
     machine.refuse_another_kind(found, config)
     for card, name in (("NVIDIA H200", "h200_8x"), ("NVIDIA GH200 480GB", "gh200")):
-        monkeypatch.setattr(machine.devices, "card_name", lambda card=card: card)
+        monkeypatch.setattr(machine.card, "card_name", lambda card=card: card)
         found, why = machine.machine_of(compose(TINY))
         assert found.name == name and card in why
-    monkeypatch.setattr(machine.devices, "card_name", lambda: "NVIDIA L40S")
+    monkeypatch.setattr(machine.card, "card_name", lambda: "NVIDIA L40S")
     with pytest.raises(
         ConfigError, match=r"hardware \(null\) must be given: .*NVIDIA L40S.*Try hardware=a100_8x"
     ) as caught:
@@ -186,7 +189,7 @@ def test_a_run_for_a_machine_of_other_devices_is_refused(tmp_path: Path) -> None
 
 def test_a_search_imports_no_torch() -> None:
     code = (
-        "import sys, training.starting.plans, training.starting.layout_choice; "
+        "import sys, training.starting.plans, training.starting.choices; "
         "print(sorted({'torch', 'megatron'} & sys.modules.keys()))"
     )
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG)
@@ -197,11 +200,11 @@ def _train_auto(config: Config, layout: dict[str, Any]) -> bool:
     """A run with parallel=auto on this rank; whether it kept an earlier layout."""
     from training.trainer import Trainer
 
-    search, layout_choice.search_layout = layout_choice.search_layout, searching(layout, [])
+    search, choices.search_layout = choices.search_layout, searching(layout, [])
     try:
-        choice = choose(config, frozenset())
+        choice = choose_layout(config, frozenset())
     finally:
-        layout_choice.search_layout = search
+        choices.search_layout = search
     assert choice is not None
     Trainer(choice.config, choice=choice).fit()
     return choice.is_kept
@@ -215,7 +218,7 @@ def test_a_run_trains_in_its_layout_and_keeps_it(data: list[str], tmp_path: Path
     assert distributed.run(_train_auto, 2, config, layout, timeout=TIMEOUT) == [False, False]
     kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert (kept["parallel"]["tensor"], kept["parallel"]["layout"], kept["hardware"]) == (2, "auto", config.hardware)
-    record = json.loads((tmp_path / "run" / CHOSEN).read_text())
+    record = json.loads((tmp_path / "run" / LAYOUT_CHOSEN).read_text())
     assert record["world_size"] == 2 and record["values"]["parallel.tensor"] == 2 and len(record["runners_up"]) == 1
     config.training.steps = 3
     assert distributed.run(_train_auto, 2, config, {"parallel.tensor": 1}, timeout=TIMEOUT) == [True, True]

@@ -16,11 +16,11 @@ STEPS = ["training.steps=5"]
 
 
 def test_moe_gpt(data: list[str]) -> None:
-    rows = compare(["gpt_moe_tiny"], OF_MOE, [*data, *STEPS])
-    assert [row.layout for row in rows] == [SINGLE, *OF_MOE]
-    assert [row for row in rows if not row.passed] == []
+    comparisons = compare(["gpt_moe_tiny"], OF_MOE, [*data, *STEPS])
+    assert [row.layout for row in comparisons] == [SINGLE, *OF_MOE]
+    assert [row for row in comparisons if not row.passed] == []
     # Other orders of addition: were every difference zero, the comparison would not compare anything.
-    assert any(row.loss_difference > 0 for row in rows if row.layout != SINGLE)
+    assert any(row.loss_difference > 0 for row in comparisons if row.layout != SINGLE)
 
 
 @pytest.mark.parametrize(("model", "layout"), OTHERS)
@@ -31,8 +31,8 @@ def test_other_models(data: list[str], model: str, layout: str) -> None:
 
 
 def test_bf16(data: list[str]) -> None:
-    rows = compare(["gpt_moe_tiny"], ["EP2", "TP2+SP"], [*data, *STEPS, "training.precision=bf16"])
-    assert len(rows) == 3 and all(row.passed for row in rows), rows
+    comparisons = compare(["gpt_moe_tiny"], ["EP2", "TP2+SP"], [*data, *STEPS, "training.precision=bf16"])
+    assert len(comparisons) == 3 and all(row.passed for row in comparisons), comparisons
 
 
 def sends_kept(config: Config) -> int:

@@ -127,7 +127,7 @@ def test_a_run_in_any_layout_leaves_for_transformers(name: str, data: list[str],
     carried = json.loads(CARRIED) if name == "llama" else {}
     assert carried.items() <= config_json.items()
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
-    assert all((tmp_path / "hf" / part).is_file() for part in index["weight_map"].values())
+    assert all((tmp_path / "hf" / file).is_file() for file in index["weight_map"].values())
     assert list((tmp_path / "hf").glob("tokenizer*"))
     if model_type != "qwen2":  # whose AutoTokenizer reads another class, which the export says
         theirs_of_text = their_texts(tmp_path / "hf", TEXT_PROMPTS)
@@ -178,10 +178,10 @@ def _peak_growth(function: Any, *arguments: Any) -> int:
 
 
 def _convert_there_and_back(path: Path) -> dict[str, int]:
-    part = 8_000_000
+    file_bytes = 8_000_000
     return {
-        "export": _peak_growth(convert.export_folder, path / "ours", path / "hf", part),
-        "import": _peak_growth(convert.import_folder, path / "hf", path / "again", part),
+        "export": _peak_growth(convert.export_folder, path / "ours", path / "hf", file_bytes),
+        "import": _peak_growth(convert.import_folder, path / "hf", path / "again", file_bytes),
     }
 
 
@@ -203,11 +203,11 @@ def test_converting_keeps_little_in_memory(tmp_path: Path) -> None:
         for name in ("input_layernorm", "pre_mlp_layernorm"):
             weights[f"{prefix}{name}.weight"] = torch.ones(512)
         for name, shape in shapes.items():
-            room = "self_attention" if name in ("linear_qkv", "linear_proj") else "mlp"
-            weights[f"{prefix}{room}.{name}.weight"] = torch.full((1, 1), float(layer)).expand(shape)
+            submodule = "self_attention" if name in ("linear_qkv", "linear_proj") else "mlp"
+            weights[f"{prefix}{submodule}.{name}.weight"] = torch.full((1, 1), float(layer)).expand(shape)
             total += 4 * shape[0] * shape[1]
     weights["embedding.word_embeddings.weight"] = torch.ones(1001, 512)
-    write_tensors(tmp_path / "ours", weights, part_bytes=8_000_000)
+    write_tensors(tmp_path / "ours", weights, max_file_bytes=8_000_000)
     for direction, peak in distributed.run(_convert_there_and_back, 1, tmp_path)[0].items():
         assert peak < total / 8, (direction, peak, total)
     first, again = folder.Reader(tmp_path / "ours"), folder.Reader(tmp_path / "again")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import ConfigError
-from tests.test_rooms import ROOT
+from tests.test_packages import ROOT
 from training.starting import limits
 
 UNLIMITED = limits.resource.RLIM_INFINITY

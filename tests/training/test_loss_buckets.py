@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.pieces import PIECE_LENGTHS, bucket_name, piece_lengths
+from data.document_lengths import SEGMENT_LENGTHS, bucket_name, segment_lengths
 from data.samples import GPTSamples
 from tests.data.test_samples import numbered
 from training.loss_buckets import BY, LossBuckets, bucket_sums, mean_losses
@@ -45,7 +45,7 @@ def test_means_are_those_of_single_tokens(tmp_path: Path, separate: bool) -> Non
         losses = torch.rand(3, 32, generator=generator)
         losses[2, 25] = torch.nan  # of a token that nobody predicts
         if separate:
-            batch[PIECE_LENGTHS] = torch.from_numpy(piece_lengths(batch["positions"]))
+            batch[SEGMENT_LENGTHS] = torch.from_numpy(segment_lengths(batch["positions"]))
         table.add(losses, batch)
         for row in range(3):
             for column in range(32):

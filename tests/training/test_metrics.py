@@ -15,11 +15,11 @@ import torch
 
 from configs.schema import Config
 from moe.watch import FEW_EXPERTS, entropy
-from optim.grad_norms import part_of
+from optim.grad_norms import component_of
 from tests import distributed
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, make_config, read_metrics, train, train_on_ranks
-from training.callbacks.logging.step_times import WINDOW, StepTimes, nearest_rank
+from training.callbacks.logging.step_numbers import WINDOW, StepTimes, nearest_rank
 from training.report.metrics import expert_counts, scalars, texts
 
 SIZES = [
@@ -36,22 +36,22 @@ SIZES = [
     "training.steps=3",
     "checkpoint=off",
 ]
-PARTS = {"router", "shared_experts", "experts", "norm", "attention", "dense_mlp", "embedding"}
+MODEL_PARTS = {"router", "shared_experts", "experts", "norm", "attention", "dense_mlp", "embedding"}
 
 
 def train_and_ask_megatron(config: Config) -> tuple[Lines, list[float]]:
     """The lines of this rank, and Megatron-core's own norm of the same gradients in the same steps."""
-    from optim import update
+    from training import step
 
     theirs: list[float] = []
-    ours = update.prepare
+    ours = step.prepare_gradients
 
     def both(optimizer: Any) -> Any:
         overflow = ours(optimizer)
         theirs.append(optimizer.get_grad_norm())
         return overflow
 
-    with mock.patch.object(update, "prepare", both):
+    with mock.patch.object(step, "prepare_gradients", both):
         return train(config), theirs
 
 
@@ -84,10 +84,10 @@ def test_numbers_do_not_depend_on_the_layout(data: list[str], single: Lines, lay
     assert read_metrics(tmp_path) == lines
     assert [line["grad_norm"] for line in lines] == pytest.approx(theirs, rel=1e-6)
     for line, expected in zip(lines, single, strict=True):
-        parts = line["grad_norm_by_part"]
-        assert set(parts) == PARTS
-        assert math.sqrt(sum(part * part for part in parts.values())) == pytest.approx(line["grad_norm"], rel=1e-9)
-        assert parts == pytest.approx(expected["grad_norm_by_part"], rel=FP32_GRAD_NORM)
+        norms = line["grad_norm_by_part"]
+        assert set(norms) == MODEL_PARTS
+        assert math.sqrt(sum(norm * norm for norm in norms.values())) == pytest.approx(line["grad_norm"], rel=1e-9)
+        assert norms == pytest.approx(expected["grad_norm_by_part"], rel=FP32_GRAD_NORM)
         layers, expected_layers = line["moe_layers"], expected["moe_layers"]
         assert layers["layer"] == [1, 2, 3]
         for name in ("router_entropy", "aux_loss", "z_loss"):
@@ -185,7 +185,7 @@ def test_parts_of_the_model_by_name() -> None:
         "lm_head.dense.bias": "head",
         "something.new": "other",
     }
-    assert {name: part_of(name) for name in names} == names
+    assert {name: component_of(name) for name in names} == names
 
 
 def test_step_time_percentiles_over_a_window() -> None:

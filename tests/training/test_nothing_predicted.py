@@ -67,7 +67,7 @@ def test_a_run_that_predicts_nothing_is_refused(words: list[str], tmp_path: Path
     overrides = [*single(words), f"training.micro_batch_size={micro}", f"run_dir={tmp_path}"]
     with pytest.raises(RankError, match=expected) as caught:
         run(overrides, ranks)
-    assert "RefusedRun" in str(caught.value)
+    assert "RejectedRun" in str(caught.value)
     assert not (tmp_path / "metrics.jsonl").exists() or read_metrics(tmp_path) == []
     assert [line["step"] for line in run([*overrides, "data.documents=joined"], ranks)] == [1, 2, 3, 4]
 
@@ -77,9 +77,9 @@ def test_a_later_step_is_passed_over(words: list[str], tmp_path: Path, ranks: in
     overrides = [*words, "training.micro_batch_size=2", f"training.nonfinite={policy}"]
     lines = run([*overrides, f"run_dir={tmp_path}"], ranks, range(2 * SAMPLES, 3 * SAMPLES))
     assert [line["step"] for line in lines] == [1, 2, 3, 4] and all(line["predicted_tokens"] > 0 for line in lines)
-    told = {event["kind"]: event for event in events.read(tmp_path)}
-    assert told["nothing_predicted"]["step"] == 3
-    assert (told["batch_skipped"]["first"], told["batch_skipped"]["end"]) == (16, 24)
+    kinds = {event["kind"]: event for event in events.read(tmp_path)}
+    assert kinds["nothing_predicted"]["step"] == 3
+    assert (kinds["batch_skipped"]["first"], kinds["batch_skipped"]["end"]) == (16, 24)
     # A run that never saw the batch makes the same steps: nothing was updated, decayed or counted in a schedule.
     again = tmp_path / "again"
     again.mkdir()
@@ -105,7 +105,7 @@ def test_empty_micro_batches_change_no_loss(words: list[str], tmp_path: Path, ra
     """With two ranks one of them predicts nothing in the whole step."""
     empty = [*range(4), *range(12, 16), 17]
     whole = run([*words, "training.micro_batch_size=8", f"run_dir={tmp_path / 'whole'}"], 1, empty)
-    parts = run([*words, f"training.micro_batch_size={micro}", f"run_dir={tmp_path / 'parts'}"], ranks, empty)
-    assert [line["predicted_tokens"] for line in parts] == [line["predicted_tokens"] for line in whole]
-    assert largest_difference(parts, whole, "loss") < FP32_LOSS
-    assert largest_difference(parts, whole, "grad_norm") < FP32_GRAD_NORM
+    split = run([*words, f"training.micro_batch_size={micro}", f"run_dir={tmp_path / 'split'}"], ranks, empty)
+    assert [line["predicted_tokens"] for line in split] == [line["predicted_tokens"] for line in whole]
+    assert largest_difference(split, whole, "loss") < FP32_LOSS
+    assert largest_difference(split, whole, "grad_norm") < FP32_GRAD_NORM

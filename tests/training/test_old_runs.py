@@ -53,7 +53,7 @@ def one_thread(config: Config) -> helpers.Lines:
     return helpers.train(config)
 
 
-TIERS: dict[str, dict[str, Any]] = {
+TARGETS: dict[str, dict[str, Any]] = {
     "host": {"state_device": "host", "engine": "host"},
     "device_stream": {"state_device": "host", "engine": "device_stream"},
     "disk": {"state_device": "disk"},
@@ -65,12 +65,12 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], li
     """The metrics of five more steps of an old run, with its state in a tier."""
 
     @functools.cache
-    def run(name: str, tier: str) -> list[dict[str, Any]]:
-        config = unpack(name, tmp_path_factory.mktemp(tier))
-        if tier != "device":
+    def run(name: str, target: str) -> list[dict[str, Any]]:
+        config = unpack(name, tmp_path_factory.mktemp(target))
+        if target != "device":
             config.optimizer.distributed, config.optimizer.bucket_parameters = True, 4096
             config.memory.disk_dir = config.run_dir
-            for key, value in TIERS[tier].items():
+            for key, value in TARGETS[target].items():
                 setattr(config.optimizer, key, value)
         distributed.run(one_thread, RECORDED["runs"][name]["ranks"], config, timeout=helpers.TIMEOUT)
         lines = helpers.read_metrics(config.run_dir)[RECORDED["runs"][name]["step"] :]
@@ -89,12 +89,12 @@ def test_an_old_run_goes_on_as_it_would_have(name: str, gone_on: Callable[[str, 
 
 
 # Each run under one tier, in turns; the first one under all.
-UNDER_TIERS = [(name, list(TIERS)[number % len(TIERS)]) for number, name in enumerate(RECORDED["runs"])]
-UNDER_TIERS += [(UNDER_TIERS[0][0], tier) for tier in TIERS if tier != UNDER_TIERS[0][1]]
+WITH_TARGETS = [(name, list(TARGETS)[number % len(TARGETS)]) for number, name in enumerate(RECORDED["runs"])]
+WITH_TARGETS += [(WITH_TARGETS[0][0], target) for target in TARGETS if target != WITH_TARGETS[0][1]]
 
 
-@pytest.mark.parametrize(("name", "tier"), UNDER_TIERS)
-def test_an_old_run_goes_on_under_a_tier(
-    name: str, tier: str, gone_on: Callable[[str, str], list[dict[str, Any]]]
+@pytest.mark.parametrize(("name", "target"), WITH_TARGETS)
+def test_an_old_run_resumes_with_offloaded_state(
+    name: str, target: str, gone_on: Callable[[str, str], list[dict[str, Any]]]
 ) -> None:
-    assert gone_on(name, tier) == gone_on(name, "device")
+    assert gone_on(name, target) == gone_on(name, "device")

@@ -73,9 +73,9 @@ def _steps(overrides: Sequence[str]) -> tuple[Numbers, tuple[int, ...]]:
     from training.step import evaluate, run_again, train_step
 
     config = make_config(overrides, dist.get_world_size())
-    place = topology.initialize(config)
-    engine = Engine(config, place, VOCAB_SIZE)
-    batches = made_up_batches(config, derived.num_micro_batches(config, place.world_size), VOCAB_SIZE, place.data.rank)
+    ranks = topology.initialize(config)
+    engine = Engine(config, ranks, VOCAB_SIZE)
+    batches = made_up_batches(config, derived.num_micro_batches(config, ranks.world_size), VOCAB_SIZE, ranks.data.rank)
     numbers: Numbers = []
     for step in (1, 2, 3):
         if step == 3:
@@ -83,7 +83,7 @@ def _steps(overrides: Sequence[str]) -> tuple[Numbers, tuple[int, ...]]:
             run_again(engine, batches)
         result = train_step(engine, batches, step)
         counts = None if result.tokens_per_expert is None else result.tokens_per_expert.tolist()
-        numbers.append((result.loss, result.grad_norm, result.extra, counts, result.by_layer))
+        numbers.append((result.loss, result.grad_norm, result.extra, counts, result.per_layer))
     counted: tuple[int, ...] = ()
     if (store := engine.layer_inputs) is not None:
         counts = store.counts
@@ -92,7 +92,7 @@ def _steps(overrides: Sequence[str]) -> tuple[Numbers, tuple[int, ...]]:
         assert last == (2 if config.training.pass_order == "by_layer" else 1), (
             "something was not read for the last time"
         )
-    engine.settle()
+    engine.synchronize()
     weights = [parameter.detach().double().sum() for chunk in engine.bare_chunks for parameter in chunk.parameters()]
     numbers.append(tuple(torch.stack(weights).tolist()))
     engine.close()
@@ -106,15 +106,15 @@ def _both(ranks: int, overrides: Sequence[str]) -> list[list[tuple[Numbers, tupl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_by_layer_makes_the_same_bits(name: str) -> None:
+def test_layer_wise_passes_make_the_same_bits(name: str) -> None:
     ranks, overrides = CASES[name]
-    by_micro_batch, by_layer = _both(ranks, overrides)
-    assert [numbers for numbers, _ in by_layer] == [numbers for numbers, _ in by_micro_batch]
+    micro_batch_wise, layer_wise = _both(ranks, overrides)
+    assert [numbers for numbers, _ in layer_wise] == [numbers for numbers, _ in micro_batch_wise]
     config = make_config([*COMMON, *overrides, "training.pass_order=by_layer"], ranks)
     if config.training.activation_offload != "none":
         plan = layer_inputs(config, ranks, 0)
         counts = plan.host, plan.device_peak, plan.copies_out, plan.copies_back
-        assert [counted for _, counted in by_layer] == [counts] * ranks and plan.copies_back > plan.copies_out > 0
+        assert [counted for _, counted in layer_wise] == [counts] * ranks and plan.copies_back > plan.copies_out > 0
 
 
 @pytest.mark.parametrize(
@@ -130,8 +130,8 @@ def test_by_layer_makes_the_same_bits(name: str) -> None:
 def test_a_table_that_is_shared_adds_up_in_another_order(ranks: int, more: tuple[str, ...]) -> None:
     """With tiles the head's gradient is in its buffer before its backward call, which is not the embedding's."""
     overrides = ("training.global_batch_size=4", *more, "model.tie_embeddings=true")
-    by_micro_batch, by_layer = (each[0][0] for each in _both(ranks, overrides))  # of rank 0
-    for ours, theirs in zip(by_layer[:-1], by_micro_batch[:-1], strict=True):
+    micro_batch_wise, layer_wise = (each[0][0] for each in _both(ranks, overrides))  # of rank 0
+    for ours, theirs in zip(layer_wise[:-1], micro_batch_wise[:-1], strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=FP32_LOSS, abs=0)
         if isinstance(theirs[1], float):
             assert ours[1] == pytest.approx(theirs[1], rel=FP32_GRAD_NORM, abs=0)
@@ -142,7 +142,7 @@ def _named(overrides: Sequence[str], kind: str) -> str:
     import torch
 
     from parallel import topology
-    from parallel.megatron.random_state import place
+    from parallel.megatron.random_state import current_pass
     from training.engine import Engine
     from training.resilience import diagnosis
     from training.starting.dry_run import made_up_batches
@@ -153,7 +153,7 @@ def _named(overrides: Sequence[str], kind: str) -> str:
     batches = made_up_batches(config, 3, VOCAB_SIZE, 0)
 
     def spoil(_module: Any, _inputs: Any, output: Any) -> Any:
-        now = place()
+        now = current_pass()
         if now is None or now[1] != 1 or not torch.is_grad_enabled():
             return output
         if kind == "forward":

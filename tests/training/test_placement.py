@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from checkpoint.state import read_state
 from configs.schema import Config
 from moe.placement.plans import read_plans
 from moe.placement.policy import ASSUMED
-from moe.placement.quotas import CopyLimits, Costs, at_home
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries
 from moe.placement.trace import TraceHeader, read, read_header
 from moe.placement_map import Integers, PlacementMap
 from simulator.run_plan import make_plan
@@ -51,13 +50,13 @@ BITWISE = [
 def test_the_same_bits_whatever_the_placement(data: list[str], case: Case, more: list[str]) -> None:
     words = [*data, *SKEWED, "moe.num_experts=8", "moe.placement.interval=2", *more]
     row = compare(case, words)
-    assert row.same and row.copies > 0 and row.moved > 0, row
+    assert row.same and row.num_replicas > 0 and row.moved > 0, row
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.layout}, {case.policy}")
 def test_copies_change_no_loss(data: list[str], case: Case) -> None:
     row = compare(case, [*data, *SKEWED])
-    assert row.passed and row.copies > 0, row
+    assert row.passed and row.num_replicas > 0, row
     assert case.policy == SCATTERED or row.placed < row.at_home
 
 
@@ -68,15 +67,15 @@ EARLY = ["optimizer.state_device=host", "optimizer.early_update=always", "traini
 def test_copies_change_no_loss_where_updates_begin_early(data: list[str], layout: str) -> None:
     """What copies add is there before the buffer counts its gradient, and the update that follows it begins."""
     row = compare(Case(layout, SCATTERED, PASSES[0]), [*data, *SKEWED, *EARLY])
-    assert row.passed and row.copies > 0, row
+    assert row.passed and row.num_replicas > 0, row
 
 
-def _full(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+def _full(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
     """Every slot has an expert of the next rank, which computes half of its assignments."""
-    quotas_ER = at_home(counts_RE, placement)
+    quotas_ER = at_primaries(counts_RE, placement)
     for rank in range(placement.num_ranks):
-        for expert in placement.experts_of((rank + 1) % placement.num_ranks)[: limits.slots]:
-            home = placement.home_ranks[expert]
+        for expert in placement.experts_of((rank + 1) % placement.num_ranks)[: limits.replica_slots]:
+            home = placement.primary_ranks[expert]
             quotas_ER[expert, rank], rest = divmod(int(quotas_ER[expert, home]), 2)
             quotas_ER[expert, home] -= quotas_ER[expert, rank]
     return quotas_ER
@@ -122,12 +121,12 @@ def _loads(config: Config) -> tuple[Any, Any]:
     def sizes(*arguments: Any) -> Any:
         found = sizes_of(*arguments)
         if torch.is_grad_enabled():
-            rows = max(sum(found[0].received_rows), sum(found[0].sends.total_rows()))
-            ran.append((sum(found[0].assignments.receive), rows))
+            received_rows = max(sum(found[0].received_rows), sum(found[0].sends.total_rows()))
+            ran.append((sum(found[0].assignments.receive), received_rows))
         return found
 
     def deciding(self: Any, run: Any, loads: dict[int, Any]) -> None:
-        planned.append({number: (load.assignments, load.rows) for number, load in loads.items()})
+        planned.append({number: (load.assignments, load.token_rows) for number, load in loads.items()})
         decide(self, run, loads)
 
     with mock.patch.object(layers, "exchange_sizes", sizes), mock.patch.object(ExpertPlanning, "_decide", deciding):
@@ -202,7 +201,7 @@ def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> Non
     assert sorted(plans.calls) == [0, 1, 2, 3]
     assert all(sorted(of_layer) == [1, 2, 3, 4] for of_layer in plans.calls.values())
     assert recorded[1]["placement"]["moved"] > 0 and [header.step for header in plans.headers] == [1, 3]
-    assert [list(homes) for homes in plans.headers[1].homes.values()] == recorded[1]["placement"]["homes"]
+    assert [list(homes) for homes in plans.headers[1].primaries.values()] == recorded[1]["placement"]["homes"]
     again = ["moe.placement.policy=solve", f"moe.placement.replay={tmp_path / 'first'}", "checkpoint=off"]
     replayed = train_on_ranks([*common, *again, f"run_dir={tmp_path / 'again'}"], 2)
     for key in ("loss", "grad_norm"):
@@ -212,13 +211,13 @@ def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> Non
     for number, (more, said) in enumerate(
         (
             ("training.steps=5", "step 5, layer 0, call 0 is not there"),  # before the first step
-            ("moe.placement.interval=3", r"step 3, layer \d: expert \d was at home on rank"),
+            ("moe.placement.interval=3", r"step 3, layer \d: the primary of expert \d was on rank"),
         )
     ):
         taken = tmp_path / f"refused{number}" / "metrics.jsonl"
         with pytest.raises(RankError, match=f"moe.placement.replay: {path}: {said}") as caught:
             train_on_ranks([*common, *again, more, f"run_dir={taken.parent}"], 2)
-        assert ("RefusedRun" if "step 3" in said else "ConfigError") in str(caught.value)
+        assert ("RejectedRun" if "step 3" in said else "ConfigError") in str(caught.value)
         assert "(rank 0)" in str(caught.value)
         assert len(taken.read_text().splitlines() if taken.exists() else []) == (2 if "step 3" in said else 0)
 
@@ -281,9 +280,9 @@ def test_measured_costs_are_those_of_the_first_start_that_asks(
         train_on_ranks([*common, f"training.steps={steps}", f"moe.placement.costs={costs}"], 4)
         state = read_state(good_checkpoint_at(tmp_path))["callbacks"]["home_moves"]
         assert state["costs_asked"] == costs
-        said = [line for line in capfd.readouterr().out.splitlines() if "placement reckons" in line]
+        said = [line for line in capfd.readouterr().out.splitlines() if "placement costs:" in line]
         assert len(said) == (costs == "measured")
-        assert all(f"{state['costs']['copy_in_node']} for a copy inside a node" in line for line in said)
+        assert all(f"{state['costs']['copy_in_node']} for a replica inside a node" in line for line in said)
         found.append((state["costs"], said))
-    assert found[0][0] == asdict(ASSUMED["cpu"]) and found[1][0] == found[2][0]
+    assert found[0][0] == ASSUMED["cpu"].as_dict() and found[1][0] == found[2][0]
     assert "at an earlier start" not in found[1][1][0] and "at an earlier start" in found[2][1][0]

@@ -11,10 +11,10 @@ import pytest
 
 from configs.compose import compose, given_keys
 from configs.schema import ConfigError
-from simulator.clock.output.words import held_to
+from simulator.clock.prediction import describe_back_tests
 from tests.training.test_layout_choice import TINY, searching
 from training.report import timeline
-from training.starting import layout_choice, plans
+from training.starting import choices, plans
 
 
 def shown(folder: Path, *overrides: str) -> int:
@@ -29,7 +29,7 @@ def test_a_plan_for_a_machine_predicts_a_step(tmp_path: Path, capsys: pytest.Cap
     step, tokens = plan["predicted_step"], 8 * 64
     assert plan["device"] == "cuda" and step["hardware"] == "a100_8x" and step["back_test"]
     assert step["tokens_per_second"] == pytest.approx(tokens / step["step_seconds"])
-    assert sum(part["seconds"] for part in step["reasons"].values()) == pytest.approx(step["step_seconds"])
+    assert sum(each["seconds"] for each in step["reasons"].values()) == pytest.approx(step["step_seconds"])
     (drawn,) = timeline.read_steps(tmp_path / "run", [])
     assert drawn["labels"] == ["stage 0, predicted", "stage 1, predicted"] and drawn["spans"]
     assert shown(tmp_path, "plan=true", "plan_world_size=2", "hardware=a100_8x") == 0
@@ -59,8 +59,8 @@ def test_a_search_prints_its_answer_and_writes_it(
     layout = {"parallel.pipeline": 2, "training.micro_batch_size": 2}
     search = searching(layout, seen)
     monkeypatch.setattr(plans, "search_layout", search)
-    monkeypatch.setattr(layout_choice, "search_layout", search)
-    monkeypatch.setattr(plans.words, "text", lambda answer: f"the answer for {answer.world_size}")
+    monkeypatch.setattr(choices, "search_layout", search)
+    monkeypatch.setattr(plans, "answer_text", lambda answer: f"the answer for {answer.world_size}")
     arguments = ["plan_world_size=4", "hardware=h100_8x", "training.recompute=full"]
     assert shown(tmp_path, "plan=search", *arguments, "parallel=tp2_sp") == 0
     out = capsys.readouterr().out
@@ -76,9 +76,9 @@ def test_a_search_prints_its_answer_and_writes_it(
 
 
 def test_errors_of_back_tests_stand_beside_predictions() -> None:
-    assert held_to(()) == "not held to measured steps"
+    assert describe_back_tests(()) == "not held to measured steps"
     error = {"mean_absolute_error_percent": 5.31, "count": 720, "of": "single_node.csv"}
     assert (
-        held_to((error, {"note": "by hand"}))
+        describe_back_tests((error, {"note": "by hand"}))
         == "mean error 5.31% in 720 measured steps (single_node.csv); note by hand"
     )

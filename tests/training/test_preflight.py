@@ -14,7 +14,7 @@ from configs.validate import validate
 from simulator.run_plan import make_plan
 from simulator.text import text
 from tests.configs import advice
-from training.callbacks.logging.weights_and_biases import WeightsAndBiases
+from training.callbacks.logging.external_loggers import WeightsAndBiases
 from training.starting import preflight
 
 pytestmark = pytest.mark.fast

@@ -19,18 +19,18 @@ import torch
 
 from benchmarks.browser import Browser, chromium
 from benchmarks.observability_cost import made_up_run
-from simulator.clock.output.trace import trace_path, write_traces
 from simulator.clock.prediction import PlannedSpan, Prediction
+from simulator.clock.trace import trace_path, write_traces
 from tests.training.helpers import read_metrics
 from tests.waits import LONG
-from training.report import environment, page, sources, timeline
+from training.callbacks.logging import environment
+from training.report import sources, timeline
 from training.report.__main__ import main
 from training.report.metrics import scalars
-from training.report.page import markup
-from training.report.page.curves import MAX_STEPS, thin
+from training.report.page import markup, render
+from training.report.page.charts import MAX_STEPS, thin
 from training.report.page.facts import _duration
-from training.report.page.layers import MAX_CELLS, homes_of
-from training.report.page.render import ASSETS
+from training.report.page.layers import MAX_CELLS, primaries_of
 from training.resilience import events
 
 SECTIONS = {"loss", "speed", "experts", "placement", "plans", "timeline", "memory", "tiers", "events", "run"}
@@ -76,7 +76,7 @@ class Page(HTMLParser):
 
 
 def make(run_dir: Path) -> Page:
-    return Page(page.write(run_dir).read_text(encoding="utf-8"))
+    return Page(render.write(run_dir).read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_every_section_has_its_numbers(run_dir: Path) -> None:
     for key, curve in curves.items():
         if not key.startswith("moe_"):
             assert curve == [scalars(line).get(key) for line in lines], key
-    assert {f"grad_norm_by_part/{part}" for part in lines[0]["grad_norm_by_part"]} <= set(curves)
+    assert {f"grad_norm_by_part/{model_part}" for model_part in lines[0]["grad_norm_by_part"]} <= set(curves)
     assert ("validation: wiki.v2", "valid/wiki.v2/loss") in {
         (series["name"], series["key"]) for series in found.data["charts"]["loss"][0]["series"]
     }
@@ -140,31 +140,31 @@ def test_expert_loads_are_the_runs(run_dir: Path) -> None:
         assert window == [[round(100 * tokens * 8 / sum(layer)) for tokens in layer] for layer in counts]
 
 
-def test_placement_shows_loads_before_and_after_and_the_homes(run_dir: Path) -> None:
+def test_placement_shows_loads_before_and_after_and_the_primaries(run_dir: Path) -> None:
     found, lines = make(run_dir).data, read_metrics(run_dir)
-    busiest, gain, copies = found["charts"]["placement"]
+    busiest, gain, copies_chart = found["charts"]["placement"]
     assert [series["name"] for series in busiest["series"]] == ["experts at home", "placed"]  # on one scale
     for picture, key in zip(found["ranks"]["pictures"], ("ranks_at_home", "ranks_placed"), strict=True):
         assert picture["columns"][7] == pytest.approx(lines[7]["placement"][key], rel=1e-4)
     assert [series["name"] for series in gain["series"]] == ["predicted", "measured, in rows"]
     assert found["curves"]["placement/copies"] == [line["placement"]["copies"] for line in lines]
-    assert [series["key"] for series in copies["series"]] == ["placement/copies", "placement/moved"]
+    assert [series["key"] for series in copies_chart["series"]] == ["placement/copies", "placement/moved"]
     pictures = {picture["key"]: picture for picture in found["layers"]["pictures"]}
     for key in ("at_home", "placed", "copies"):
         assert pictures[key]["columns"][7] == pytest.approx(lines[7]["moe_layers"][key], rel=1e-4)
-    homes = found["homes"]["ranks"]
-    assert homes[8] == [[0] * 8] * 3  # in order; expert parallelism over one rank in this made-up run
-    assert homes[9] == homes[-1] == [[expert % 4 for expert in range(8)]] * 3
+    primaries = found["homes"]["ranks"]
+    assert primaries[8] == [[0] * 8] * 3  # in order; expert parallelism over one rank in this made-up run
+    assert primaries[9] == primaries[-1] == [[expert % 4 for expert in range(8)]] * 3
 
 
-def test_homes_open_on_the_layer_that_moved_first() -> None:
+def test_primaries_open_on_the_layer_that_moved_first() -> None:
     in_order, swapped = [0, 0, 1, 1], [0, 1, 0, 1]
     moves = [{}, {"homes": [in_order, in_order, swapped]}, {"homes": [swapped, in_order, swapped]}]
     counts = {"counts": [[1, 1, 1, 1]] * 3}
     lines = [{"step": i, "tokens_per_expert": counts, "placement": move} for i, move in enumerate(moves)]
     source = sources.RunFiles(Path(), config={"parallel": {"expert": 2}}, metrics=lines)
-    opened = [homes_of(dataclasses.replace(source, metrics=lines[:count])) for count in (3, 1)]
-    assert [homes["first"] if homes else None for homes in opened] == [2, 0]
+    opened = [primaries_of(dataclasses.replace(source, metrics=lines[:count])) for count in (3, 1)]
+    assert [primaries["first"] if primaries else None for primaries in opened] == [2, 0]
 
 
 def test_the_page_opens_the_layer_that_moved(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_the_page_opens_the_layer_that_moved(tmp_path: Path) -> None:
         if "homes" in line["placement"]:
             line["placement"]["homes"][:2] = [[0] * 8] * 2
     (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    text = page.write(tmp_path / "run").read_text(encoding="utf-8")
+    text = render.write(tmp_path / "run").read_text(encoding="utf-8")
     assert re.findall(r'<option value="(\d)" selected>', text) == ["2"]
 
 
@@ -193,7 +193,7 @@ def test_every_axis_says_what_it_shows(run_dir: Path) -> None:
     charts = [chart for charts in found["charts"].values() for chart in charts]
     assert all(len(chart["unit"]) > 2 for chart in [*charts, found["plans"]["chart"], found["memory"]["chart"]])
     assert all(picture["unit"] for picture in found["layers"]["pictures"])
-    axes = [line for line in (ASSETS / "page.js").read_text().splitlines() if re.search(r"\b[xy]Axis: ", line)]
+    axes = [line for line in (render.ASSETS / "page.js").read_text().splitlines() if re.search(r"\b[xy]Axis: ", line)]
     assert len(axes) > 8
     assert [line for line in axes if not any(sign in line for sign in ("name:", "upright(", "stepAxis()"))] == []
 
@@ -243,10 +243,10 @@ def predicted(run_dir: Path, stages: int, ranks: int) -> None:
 def test_a_predicted_step_stands_below_the_ranks_of_its_stage(run_dir: Path, tmp_path: Path) -> None:
     """A prediction opens as a traced step does, both over each other, from the same begin; alone too, and one that
     cannot be read is said."""
-    copy = tmp_path / "run"
-    shutil.copytree(run_dir, copy)
-    predicted(copy, stages=2, ranks=4)
-    (step,) = make(copy).data["timeline"]
+    run_copy = tmp_path / "run"
+    shutil.copytree(run_dir, run_copy)
+    predicted(run_copy, stages=2, ranks=4)
+    (step,) = make(run_copy).data["timeline"]
     assert step["labels"] == ["rank 0", "rank 1", "stage 0, predicted", "rank 2", "rank 3", "stage 1, predicted"]
     found = {(lane, timeline.NAMES[name], start, length) for lane, name, start, length in step["spans"]}
     for row in (2, 5):
@@ -318,11 +318,11 @@ def test_memory_stands_beside_the_plan(run_dir: Path) -> None:
 
 
 def test_events_and_names_are_text_not_markup(run_dir: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run_dir, copy)
-    events.record(copy, "loss_spike", "<script>alert('x')</script> & </script>", step=7)
-    (copy / "config.yaml").write_text("name: '<img src=https://example.com/x.png>'\n")
-    found = make(copy)
+    run_copy = tmp_path / "run"
+    shutil.copytree(run_dir, run_copy)
+    events.record(run_copy, "loss_spike", "<script>alert('x')</script> & </script>", step=7)
+    (run_copy / "config.yaml").write_text("name: '<img src=https://example.com/x.png>'\n")
+    found = make(run_copy)
     assert found.loads == ["data:,"] and found.scripts == 3
     assert "<script>alert('x')</script> & </script>" in found.text["events"]
     assert found.data["events"][-1] | {"time": ""} == {
@@ -335,7 +335,7 @@ def test_events_and_names_are_text_not_markup(run_dir: Path, tmp_path: Path) -> 
     assert found.data["title"] == "<img src=https://example.com/x.png>"
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_missing_numbers_are_noted(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("name: nothing yet\nmoe: {num_experts: null}\n")
     empty = make(tmp_path)
     assert set(empty.data["missing"]) == SECTIONS - {"run"} and "No environment.json" in empty.text["run"]
@@ -438,7 +438,7 @@ def test_what_it_ran_on_is_there(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_the_environment_is_written_down(tmp_path: Path) -> None:
-    ranks = [environment.of_this_rank(torch.device("cpu")) for _ in range(3)]
+    ranks = [environment.describe_rank(torch.device("cpu")) for _ in range(3)]
     environment.write(tmp_path, [*ranks, ranks[0] | {"host": "elsewhere", "device": "NVIDIA H200"}])
     content = json.loads((tmp_path / "environment.json").read_text())
     assert content["versions"].keys() >= {"mixtrain", "torch", "megatron-core", "python"} and content["ranks"] == 4
@@ -453,19 +453,19 @@ def test_durations() -> None:
 
 
 def test_broken_files_are_noted_and_left_out(run_dir: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "run"
-    shutil.copytree(run_dir, copy)
-    with (copy / "metrics.jsonl").open("a") as file:
+    run_copy = tmp_path / "run"
+    shutil.copytree(run_dir, run_copy)
+    with (run_copy / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 61, "loss": float("nan"), "grad_norm": float("inf")}) + '\n{"step": 62, "lo')
-    (copy / "plan.json").write_text("[]")
-    trace = next((copy / "traces").iterdir())
+    (run_copy / "plan.json").write_text("[]")
+    trace = next((run_copy / "traces").iterdir())
     whole = trace.read_bytes()
     trace.write_bytes(whole[:400] + bytes(byte ^ 0xFF for byte in whole[400:440]) + whole[440:])
     noted: list[str] = []
-    timeline.read_steps(copy, noted)
+    timeline.read_steps(run_copy, noted)
     assert f"{trace.name} cannot be read and is left out." in noted
     trace.write_bytes(whole[:200])
-    found = make(copy)
+    found = make(run_copy)
     assert found.data["steps"][-1] == 61 and found.data["curves"]["loss"][-1] is None
     notes = " ".join(found.data["notes"])
     assert (
@@ -480,7 +480,7 @@ def test_wrong_folders_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert main([str(folder)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     with pytest.raises(sources.NotARun, match=r"metrics\.jsonl"):
-        page.write(tmp_path)
+        render.write(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -494,7 +494,7 @@ def test_command_line(run_dir: Path, tmp_path: Path) -> None:
 def test_a_browser_draws_it(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text("name: empty\n")
-    path, empty = page.write(run_dir, tmp_path / "page.html"), page.write(tmp_path / "empty")
+    path, empty = render.write(run_dir, tmp_path / "page.html"), render.write(tmp_path / "empty")
     charts = Page(path.read_text(encoding="utf-8")).charts
     background = "getComputedStyle(document.body).backgroundColor"
     with Browser() as browser:

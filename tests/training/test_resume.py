@@ -174,8 +174,8 @@ def test_damaged_checkpoint(
     capfd.readouterr()
     lines = run(overrides, 1, tmp_path / "run")
     assert [line["step"] for line in lines] == [3, 4, 5]
-    (said,) = [line for line in capfd.readouterr().out.splitlines() if "passed over" in line]
-    assert str(newest) in said and DAMAGES[damage] in said
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "passed over" in line]
+    assert str(newest) in line and DAMAGES[damage] in line
 
 
 def test_explicit_paths(finished: tuple[list[str], Path], tmp_path: Path) -> None:

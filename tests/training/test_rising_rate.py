@@ -8,8 +8,8 @@ import pytest
 
 from configs.changes import changes
 from configs.compose import compose
-from optim.schedule import learning_rate
-from training.starting.beginning import rising_rate
+from optim.optimizer import learning_rate
+from training.starting.start_log import rising_rate
 
 pytestmark = pytest.mark.fast
 

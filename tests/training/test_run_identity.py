@@ -14,8 +14,8 @@ from configs.schema import Config, ConfigError
 from data.tokenizer import train_tokenizer
 from tests.distributed import RankError
 from tests.training.helpers import Lines, read_metrics, train_on_ranks
+from training import status
 from training.callbacks.guard import Guard
-from training.resilience import status
 
 WORDS = "loss step token layer rank expert train batch river stone paper light north south".split()
 
@@ -45,7 +45,7 @@ def start(tmp_path: Path, corpus: Path, steps: int, *more: str, ranks: int = 1, 
     return train_on_ranks([*sizes, *paths, f"training.steps={steps}", "checkpoint.interval=2", *more], ranks)
 
 
-def refusal(tmp_path: Path, corpus: Path, *more: str, folder: str = "run") -> str:
+def error_of(tmp_path: Path, corpus: Path, *more: str, folder: str = "run") -> str:
     """What a start is refused with; nothing of what was there has changed."""
     before = {
         path: path.read_bytes() for path in (tmp_path / folder).rglob("*") if path.is_file() and path.name != "job.lock"
@@ -71,11 +71,11 @@ def test_the_tokenizer_stays_when_the_corpus_grows(tmp_path: Path, corpus: Path)
     kept = (run_dir / "tokenizer" / "tokenizer.model").read_bytes()
     trained = read_state(manifest.folder_of(run_dir, 2))["data"]
     (corpus / "new.txt").write_text("completely different words entirely " * 300)
-    said = refusal(tmp_path, corpus)
+    message = error_of(tmp_path, corpus)
     assert (
-        "data.corpus" in said
-        and "has 13 documents, the run was trained on 12" in said
-        and "checkpoint.accept_changes=[data.corpus]" in said
+        "data.corpus" in message
+        and "has 13 documents, the run was trained on 12" in message
+        and "checkpoint.accept_changes=[data.corpus]" in message
     )
     start(tmp_path, corpus, 4, "checkpoint.accept_changes=[data.corpus]")
     assert (run_dir / "tokenizer" / "tokenizer.model").read_bytes() == kept
@@ -93,8 +93,8 @@ def test_a_touched_corpus_is_the_same_and_another_tokenizer_is_not(tmp_path: Pat
     moved = shutil.copytree(corpus, tmp_path / "moved")
     (tmp_path / "other").mkdir()
     train_tokenizer([document(i)[::-1] for i in range(12)], 340, tmp_path / "other" / "tokenizer.model")
-    assert "data.tokenizer" in refusal(tmp_path, moved, f"data.tokenizer={tmp_path / 'other'}")
-    assert "data.vocab_size" in refusal(tmp_path, corpus, "data.vocab_size=350")
+    assert "data.tokenizer" in error_of(tmp_path, moved, f"data.tokenizer={tmp_path / 'other'}")
+    assert "data.vocab_size" in error_of(tmp_path, corpus, "data.vocab_size=350")
     assert [line["step"] for line in start(tmp_path, moved, 6)] == [5, 6]
 
 
@@ -116,41 +116,47 @@ def test_the_same_command_goes_on_however_the_run_began(
     assert f"run {other.id} goes on at step 4 (started from {origin})" in capfd.readouterr().out
     assert [line["step"] for line in read_metrics(tmp_path / "branch")] == [3, 4, 5, 6]
     for folder, way in (("run", by_path), ("branch", "checkpoint.resume=never")):
-        assert "hoose another run_dir, or checkpoint.resume=auto" in refusal(
+        assert "hoose another run_dir, or checkpoint.resume=auto" in error_of(
             tmp_path, corpus, way, folder=folder
         ).replace("Choose", "choose")
     newest = manifest.list_checkpoints(tmp_path / "branch")
     assert {read_state(folder)["run"] for folder in newest} == {other.id}
 
 
-def test_settings_that_change_are_said(tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_are_logged(tmp_path: Path, corpus: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (corpus / "table.csv").write_text("a,b\n")
     start(tmp_path, corpus, 2)
     start(tmp_path, corpus, 4, "optimizer.lr=0.0005", "training.micro_batch_size=1")
-    assert "it goes on with other settings than its checkpoint: " in (said := capfd.readouterr().out)
-    assert "optimizer.lr 0.001 -> 0.0005" in said and "micro_batch_size" not in said
-    assert said.count(f"data: data.corpus={corpus}: it reads 12 .txt; left out: 1 .csv (table.csv)\n") == 2
+    assert "it goes on with other settings than its checkpoint: " in (message := capfd.readouterr().out)
+    assert "optimizer.lr 0.001 -> 0.0005" in message and "micro_batch_size" not in message
+    assert message.count(f"data: data.corpus={corpus}: it reads 12 .txt; left out: 1 .csv (table.csv)\n") == 2
     (event,) = events(tmp_path / "run", "settings_changed")
     assert event["settings"] == {"optimizer.lr": [0.001, 0.0005], "optimizer.min_lr": [0.0001, 5e-05]}
-    assert "learning rate rises" not in said
+    assert "learning rate rises" not in message
     start(tmp_path, corpus, 6, "optimizer.lr=0.002")
     (event,) = events(tmp_path / "run", "learning_rate_rises")
     assert "; optimizer.lr=0.0005 optimizer.min_lr=5e-05 keeps that schedule" in str(event["text"])
-    said = refusal(tmp_path, corpus, "optimizer.lr=0.0005", "training.seed=7")
-    assert said.startswith("training.seed (7) was 1234 when ") and "checkpoint.accept_changes=[training.seed]" in said
-    said = refusal(tmp_path, corpus, "optimizer.lr=0.0005", "data.documents_in_text=line")
-    assert said.startswith("data.documents_in_text (line) was file when ") and "Try data.documents_in_text=file" in said
+    message = error_of(tmp_path, corpus, "optimizer.lr=0.0005", "training.seed=7")
+    assert (
+        message.startswith("training.seed (7) was 1234 when ")
+        and "checkpoint.accept_changes=[training.seed]" in message
+    )
+    message = error_of(tmp_path, corpus, "optimizer.lr=0.0005", "data.documents_in_text=line")
+    assert (
+        message.startswith("data.documents_in_text (line) was file when ")
+        and "Try data.documents_in_text=file" in message
+    )
 
 
 def test_damaged_checkpoints_are_no_fresh_start(tmp_path: Path, corpus: Path) -> None:
     start(tmp_path, corpus, 4)
     for folder in manifest.list_checkpoints(tmp_path / "run"):
         (folder / "rank_00000.safetensors").write_bytes(b"")
-    said = refusal(tmp_path, corpus)
-    assert "holds run" in said and "at step 4, and none of its checkpoints is good" in said
+    message = error_of(tmp_path, corpus)
+    assert "holds run" in message and "at step 4, and none of its checkpoints is good" in message
     for folder in manifest.list_checkpoints(tmp_path / "run"):
         shutil.rmtree(folder)
-    assert "its checkpoint of step 4 is gone" in refusal(tmp_path, corpus)
+    assert "its checkpoint of step 4 is gone" in error_of(tmp_path, corpus)
 
 
 def test_a_refused_start_leaves_the_status(tmp_path: Path, corpus: Path) -> None:

@@ -53,9 +53,9 @@ def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -
     )
     assert done.returncode == 0, done.stderr
     assert ("greedy continuation" in done.stdout) == model.startswith("gpt")
-    said = [line for line in done.stdout.splitlines() if line.startswith("no export to Hugging Face: ")]
-    assert len(said) == len(ALONE[model])
-    assert all("has this model: model.rotary_fraction (0.5; mixtral has 1.0)." in line for line in said)
+    printed = [line for line in done.stdout.splitlines() if line.startswith("no export to Hugging Face: ")]
+    assert len(printed) == len(ALONE[model])
+    assert all("has this model: model.rotary_fraction (0.5; mixtral has 1.0)." in line for line in printed)
     assert re.search(r"validation loss [\d.]+ nats, [\d.]+ (below|above) the unigram entropy", done.stdout)
 
 
@@ -73,9 +73,9 @@ def _compare_with_training(run: Run) -> None:
         cache = Cache(len(tokens[0]))
         last = decoder.prefill(tokens[:, :-1], [tokens.size(1) - 1] * 2, cache)
     if logits is not None:
-        parts = [torch.empty_like(logits) for _ in range(run.topology.tensor.size)]
-        torch.distributed.all_gather(parts, logits, group=run.topology.tensor.group)
-        full = torch.cat(parts, dim=2)[..., : run.vocab_size]
+        shards = [torch.empty_like(logits) for _ in range(run.topology.tensor.size)]
+        torch.distributed.all_gather(shards, logits, group=run.topology.tensor.group)
+        full = torch.cat(shards, dim=2)[..., : run.vocab_size]
         expected = full[:, :-1].log_softmax(dim=2).gather(2, tokens[:, 1:, None]).squeeze(2)
         assert (log_probs - expected).abs().max() < ORACLE_LOGITS
         assert torch.equal(greedy, full[:, :-1].argmax(dim=2) == tokens[:, 1:])
@@ -84,10 +84,10 @@ def _compare_with_training(run: Run) -> None:
 
 def _continuation(overrides: list[str], ranks: int) -> str:
     from training.callbacks.samples import continue_text
-    from training.starting.build import build
+    from training.starting.run_builder import build_run
 
     with contextlib.ExitStack() as built:
-        run = build(make_config(overrides, ranks), [], built)
+        run = build_run(make_config(overrides, ranks), [], built)
         _compare_with_training(run)
         return (
             continue_text(run, "def run(self", 12, temperature=0.0)
@@ -97,11 +97,11 @@ def _continuation(overrides: list[str], ranks: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "most", "room"), [("abc", 2, 2), ("abc", 64, 5), ("abcdefgh", 64, 0), ("abc", 0, 0)]
+    ("prompt", "most", "answer_tokens"), [("abc", 2, 2), ("abc", 64, 5), ("abcdefgh", 64, 0), ("abc", 0, 0)]
 )
-def test_a_prompt_stays_whole(prompt: str, most: int, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_stays_whole(prompt: str, most: int, answer_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[str], int]] = []
-    said: list[str] = []
+    printed: list[str] = []
     decoder, done = SimpleNamespace(max_length=8), [SimpleNamespace(tokens=[])]
     monkeypatch.setattr(samples, "Decoder", SimpleNamespace(of_chunks=lambda *_: decoder))
 
@@ -114,11 +114,11 @@ def test_a_prompt_stays_whole(prompt: str, most: int, room: int, monkeypatch: py
     engine = SimpleNamespace(frozen_weights=contextlib.nullcontext, bare_chunks=[])
     config = SimpleNamespace(training=SimpleNamespace(seed=1))
     run: Any = SimpleNamespace(
-        tokenizer=words, engine=engine, config=config, topology=None, vocab_size=9, say=said.append
+        tokenizer=words, engine=engine, config=config, topology=None, vocab_size=9, log=printed.append
     )
     assert samples.continue_text(run, prompt, most, temperature=0.0) == ""
-    assert asked == ([(list(prompt), room)] if room else [])
-    assert said == (["a prompt of 8 tokens fills the model's 8 learned positions"] if len(prompt) == 8 else [])
+    assert asked == ([(list(prompt), answer_tokens)] if answer_tokens else [])
+    assert printed == (["a prompt of 8 tokens fills the model's 8 learned positions"] if len(prompt) == 8 else [])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""Trainings whose documents stay apart: the same losses in every layout and under every memory trick, a bf16 run beside
+"""Trainings with separate documents: the same losses in every layout and under every memory setting, a bf16 run against
 fp32, and a run that was joined before."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.training.helpers import largest_difference, read_metrics, train_on_ra
 
 # All of them: python -m benchmarks.layout_parity --batches separate_1 separate_2 separate_3
 LAYOUTS = {"gpt_tiny": ["PP2xVPP2"], "gpt_moe_tiny": ["TP2+SP", "EP2"]}
-OTHER_WAYS: dict[str, tuple[int, list[str]]] = {
+OTHER_SETTINGS: dict[str, tuple[int, list[str]]] = {
     "EP2, auto degree": (2, ["parallel.expert=2", "moe.pipeline_degree=auto"]),
     "EP2, solve": (2, ["parallel.expert=2", "moe.placement.policy=solve", "moe.placement.extra_slots=2"]),
     "EP2, host state": (2, ["parallel.expert=2", "optimizer.state_device=host"]),
@@ -37,19 +37,19 @@ def short_texts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_layouts(short_texts: list[str], model: str) -> None:
-    rows = compare([model], LAYOUTS[model], short_texts)
-    assert [row.layout for row in rows] == [SINGLE, *LAYOUTS[model]]
-    assert [row for row in rows if not row.passed] == []
+    compared = compare([model], LAYOUTS[model], short_texts)
+    assert [row.layout for row in compared] == [SINGLE, *LAYOUTS[model]]
+    assert [row for row in compared if not row.passed] == []
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_micro_batches_of_other_sizes(short_texts: list[str], size: int) -> None:
-    """On one process and on two, against micro-batches of 2 of the same samples."""
+    """One and two processes, against micro-batches of 2 of the same samples."""
     common = [*short_texts, "training.global_batch_size=12", "training.steps=2"]
-    rows = compare(["gpt_tiny"], ["DP2"], [*common, f"training.micro_batch_size={size}"])
-    assert [row for row in rows if not row.passed] == []
+    compared = compare(["gpt_tiny"], ["DP2"], [*common, f"training.micro_batch_size={size}"])
+    assert [row for row in compared if not row.passed] == []
     (usual, *_) = compare(["gpt_tiny"], [], [*common, "training.micro_batch_size=2"])
-    assert abs(rows[0].last_loss - usual.last_loss) < FP32_LOSS * usual.last_loss
+    assert abs(compared[0].last_loss - usual.last_loss) < FP32_LOSS * usual.last_loss
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +58,9 @@ def alone(short_texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> l
     return _steps(short_texts, 1, [], tmp_path_factory.mktemp("alone"))
 
 
-@pytest.mark.parametrize("name", OTHER_WAYS)
-def test_other_ways(short_texts: list[str], alone: list[dict[str, float]], name: str, tmp_path: Path) -> None:
-    ranks, changes = OTHER_WAYS[name]
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_other_settings(short_texts: list[str], alone: list[dict[str, float]], name: str, tmp_path: Path) -> None:
+    ranks, changes = OTHER_SETTINGS[name]
     assert largest_difference(_steps(short_texts, ranks, changes, tmp_path), alone, "loss") < FP32_LOSS
 
 
@@ -69,7 +69,7 @@ def test_bf16(short_texts: list[str], alone: list[dict[str, float]], tmp_path: P
     assert 0 < largest_difference(lines, alone, "loss") < 1e-3
 
 
-def test_a_joined_run_may_go_on_apart(
+def test_a_joined_run_may_resume_with_separate_documents(
     short_texts: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     common = ["experiment=gpt_tiny", f"run_dir={tmp_path}", *short_texts]

@@ -21,7 +21,8 @@ from configs.rules import idle
 from configs.schema import KEYS, Config, ConfigError
 from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
 from tests.waits import until
-from training.resilience import events, status
+from training import status
+from training.resilience import events
 
 pytestmark = pytest.mark.fast
 
@@ -62,7 +63,7 @@ def take_steps(run_dir: Path, steps: int) -> None:
     )
 
 
-def begun(root: Path, resume: str, steps: int = 3) -> Path:
+def started_run(root: Path, resume: str, steps: int = 3) -> Path:
     """A run by auto, never or a path that has taken steps and saved nothing."""
     run_dir = root / "run"
     take_steps(run_dir, steps)
@@ -89,12 +90,12 @@ def nothing(root: Path) -> None:
 
 
 def without_a_step(root: Path) -> None:
-    begun(root, "never", steps=0)
+    started_run(root, "never", steps=0)
 
 
 def by(resume: str, good: bool) -> Callable[[Path], None]:
     def make(root: Path) -> None:
-        run_dir = begun(root, resume)
+        run_dir = started_run(root, resume)
         if good:
             save(run_dir, 3)
 
@@ -108,28 +109,28 @@ def without_its_record(root: Path) -> None:
 
 
 def newest_damaged(root: Path) -> None:
-    save(begun(root, "auto"), 2)
+    save(started_run(root, "auto"), 2)
     damage(save(root / "run", 3))
 
 
 def all_damaged(root: Path) -> None:
     for step in (2, 3):
         damage(save(root / "run", step))
-    begun(root, "auto")
+    started_run(root, "auto")
 
 
 def gone(root: Path) -> None:
-    run_dir = begun(root, "auto")
+    run_dir = started_run(root, "auto")
     record.write(run_dir, Record(ID, "auto", saved=2))
 
 
 def newest_of_another_format(root: Path) -> None:
-    save(begun(root, "auto"), 2)
+    save(started_run(root, "auto"), 2)
     of_another_format(save(root / "run", 3))
 
 
 def with_another_runs(root: Path) -> None:
-    save(begun(root, "auto"), 3)
+    save(started_run(root, "auto"), 3)
     save(root / "run", 2, run=OTHER_ID)
 
 
@@ -159,13 +160,15 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
 
 def table() -> list[tuple[str, str, str]]:
     """(what run_dir holds, the command, the outcome) of each cell of the guide's table."""
-    rows = [
+    guide_rows = [
         [cell.strip() for cell in line.strip("| \n").split("|")]
         for line in GUIDE.read_text().splitlines()
         if line.startswith("|")
     ]
-    commands = [cell.strip("`") for cell in rows[0][1:]]
-    return [(row[0], command, outcome) for row in rows[2:] for command, outcome in zip(commands, row[1:], strict=True)]
+    commands = [cell.strip("`") for cell in guide_rows[0][1:]]
+    return [
+        (row[0], command, outcome) for row in guide_rows[2:] for command, outcome in zip(commands, row[1:], strict=True)
+    ]
 
 
 def test_the_guide_has_every_folder() -> None:
@@ -204,7 +207,7 @@ def test_the_table(tmp_path: Path, holds: str, command: str, outcome: str) -> No
 
 
 def test_readers_take_their_own_runs_checkpoints(tmp_path: Path) -> None:
-    save(begun(tmp_path, "auto"), 3)
+    save(started_run(tmp_path, "auto"), 3)
     save(tmp_path / "run", 40, run=OTHER_ID)
     assert manifest.checkpoints_at(tmp_path / "run") == [manifest.folder_of(tmp_path / "run", 3)]
     manifest.prune(manifest.folder_of(tmp_path / "run", 3), 1, 0)
@@ -212,7 +215,7 @@ def test_readers_take_their_own_runs_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_broken_record_is_no_new_run(tmp_path: Path) -> None:
-    save(begun(tmp_path, "auto"), 3)
+    save(started_run(tmp_path, "auto"), 3)
     (tmp_path / "run" / record.RECORD).write_text("{")
     config = Config()
     config.run_dir = str(tmp_path / "run")
@@ -272,7 +275,7 @@ def test_another_value_of_each_key(tmp_path: Path, known: bool) -> None:
         changed = next((change for change in start.changed_settings(after, found) if change.key == name), None)
         # A change may mean less than the key can: the steps of a run whose schedule does not look at its end.
         assert changed is None or (
-            changed.on_resume == meaning and start.in_words([changed], []).startswith(f"{name} ")
+            changed.on_resume == meaning and start.describe_changes([changed], []).startswith(f"{name} ")
         )
         assert changed is not None or meaning == "free" or on_resume(name, Config(), after) == "free"
         outcomes.add((meaning, changed is None))
@@ -283,7 +286,7 @@ def test_another_value_of_each_key(tmp_path: Path, known: bool) -> None:
     )
 
 
-def test_a_validation_corpus_more_or_less_is_said(tmp_path: Path) -> None:
+def test_a_validation_corpus_more_or_less_is_logged(tmp_path: Path) -> None:
     def with_corpora(corpora: dict[str, str]) -> Config:
         config = changed_to("data.validation_corpora", corpora)
         config.training.eval_interval = 1
@@ -304,8 +307,12 @@ def test_data_are_known_by_content(tmp_path: Path) -> None:
         "name": "a",
         "weight": None,
         "documents": 3,
+        "documents_in_text": None,
         "train": {"tokens": 9, "digest": "x"},
         "valid": {"tokens": 1, "digest": "y"},
+        "files": None,
+        "python": None,
+        "text": None,
     }
     trained = {**IDENTITY, "sources": [source]}
     folder = save(tmp_path / "run", 3, facts={"data": trained})
@@ -325,7 +332,10 @@ def test_data_are_known_by_content(tmp_path: Path) -> None:
             start.changed_data(config, found, identity)
         config.checkpoint.accept_changes = [key]
         (difference,) = start.changed_data(config, found, identity)
-        assert difference.key == key and start.in_words([Change(key, 1, 2, "refuse")], [difference]) == difference.text
+        assert (
+            difference.key == key
+            and start.describe_changes([Change(key, 1, 2, "refuse")], [difference]) == difference.text
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,7 +357,7 @@ def test_a_run_goes_on_with_its_own_tokenizer(tmp_path: Path) -> None:
     found, config = start.Start(Record(ID, "auto"), folder, False), Config()
     assert start.data_config(config, found).tokenizer == str(kept)
     config.data.tokenizer = str(other)
-    with pytest.raises(ConfigError, match="other content than the tokenizer that"):
+    with pytest.raises(ConfigError, match="differs from the tokenizer that"):
         start.check_tokenizer(config, found)
     config.checkpoint.accept_changes = ["data.tokenizer"]
     start.check_tokenizer(config, found)
@@ -367,7 +377,7 @@ def test_an_exchanged_tokenizer_stays_for_older_checkpoints(tmp_path: Path) -> N
     found = [kept_tokenizer.of_checkpoint(folder) for folder in folders]
     assert [tokenizer_digest(folder) for folder in found if folder] == [old.digest, new.digest]
     trained_tokenizer(run_dir / "tokenizer", "poiuyt")
-    with pytest.raises(ConfigError, match="tokenizer.model has other content than the tokenizer that checkpoint"):
+    with pytest.raises(ConfigError, match="tokenizer.model differs from the tokenizer that checkpoint"):
         kept_tokenizer.of_checkpoint(folders[1])
 
 
@@ -439,8 +449,12 @@ def test_accepting_one_key_of_the_data_hides_no_other(tmp_path: Path) -> None:
         "name": "a",
         "weight": None,
         "documents": 3,
+        "documents_in_text": None,
         "train": {"tokens": 9, "digest": "x"},
         "valid": {"tokens": 1, "digest": "y"},
+        "files": None,
+        "python": None,
+        "text": None,
     }
     trained = {**IDENTITY, "sources": [{**source, "text": "t1"}]}
     split = {**source, "train": {"tokens": 8, "digest": "z"}, "valid": {"tokens": 2, "digest": "w"}}
@@ -453,24 +467,26 @@ def test_accepting_one_key_of_the_data_hides_no_other(tmp_path: Path) -> None:
         start.changed_data(config, found, now)
 
 
-def test_weights_beside_another_beginning_are_refused(tmp_path: Path) -> None:
+def test_weights_with_another_start_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "source", 5, run="feedbeef")
     with pytest.raises(ConfigError, match="both say where the run begins"):
         start.find(asking(tmp_path, weights="w", resume=str(tmp_path / "source")), manifest.problem_with)
-    save(begun(tmp_path, "auto"), 3)
+    save(started_run(tmp_path, "auto"), 3)
     with pytest.raises(ConfigError, match="checkpoint.weights=.*other begins another"):
         start.find(asking(tmp_path, weights="other"), manifest.problem_with)
 
 
 def test_a_run_that_begins_again_says_what_is_otherwise(tmp_path: Path) -> None:
-    run_dir = begun(tmp_path, "auto")
+    run_dir = started_run(tmp_path, "auto")
     (run_dir / manifest.CONFIG).write_text(to_yaml(Config()))
     config = asking(tmp_path)
     config.training.seed, config.optimizer.lr = 7, 0.5
     found = start.find(config)
-    said = start.in_words(start.changed_settings(config, found), [])
+    description = start.describe_changes(start.changed_settings(config, found), [])
     assert (
-        found.checkpoint is None and not found.is_new and said == "training.seed 1234 -> 7; optimizer.lr 0.001 -> 0.5"
+        found.checkpoint is None
+        and not found.is_new
+        and description == "training.seed 1234 -> 7; optimizer.lr 0.001 -> 0.5"
     )
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from configs.schema import Config
-from models.loss.rows import predicted_rows
-from optim.state import restore_scaler, scaler_state
-from parallel.megatron.optimizer import members
+from models.loss.output_layer import predicted_rows
+from parallel.megatron.optimizer import members, restore_scaler, scaler_state
 from simulator.flops import forward_flops_per_token, training_flops_per_token
 from tests import distributed
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
@@ -80,10 +79,10 @@ def test_accumulated_micro_batches_are_one_big_batch(model: str) -> None:
     no_aux = ["moe.aux_loss_coeff=0", "moe.z_loss_coeff=0"] if "moe" in model else []
     whole = on_one_rank(take_steps, small(model, *no_aux), 3)
     for micro in (4, 1):
-        parts = on_one_rank(take_steps, small(model, *no_aux, micro=micro), 3)
+        accumulated = on_one_rank(take_steps, small(model, *no_aux, micro=micro), 3)
         for key in ("loss", *(["sentence_loss"] if model == "bert_tiny" else [])):
-            assert largest_difference(parts, whole, key) < FP32_LOSS, key
-        assert largest_difference(parts, whole, "grad_norm") < FP32_GRAD_NORM
+            assert largest_difference(accumulated, whole, key) < FP32_LOSS, key
+        assert largest_difference(accumulated, whole, "grad_norm") < FP32_GRAD_NORM
 
 
 def measure_loss(config: Config) -> dict[str, float]:
@@ -188,8 +187,10 @@ def test_fp16_resumes_bit_for_bit(data: list[str], tmp_path: Any) -> None:
     whole = train_on_ranks([*common, "training.steps=10", "checkpoint=off", f"run_dir={tmp_path / 'whole'}"])
     updates = [line["updated"] for line in whole]
     assert not updates[0] and updates[-1]
-    first = train_on_ranks([*common, f"training.steps={updates.index(True) + 1}", f"run_dir={tmp_path / 'parts'}"])
-    rest = train_on_ranks([*common, "training.steps=10", f"run_dir={tmp_path / 'parts'}"])
+    first = train_on_ranks(
+        [*common, f"training.steps={updates.index(True) + 1}", f"run_dir={tmp_path / 'accumulated'}"]
+    )
+    rest = train_on_ranks([*common, "training.steps=10", f"run_dir={tmp_path / 'accumulated'}"])
     for key in ("step", "loss", "grad_norm", "updated"):
         assert [line[key] for line in first + rest] == [line[key] for line in whole], key
 

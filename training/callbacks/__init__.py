@@ -1,5 +1,5 @@
-"""What happens beside the steps of a run: one concern a file. The list below is the order of the calls; what must come
-before what, each class says itself (`follows`)."""
+"""The callbacks of a run, one concern per file. The list below is the order of the calls; each class names the classes
+that it must follow (`follows`)."""
 
 from __future__ import annotations
 
@@ -8,45 +8,37 @@ from collections.abc import Sequence
 from configs.derived import is_moe, limits_load, places_experts, plans_moe, replays_plans
 from configs.schema import Config
 from training.callbacks.checkpoints import Checkpoints
-from training.callbacks.chosen_layout import ChosenLayout
 from training.callbacks.early_stop import EarlyStop
 from training.callbacks.evaluation import Evaluation
-from training.callbacks.gradient_parts import GradientParts
 from training.callbacks.guard import Guard
+from training.callbacks.logging.console import ProgressLine
 from training.callbacks.logging.environment import Environment
+from training.callbacks.logging.external_loggers import TensorBoard, WeightsAndBiases
 from training.callbacks.logging.metrics_file import MetricsFile
-from training.callbacks.logging.progress_line import ProgressLine
-from training.callbacks.logging.step_numbers import StepNumbers
-from training.callbacks.logging.step_times import StepTimes
-from training.callbacks.logging.tensorboard import TensorBoard
-from training.callbacks.logging.weights_and_biases import WeightsAndBiases
+from training.callbacks.logging.step_numbers import GradientNorms, StepNumbers, StepTimes
 from training.callbacks.loss_scale import LossScale
-from training.callbacks.memory_tiers import MemoryTiers
-from training.callbacks.moe.expert_placement import ExpertPlacement
+from training.callbacks.memory_usage import MemoryUsage
+from training.callbacks.moe.expert_migration import ExpertMigration, PrimariesInOrder
+from training.callbacks.moe.expert_placement import ExpertPlacement, LoadLimit
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.callbacks.moe.global_aux_loss import GlobalAuxLoss
-from training.callbacks.moe.home_moves import HomeMoves, HomesInOrder
-from training.callbacks.moe.load_limit import LoadLimit
 from training.callbacks.moe.moe_layers import MoELayers
 from training.callbacks.moe.placement_plans import RecordedPlans, ReplayedPlans
 from training.callbacks.moe.routing_trace import RoutingTrace
-from training.callbacks.optimizer_tiers import OptimizerTiers
-from training.callbacks.predicted_step import PredictedStep
+from training.callbacks.optimizer_offload import OptimizerOffload
+from training.callbacks.predictions import ChosenLayout, PredictedStep
 from training.callbacks.profile import Profile
 from training.callbacks.samples import PromptSamples
 from training.callbacks.stragglers import Stragglers
 from training.resilience.signals import StopSignals
 from training.run import Callback
-from training.starting.layout_choice import LayoutChoice
+from training.starting.choices import LayoutChoice
 
 
 def default_callbacks(
-    config: Config,
-    guard: Guard | None = None,
-    signals: StopSignals | None = None,
-    choice: LayoutChoice | None = None,
+    config: Config, guard: Guard | None = None, signals: StopSignals | None = None, choice: LayoutChoice | None = None
 ) -> list[Callback]:
-    """All callbacks of a run, in the order of their calls. guard, signals, choice: see Trainer."""
+    """Return all callbacks of a run, in the order of their calls. guard, signals, choice: see Trainer."""
     metrics_file = MetricsFile()
     checkpoints = Checkpoints(metrics_file.flush, metrics_file.sync)
     planning = ExpertPlanning() if plans_moe(config) else None
@@ -56,18 +48,18 @@ def default_callbacks(
         *([GlobalAuxLoss()] if config.moe.global_aux_loss_coeff > 0 else []),
         *([MoELayers(planning)] if is_moe(config) else []),
         *([ExpertPlacement()] if places_experts(config) else []),
-        *([HomeMoves() if places_experts(config) else HomesInOrder()] if is_moe(config) else []),
+        *([ExpertMigration() if places_experts(config) else PrimariesInOrder()] if is_moe(config) else []),
         *([ReplayedPlans(checkpoints.save_now)] if replays_plans(config) else []),
         *([RecordedPlans()] if places_experts(config) and config.moe.placement.record else []),
         *([RoutingTrace()] if is_moe(config) and config.moe.placement.record else []),
         Environment(),
-        OptimizerTiers(),
+        OptimizerOffload(),
         Evaluation(),
         StepTimes(),
         *([ChosenLayout(choice)] if choice else []),
         *([PredictedStep()] if config.hardware is not None else []),
-        GradientParts(),
-        MemoryTiers(),
+        GradientNorms(),
+        MemoryUsage(),
         metrics_file,
         LossScale(),
         ProgressLine(),
@@ -86,8 +78,8 @@ def default_callbacks(
 
 
 def check_order(callbacks: Sequence[Callback]) -> None:
-    """Raises AssertionError where a callback comes before one that it says it follows."""
+    """Raise AssertionError if a callback precedes one that it must follow."""
     names = [type(each).__name__ for each in callbacks]
-    for place, callback in enumerate(callbacks):
-        late = [name for name in callback.follows if name in names[place + 1 :]]
-        assert not late, f"{names[place]} must be called after {', '.join(late)}"
+    for index, callback in enumerate(callbacks):
+        later = [name for name in callback.follows if name in names[index + 1 :]]
+        assert not later, f"{names[index]} must be called after {', '.join(later)}"

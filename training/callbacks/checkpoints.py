@@ -1,4 +1,4 @@
-"""A checkpoint every `checkpoint.interval` steps and at the end."""
+"""Save a checkpoint every `checkpoint.interval` steps and at the end."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from training.run import Callback, Metrics, Run, states_of
 
 
 class Checkpoints(Callback):
-    """Begins saves, and announces each one once it is complete, on disk and read back.
+    """Starts saves, and announces each one when it is complete, on disk and read back.
 
-    A save that fails in the midst of a run is said, and the next one is tried when it is due: who makes room in time
+    The failure of a save is logged, and the next save is tried when it is due: a user who frees disk space in time
     loses nothing. A run whose last save failed ends with its error. on_record: called on the main rank before a save
-    begins; it sees to it that the steps up to it are on record, and raises where they are not. on_disk: called before a
-    checkpoint gets its name, in another thread; it sees to it that this record is on the disk.
+    starts; must record the steps so far, or raise. on_disk: called in another thread before a checkpoint gets its name;
+    must flush that record to the disk.
     """
 
-    follows = ("MetricsFile", "HomeMoves", "LossScale", "LoadLimit")
+    follows = ("MetricsFile", "ExpertMigration", "LossScale", "LoadLimit")
 
     def __init__(
         self, on_record: Callable[[], None] = lambda: None, on_disk: Callable[[], None] = lambda: None
@@ -62,20 +62,20 @@ class Checkpoints(Callback):
             self._saver.close()
 
     def save_now(self, run: Run) -> None:
-        """Have a complete checkpoint of the step just taken when this returns. A collective call. Raises SaveError."""
+        """Save the step just taken, and return when the checkpoint is complete. A collective call. Raises SaveError."""
         self.finish_pending(run)
         if run.saver.last_step != run.progress.step:
             self.start(run)
         self.on_end(run)
 
     def finish_pending(self, run: Run) -> None:
-        """Wait for the save under way, if any, and announce it, or say why it failed. A collective call."""
+        """Wait for the save in progress, if any, and announce it, or log why it failed. A collective call."""
         self._take(run, run.saver.finish)
 
     def start(self, run: Run) -> None:
-        """Begin to save the step just taken, after waiting for an earlier save. A collective call."""
+        """Start to save the step just taken, after waiting for an earlier save. A collective call."""
         self.finish_pending(run)
-        run.engine.settle()
+        run.engine.synchronize()
         if run.is_main:
             self._on_record()
         settings = run.config.checkpoint
@@ -90,30 +90,28 @@ class Checkpoints(Callback):
             saved = work()
         except SaveError as error:
             self._failed = str(error)
-            run.say(
+            run.log(
                 self._failed
                 + ("" if run.is_last_step else " Training goes on, and the next save is tried when it is due")
             )
             if run.is_main:
                 events.record(run.run_dir, "checkpoint_failed", self._failed, step=run.progress.step)
             return
-        if saved is not None:
-            self._failed = None
-        self._announce(run, saved)
-
-    def _announce(self, run: Run, saved: Saved | None) -> None:
-        if saved is None or not run.is_main:
+        if saved is None:
+            return
+        self._failed = None
+        if not run.is_main:
             return
         if run.claim is not None:
             try:
                 run.claim.note_saved(saved.step)
-            except OSError as error:  # it is there all the same, and the next sign of life notes it again
-                run.say(
+            except OSError as error:  # the checkpoint exists nevertheless, and the next heartbeat notes it again
+                run.log(
                     f"{run.run_dir / RECORD} does not name the checkpoint of step {saved.step} yet: {error.strerror}"
                 )
-        run.say(f"checkpoint {saved.folder}")
+        run.log(f"checkpoint {saved.folder}")
         if saved.complaint is not None:
-            run.say(saved.complaint)
+            run.log(saved.complaint)
         events.record(
             run.run_dir,
             "checkpoint_saved",

@@ -1,5 +1,4 @@
-"""Ends a run between two steps, with everything saved, on a signal or when its time is up: all ranks at the same
-step."""
+"""End a run between two steps, with a checkpoint, on a signal or when its time is up: all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -11,7 +10,8 @@ import torch
 from checkpoint import record
 from configs import derived
 from memory.transfer import to_device
-from training.resilience import attempts, events, status
+from training import status
+from training.resilience import events, launcher
 from training.resilience.signals import ASKING, StopSignals
 from training.run import Callback, Metrics, Run
 
@@ -20,9 +20,10 @@ REASONS = [*(f"a {signum.name}" for signum in ASKING), TIME_LIMIT]
 
 
 class EarlyStop(Callback):
-    """Sets `run.stop_reason` once any rank has a reason; what each rank knows travels with the step's loss.
+    """Sets `run.stop_reason` as soon as any rank has a reason; the ranks exchange their reasons with the step's loss.
 
-    save_now: writes a checkpoint of the run as it is. signals: None where the process is not the run's own.
+    save_now: writes a
+    checkpoint of the current state. signals: the signals received; None if other code shares the process.
     """
 
     follows = ("Evaluation", "Checkpoints")
@@ -32,9 +33,9 @@ class EarlyStop(Callback):
 
     def on_start(self, run: Run) -> None:
         limit, now = run.config.training.time_limit_minutes, time.time()
-        # The limit is the launch's: ranks that torchrun started again have no more time than the first ones.
-        begin = attempts.begun(now)
-        self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - begin)
+        # The limit counts from the launch: ranks that torchrun started again have no more time than the first ones.
+        started = launcher.first_start(now)
+        self._end = None if limit is None else time.monotonic() + 60.0 * limit - (now - started)
         run.engine.sums.register(
             "early_stop", lambda: to_device(torch.tensor(self._votes(), dtype=torch.float64), run.topology.device)
         )
@@ -46,7 +47,7 @@ class EarlyStop(Callback):
                 run.progress.step,
                 "running",
                 steps=run.config.training.steps,
-                started=begin,
+                started=started,
                 **who,
             )
         if self._signals is not None:
@@ -77,11 +78,11 @@ class EarlyStop(Callback):
                 f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. NOTHING WAS "
                 "SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
             )
-        attempts.note_stop()
+        launcher.note_stop()
         if run.is_main:
             events.record(run.run_dir, "stopped_early", text, step=step, saved=may_save)
             status.write(run.run_dir, "stopped_early", step, text, steps=run.config.training.steps, saved=may_save)
-        run.say(text)
+        run.log(text)
 
     def on_end(self, run: Run) -> None:
         if run.is_main:

@@ -1,4 +1,4 @@
-"""Validation losses every `training.eval_interval` steps and at the end, beside what a unigram model would reach."""
+"""Validation losses every `training.eval_interval` steps and at the end, next to the loss of a unigram model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from data.build import HELD_OUT, entropy, label_counts
+from data.loader import HELD_OUT, entropy, label_counts
 from training import step
 from training.callbacks.logging.console import stamp
 from training.loss_buckets import LossBuckets, mean_losses
@@ -17,14 +17,14 @@ from training.step import Batch
 
 
 class Evaluation(Callback):
-    """Adds the loss of what is held out of the corpus to the metrics, as `validation_loss`, and that of each validation
-    corpus, as `valid/NAME/loss`; says each next to the unigram entropy of the same tokens.
+    """Adds the loss of the held-out documents to the metrics, as `validation_loss`, and the loss of each validation
+    corpus, as `valid/NAME/loss`; logs each with the unigram entropy of the same tokens.
 
-    For GPT the same losses by position and by the length of a document's piece, as `..._by_position` and
-    `..._by_length`.
+    For GPT, adds the same losses by position in a document's segment and by the segment's length, as `..._by_position`
+    and `..._by_length`.
     """
 
-    follows = ("OptimizerTiers",)  # what an evaluation fetches is no step's
+    follows = ("OptimizerOffload",)  # an evaluation's transfers must not count as a step's
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         interval = run.config.training.eval_interval
@@ -39,20 +39,22 @@ class Evaluation(Callback):
             else:
                 numbers = {"loss": loss, "unigram_entropy": entropy, **extra, **by}
                 metrics.update({f"valid/{name}/{key}": value for key, value in numbers.items()})
-            seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {run.tokens_seen:,} tokens"
-            apart = (
+            consumed = run.progress.consumed_samples
+            tokens = (consumed - run.skipped.count_before(consumed)) * run.config.model.sequence_length
+            seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {tokens:,} tokens"
+            difference = (
                 f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same "
                 f"tokens ({entropy:.4f})"
             )
-            of = "" if name == HELD_OUT else f" of {name}"
-            run.say(f"{seen} | validation loss{of} {loss:.4f} nats, {apart}")
+            corpus = "" if name == HELD_OUT else f" of {name}"
+            run.log(f"{seen} | validation loss{corpus} {loss:.4f} nats, {difference}")
 
 
 def evaluate(
     run: Run, make_loader: Callable[[], Any]
 ) -> tuple[float, dict[str, float], float, dict[str, dict[str, float]]]:
-    """Mean loss over the global batches of a validation loader, extra losses, unigram entropy in nats, and for GPT the
-    loss by bucket: of `loss_by_position` and, where documents are separate, `loss_by_length`."""
+    """Return the mean loss over the global batches of a validation loader, extra losses, the unigram entropy in nats,
+    and for GPT the losses by bucket: `loss_by_position` and, if documents are separate, `loss_by_length`."""
     model = run.config.model
     buckets = LossBuckets(model.sequence_length, run.topology.device) if model.family == "gpt" else None
     counts = torch.zeros(run.vocab_size, dtype=torch.int64)

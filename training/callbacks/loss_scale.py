@@ -1,19 +1,19 @@
-"""fp16: says which steps changed nothing because their gradients overflowed, and ends a run in which none does any
-more."""
+"""fp16: reports steps without an update, as gradients overflowed, and ends a run in which no step updates any more."""
 
 from __future__ import annotations
 
 from checkpoint import start
 from optim import state as optimizer_state
+from parallel.megatron.optimizer import loss_scale
 from training.resilience import events
 from training.resilience.health import UnhealthyRun
 from training.run import Callback, Metrics, Run
 
-MOST_IN_A_ROW = 50  # such steps: 2**50 below the scale of the first of them, nothing will fit either
+MOST_IN_A_ROW = 50  # such steps: at 2**-50 of the first one's scale, gradients will not fit either
 
 
 class LossScale(Callback):
-    """A few such steps in a row are the search for a scale that fits, and no fault."""
+    """Reports each step without an update. A few in a row are the search for a scale that fits, not an error."""
 
     follows = ("MetricsFile",)
 
@@ -22,12 +22,12 @@ class LossScale(Callback):
             return
         health = run.health
         step, in_a_row = run.progress.step, health.without_update_in_a_row
-        scale, lowest = optimizer_state.loss_scale(run.engine.optimizer)
+        scale, lowest = loss_scale(run.engine.optimizer)
         text = (
             f"step {step} made no update: its fp16 gradients overflowed. The loss scale is now {scale:g}; "
             f"{health.without_update} of {step} steps made none"
         )
-        run.say(text)
+        run.log(text)
         if run.is_main:
             events.record(
                 run.run_dir,
@@ -49,8 +49,7 @@ class LossScale(Callback):
 
 
 def hopeless(scale: float, lowest: float, in_a_row: int, steps_left: int, updates: int) -> str | None:
-    """Why a run shall end whose last `in_a_row` steps made no update and lowered the loss scale to `scale`; None if it
-    may go on."""
+    """Return why a run must end whose last `in_a_row` steps made no update and lowered the loss scale, or None."""
     if steps_left == 0 and updates == 0:
         return "no step made an update"
     if scale <= lowest or in_a_row >= MOST_IN_A_ROW:

@@ -6,13 +6,11 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core.transformer.attention import Attention
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from checkpoint.saver import Saver
 from configs.files import spared
-from optim import update
 from parallel import trace
 from parallel.megatron.ddp import functions_of_a_step
 from training import step
@@ -22,16 +20,16 @@ FOLDER = "traces"
 
 
 def trace_path(run_dir: Path, step: int, rank: int) -> Path:
-    """Where the trace of a step on a rank lies."""
+    """Return the path of the trace of a step on a rank."""
     return run_dir / FOLDER / f"step_{step:07d}_rank_{rank:05d}.json.gz"
 
 
 class Profile(Callback):
     """Writes a file for each step of `training.profile.steps` on each rank of `training.profile.ranks`.
 
-    A trace reaches from the end of the callbacks of the step before to the end of this step's: data, forward, backward,
-    update, evaluation, checkpoint. The last callback of the list, therefore. Other steps, and other ranks, run as if it
-    were not there.
+    A trace lasts from the end of the previous step's callbacks to the end of this step's: data, forward, backward,
+    update, evaluation, checkpoint. Therefore this is the last callback of the list. It does not affect other steps and
+    ranks.
     """
 
     def __init__(self) -> None:
@@ -49,14 +47,14 @@ class Profile(Callback):
             (run.run_dir / FOLDER).mkdir(exist_ok=True)
 
         def action(index: int) -> ProfilerAction:
-            step = run.progress.step + 1  # not the profiler's own count: a run may go back to a checkpoint
+            step = run.progress.step + 1  # not the profiler's own count, since a run may go back to a checkpoint
             if step in chosen:
                 return ProfilerAction.RECORD_AND_SAVE
-            # The step before is recorded too and thrown away: a profiler's first step pays for its start.
+            # The previous step is recorded, too, and discarded: a profiler's first step includes its start.
             return ProfilerAction.WARMUP if step + 1 in chosen else ProfilerAction.NONE
 
         def write(profiler: Any) -> None:
-            if self._done in chosen:  # not where an error cuts a step off
+            if self._done in chosen:  # not if an error interrupted the step
                 path = trace_path(run.run_dir, self._done, run.topology.rank)
                 with spared(path):
                     try:
@@ -85,14 +83,25 @@ class Profile(Callback):
             self._name(run)
 
     def _name(self, run: Run) -> None:
-        """Name what the next step does if it is traced, and nothing otherwise."""
+        """Name the phases of the next step if it is traced, and nothing otherwise."""
         if self._names is not None:
             self._names.close()
             self._names = None
         if run.progress.step + 1 in self._chosen:
             self._names = contextlib.ExitStack()
-            self._names.enter_context(trace.recording(*_foreign(run)))
-            for module in _attention(run):
+            # Phases of a step that other modules and Megatron-core run, with their names in the trace.
+            phases = (
+                (run.loader, "next_step", "data"),
+                (step, "evaluate", "evaluation"),
+                *functions_of_a_step(run.engine.chunks),
+                (step, "prepare_gradients", "gradient norm"),
+                (step, "apply_gradients", "optimizer"),
+                (Saver, "start", "checkpoint"),
+                (Saver, "finish", "checkpoint"),
+            )
+            self._names.enter_context(trace.recording(*phases))
+            modules = (module for chunk in run.engine.bare_chunks for module in chunk.modules())
+            for module in (module for module in modules if isinstance(module, Attention)):
                 module.forward = trace.with_backward("attention")(module.forward)
                 self._names.callback(delattr, module, "forward")
 
@@ -103,20 +112,3 @@ class Profile(Callback):
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
-
-
-def _attention(run: Run) -> list[torch.nn.Module]:
-    return [module for chunk in run.engine.bare_chunks for module in chunk.modules() if isinstance(module, Attention)]
-
-
-def _foreign(run: Run) -> list[tuple[Any, str, str]]:
-    """What else a step does, here and in Megatron-core, and its names."""
-    return [
-        (run.loader, "next_step", "data"),
-        (step, "evaluate", "evaluation"),
-        *functions_of_a_step(run.engine.chunks),
-        (update, "prepare", "gradient norm"),
-        (update, "apply", "optimizer"),
-        (Saver, "start", "checkpoint"),
-        (Saver, "finish", "checkpoint"),
-    ]

@@ -1,33 +1,33 @@
-"""What the trained model makes of `sample.prompts`, greedy and sampled, when a run ends."""
+"""Continue `sample.prompts` with the trained model, greedily and sampled, when a run ends."""
 
 from __future__ import annotations
 
 from inference.decoder import Decoder
-from inference.generation import Sampling, generate, room_for_answer
+from inference.generation import Sampling, answer_limit, generate
 from training.run import Callback, Run
 
 
 class PromptSamples(Callback):
-    """Prints a greedy and a sampled continuation of each prompt; only a GPT has one."""
+    """Prints a greedy and a sampled continuation of each prompt; only a GPT generates text."""
 
     def on_end(self, run: Run) -> None:
         settings = run.config.sample
         if run.config.model.family != "gpt" and settings.prompts:
-            run.say("sample.prompts are not continued: a masked language model does not generate text")
+            run.log("sample.prompts are not continued: a masked language model does not generate text")
             return
         for prompt in settings.prompts:
             greedy = continue_text(run, prompt, settings.num_tokens, temperature=0.0)
             sampled = continue_text(
                 run, prompt, settings.num_tokens, temperature=settings.temperature, top_p=settings.top_p
             )
-            run.say(
+            run.log(
                 f"--- prompt\n{prompt}\n--- greedy continuation\n{greedy}\n--- sampled continuation\n{sampled}\n---"
             )
 
 
 def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
-    """The text that the model of a run in training adds to `prompt`: `num_tokens` tokens, or as many as learned
-    positions have room for after it; none, and a line that says so, where the prompt alone fills them.
+    """Return the continuation of `prompt` by the model of a run in training: `num_tokens` tokens, or as many as the
+    learned positions allow. If the prompt alone fills them, logs that and returns an empty string.
 
     Temperature 0 takes the likeliest token each time. A collective call, in any layout; every rank returns the same
     text.
@@ -36,9 +36,9 @@ def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float,
     with run.engine.frozen_weights():
         decoder = Decoder.of_chunks(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
         if decoder.max_length is not None and num_tokens > 0:
-            num_tokens = room_for_answer(len(ids), num_tokens, decoder.max_length)
+            num_tokens = answer_limit(len(ids), num_tokens, decoder.max_length)
             if num_tokens == 0:
-                run.say(f"a prompt of {len(ids)} tokens fills the model's {decoder.max_length} learned positions")
+                run.log(f"a prompt of {len(ids)} tokens fills the model's {decoder.max_length} learned positions")
         if num_tokens == 0:
             return ""
         sampling = Sampling(temperature, top_p=top_p, seed=run.config.training.seed)

@@ -1,5 +1,4 @@
-"""`python -m training.report RUN_DIR [--output FILE]`: writes RUN_DIR/report.html, a page that opens without a
-network."""
+"""`python -m training.report RUN_DIR [--output FILE]`: write RUN_DIR/report.html, a page that needs no network."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import sys
 from pathlib import Path
 
 from configs import command
-from training.report import page
+from training.report.page import render
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def body() -> None:
-        path = page.write(options.run_dir, options.output)
+        path = render.write(options.run_dir, options.output)
         print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
     return command.run(body)

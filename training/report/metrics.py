@@ -1,4 +1,4 @@
-"""The numbers of one step, as they go into `metrics.jsonl`, and what the hardware could have done."""
+"""The numbers of a step in `metrics.jsonl`, and the peaks of the hardware."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.schema import Config
 
-if TYPE_CHECKING:  # what reads metrics does not wait for it
+if TYPE_CHECKING:  # programs that read metrics need not import it
     import torch
 
 # Dense bf16/fp16 tensor-core peak of one device in TFLOP/s, from the vendors' data sheets.
@@ -26,7 +26,7 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(config: Config, device: torch.device) -> float | None:
-    """Peak FLOP/s of one device in the run's precision, or None when unknown (CPUs, fp32, unlisted GPUs)."""
+    """Return the peak FLOP/s of one device in the run's precision, or None when unknown (CPUs, fp32, unlisted GPUs)."""
     if config.logging.peak_tflops is not None:
         return config.logging.peak_tflops * 1e12
     if device.type != "cuda" or config.training.precision == "fp32":
@@ -39,7 +39,7 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Most device memory that tensors took so far; on a CPU the most memory that this process took."""
+    """Return the peak device memory of tensors so far; on a CPU, the peak memory of this process."""
     if device.type == "cuda":
         import torch
 
@@ -49,8 +49,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
-    """Statistics of a [num_layers, num_experts] count: over all MoE layers, max/mean by MoE layer, and the counts
-    themselves."""
+    """Return statistics of tokens [num_layers, num_experts]: over all MoE layers, max/mean by layer, and counts."""
     moe_layers = tokens_per_expert[tokens_per_expert.sum(dim=1) > 0]
     if moe_layers.numel() == 0:
         return {"mean": 0.0, "min": 0, "max": 0, "max_over_mean": [], "counts": []}
@@ -65,8 +64,9 @@ def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """The plain numbers of a metrics object, nested names joined by a slash. Lists are numbered: those of an object
-    with a list `layer` by layer, others from 0. Texts, and lists of lists, are left out."""
+    """Return the plain numbers of a metrics object, with nested names joined by a slash. Elements of lists get the
+    number of their layer, if the object has a list `layer`, or else their index. Texts, and lists of lists, are left
+    out."""
     result: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, (int, float)):
@@ -86,7 +86,7 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def texts(metrics: dict[str, Any]) -> dict[str, str]:
-    """What the plans of the MoE layers say in words: their memory strategies and all-to-alls, by layer."""
+    """Return the texts in the plans of the MoE layers: memory strategies and all-to-alls, by layer."""
     table = metrics.get("moe_layers", {})
     names = ("memory_strategy", "all_to_all")
     return {
@@ -98,7 +98,7 @@ def texts(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def expert_counts(metrics: dict[str, Any]) -> dict[str, list[int]]:
-    """Tokens per expert by MoE layer, for loggers that know histograms: a bar per expert."""
+    """Return the tokens per expert by MoE layer, for loggers with histograms."""
     if "tokens_per_expert" not in metrics:
         return {}
     counts = metrics["tokens_per_expert"]["counts"]

@@ -1,5 +1,4 @@
-"""What a run left in its folder, read with patience: files may be missing, cut off by a kill, or of a run that is still
-going."""
+"""Read the files of a run's folder. Files may be missing, truncated by a kill, or of a run in progress."""
 
 from __future__ import annotations
 
@@ -14,21 +13,21 @@ import yaml
 from checkpoint.record import RECORD
 from configs.files import parse_yaml, read_regular
 from configs.schema import ConfigError
-from simulator.clock.output.trace import FOLDER as TRACES
-from training.report.environment import ENVIRONMENT
+from simulator.clock.trace import FOLDER as TRACES
 from training.resilience import events
-from training.resilience.status import STATUS
+from training.status import STATUS
 
+ENVIRONMENT = "environment.json"
 Line = dict[str, Any]
 
 
 class NotARun(ConfigError):
-    """The folder holds nothing that a run writes."""
+    """The folder has no file that a run writes."""
 
 
 @dataclass
 class RunFiles:
-    """A run's files. `notes` says in a line each what was there and could not be read."""
+    """The content of a run's files. `notes` has a line for each file that could not be read."""
 
     run_dir: Path
     config: dict[str, Any] = field(default_factory=dict)
@@ -41,12 +40,12 @@ class RunFiles:
     environment: Line = field(default_factory=dict)
     status: Line = field(default_factory=dict)
     record: Line = field(default_factory=dict)
-    checkpoints: list[str] = field(default_factory=list)  # names of those on disk
+    checkpoints: list[str] = field(default_factory=list)  # names of the checkpoints on disk
     notes: list[str] = field(default_factory=list)
 
 
 def read(run_dir: Path) -> RunFiles:
-    """Everything but the traces. Raises NotARun."""
+    """Read everything but the traces. Raises NotARun."""
     if not run_dir.is_dir():
         raise NotARun(f"{run_dir} is not a folder. Give the run_dir of a run, such as runs/quickstart.")
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "config.yaml", TRACES)):
@@ -132,5 +131,5 @@ def _memory_plan(source: RunFiles) -> list[Line]:
 
 
 def finite(value: Any) -> float | None:
-    """A number that JSON can hold, else None."""
+    """Return a finite number as it is, and None for anything else."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

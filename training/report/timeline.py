@@ -1,5 +1,5 @@
-"""One step across ranks, from the traces that `training.profile` writes: phases, parts of layers, and messages on their
-way. Below a rank stands its stage in the step that the clock predicted, where there is one."""
+"""One step across ranks, from the traces that `training.profile` writes: phases, phases of layers, and messages in
+flight. Below the ranks of a stage is the stage of the predicted step, if there is one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import zlib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from simulator.clock.output.trace import FOLDER as PREDICTED_FOLDER
-from simulator.clock.output.trace import MESSAGE
+from simulator.clock.trace import FOLDER as PREDICTED_FOLDER
+from simulator.clock.trace import MESSAGE
 
 NAME = re.compile(r"step_(\d+)_rank_(\d+)\.json\.gz")
-MAX_RANKS = 16  # on one picture; evenly chosen where there are more
-MAX_SPANS = 15_000  # of all ranks; the shortest go first
+MAX_RANKS = 16  # in one picture; of more ranks, evenly spaced ones are chosen
+MAX_SPANS = 15_000  # of all ranks; of more spans, the shortest are left out
 MAX_STEPS = 3  # the newest
 PHASES = (
     "evaluation",
@@ -28,39 +28,40 @@ PHASES = (
     "optimizer",
     "checkpoint",
 )
-PARTS = (
+LAYER_PHASES = (
     *("attention", "attention backward", "dispatch", "dispatch wait", "experts", "experts backward"),
     *("experts weight gradients", "combine", "shared expert", "shared expert backward"),
 )
 LANES = ("step", "layers", "messages")
-OTHER = "other"  # in a predicted step, work that a traced one does not name
-NAMES = (*PHASES, *PARTS, "message", OTHER)
+OTHER = "other"  # work of a predicted step that has no name in a traced one
+NAMES = (*PHASES, *LAYER_PHASES, "message", OTHER)
 PREDICTED = re.compile(r"stage_(\d+)_rank_(\d+)\.json\.gz")
 UNREADABLE = (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError)
 RankSpans = list[tuple[int, int, float, float]]  # lane, name, start, end
 Item = TypeVar("Item")
 
 
-def steps_with_traces(run_dir: Path) -> dict[int, dict[int, Path]]:
-    """Paths of traces by step and rank."""
-    found: dict[int, dict[int, Path]] = {}
+def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return pictures of the newest traced steps, oldest first, or else of the predicted step alone; traces that cannot
+    be read are noted and left out."""
+    traces: dict[int, dict[int, Path]] = {}  # by step and rank
     for path in sorted((run_dir / "traces").glob("*.json.gz")):
         match = NAME.fullmatch(path.name)
         if match:
-            found.setdefault(int(match[1]), {})[int(match[2])] = path
-    return found
-
-
-def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The newest traced steps, oldest first, or the predicted one alone; traces that cannot be read are noted and left
-    out."""
-    traces, predicted = steps_with_traces(run_dir), read_predicted(run_dir, notes)
+            traces.setdefault(int(match[1]), {})[int(match[2])] = path
+    predicted: dict[int, tuple[int, RankSpans]] = {}  # by stage: the first rank and the spans, which start at 0
+    for path in chosen_of(sorted((run_dir / PREDICTED_FOLDER).glob("*.json.gz"))):
+        match = PREDICTED.fullmatch(path.name)
+        if match:
+            try:
+                predicted[int(match[1])] = int(match[2]), read_trace(path)
+            except UNREADABLE:
+                notes.append(f"{path.name} cannot be read and is left out.")
     steps = []
     for step in sorted(traces)[-MAX_STEPS:]:
         ranks = sorted(traces[step])
-        chosen = chosen_of(ranks)
         spans: dict[int, RankSpans] = {}
-        for rank in chosen:
+        for rank in chosen_of(ranks):
             try:
                 spans[rank] = read_trace(traces[step][rank])
             except UNREADABLE:
@@ -74,39 +75,32 @@ def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def chosen_of(every: list[Item]) -> list[Item]:
-    """All of a list, or MAX_RANKS of it, evenly."""
+    """Return the whole list, or MAX_RANKS evenly spaced elements."""
     return every if len(every) <= MAX_RANKS else [every[i * len(every) // MAX_RANKS] for i in range(MAX_RANKS)]
 
 
-def read_predicted(run_dir: Path, notes: list[str]) -> dict[int, tuple[int, RankSpans]]:
-    """The predicted step: by stage its first rank and its spans, which begin at 0; of many stages some."""
-    found: dict[int, tuple[int, RankSpans]] = {}
-    for path in chosen_of(sorted((run_dir / PREDICTED_FOLDER).glob("*.json.gz"))):
-        match = PREDICTED.fullmatch(path.name)
-        if match:
-            try:
-                found[int(match[1])] = int(match[2]), read_trace(path)
-            except UNREADABLE:
-                notes.append(f"{path.name} cannot be read and is left out.")
-    return found
-
-
 def read_trace(path: Path) -> RankSpans:
-    """(lane, name, start, end) in microseconds of absolute time, the long before the short of the same start."""
+    """Return spans (lane, name, start, end) in microseconds of absolute time, by start, longer ones first."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     base = trace.get("baseTimeNanoseconds", 0) / 1000
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    # Where a device did the work, its own times count, not those at which the host asked for it.
+    # For work on a device, the device's times count, not those of the host's launches.
     device = [event for event in events if event.get("cat") == "gpu_user_annotation"]
     host = [event for event in events if event.get("cat") == "user_annotation"]
     on_device = {event["name"] for event in device}
     index = {name: i for i, name in enumerate(NAMES)}
     spans = []
     for event in device + [event for event in host if event["name"] not in on_device]:
-        name = _known(event["name"]) if "predicted" in trace else event["name"]
+        name = event["name"]
+        if "predicted" in trace:  # such as "forward 3 of chunk 1"
+            whole = {"update": "optimizer"}.get(name, name)
+            fitting = [known for known in NAMES if whole == known or whole.startswith(f"{known} ")]
+            name = max(fitting, key=len, default=OTHER)
         if name in index:
-            spans.append((int(name in PARTS), index[name], base + event["ts"], base + event["ts"] + event["dur"]))
+            spans.append(
+                (int(name in LAYER_PHASES), index[name], base + event["ts"], base + event["ts"] + event["dur"])
+            )
     names = ("gloo:", "ncclDevKernel", "ncclKernel")
     messages = [event for event in events if event["name"].startswith(names) or event.get("cat") == MESSAGE]
     for start, end in merged((base + event["ts"], base + event["ts"] + event["dur"]) for event in messages):
@@ -114,15 +108,8 @@ def read_trace(path: Path) -> RankSpans:
     return sorted(spans, key=lambda span: (span[2], -span[3]))
 
 
-def _known(name: str) -> str:
-    """The name of a traced step for one of a predicted step, such as "forward 3 of chunk 1"."""
-    whole = {"update": "optimizer"}.get(name, name)
-    fitting = [known for known in NAMES if whole == known or whole.startswith(f"{known} ")]
-    return max(fitting, key=len, default=OTHER)
-
-
 def merged(intervals: Any) -> list[tuple[float, float]]:
-    """The union of intervals, in order."""
+    """Return the union of intervals, in order."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -135,15 +122,27 @@ def merged(intervals: Any) -> list[tuple[float, float]]:
 def _picture(
     step: int | str, traced: dict[int, RankSpans], num_traced: int, predicted: dict[int, tuple[int, RankSpans]]
 ) -> dict[str, Any]:
-    """What the page draws: rows of ranks, and of stages as predicted below the ranks that they hold."""
+    """Return the picture that the page draws: rows of ranks, and predicted stages below the ranks of the stage."""
     first = min((span[2] for found in traced.values() for span in found), default=0.0)
-    rows = _rows({rank: _from(found, first) for rank, found in traced.items()}, predicted)
-    last = max((span[3] for _, found in rows for span in found), default=0.0)
-    lengths = sorted((end - start for _, found in rows for _, _, start, end in found), reverse=True)
+    shifted = {
+        rank: [(lane, name, start - first, end - first) for lane, name, start, end in found]
+        for rank, found in traced.items()
+    }
+    # Labels and spans: each rank, and the predicted stage after its last rank.
+    picture_rows: list[tuple[str, RankSpans]] = []
+    firsts = sorted((begin, stage) for stage, (begin, _) in predicted.items())
+    for index, (begin, stage) in enumerate(firsts):
+        end = firsts[index + 1][0] if index + 1 < len(firsts) else None
+        inside = [rank for rank in sorted(shifted) if rank >= begin and (end is None or rank < end)]
+        picture_rows += [(f"rank {rank}", shifted[rank]) for rank in inside]
+        picture_rows.append((f"stage {stage}, predicted", predicted[stage][1]))
+    picture_rows = picture_rows or [(f"rank {rank}", found) for rank, found in sorted(shifted.items())]
+    last = max((span[3] for _, found in picture_rows for span in found), default=0.0)
+    lengths = sorted((end - start for _, found in picture_rows for _, _, start, end in found), reverse=True)
     shortest = lengths[MAX_SPANS - 1] if len(lengths) > MAX_SPANS else 0.0
     spans = [
         [row * len(LANES) + lane, name, round(start, 1), round(end - start, 1)]
-        for row, (_, found) in enumerate(rows)
+        for row, (_, found) in enumerate(picture_rows)
         for lane, name, start, end in found
         if end - start >= shortest
     ]
@@ -151,33 +150,17 @@ def _picture(
         "step": step,
         "microseconds": round(last, 1),
         "ranks": sorted(traced),
-        "labels": [label for label, _ in rows],
+        "labels": [label for label, _ in picture_rows],
         "num_traced": num_traced,
         "left_out": len(lengths) - len(spans),
         "spans": spans,
-        "summary": [{"rank": label.removeprefix("rank "), **_summary(found)} for label, found in rows],
+        "summary": [{"rank": label.removeprefix("rank "), **_summary(found)} for label, found in picture_rows],
     }
 
 
-def _from(spans: RankSpans, first: float) -> RankSpans:
-    return [(lane, name, start - first, end - first) for lane, name, start, end in spans]
-
-
-def _rows(traced: dict[int, RankSpans], predicted: dict[int, tuple[int, RankSpans]]) -> list[tuple[str, RankSpans]]:
-    """Labels and spans: each rank, and behind the last one of a stage what was predicted for the stage."""
-    rows: list[tuple[str, RankSpans]] = []
-    firsts = sorted((first, stage) for stage, (first, _) in predicted.items())
-    for place, (first, stage) in enumerate(firsts):
-        end = firsts[place + 1][0] if place + 1 < len(firsts) else None
-        inside = [rank for rank in sorted(traced) if rank >= first and (end is None or rank < end)]
-        rows += [(f"rank {rank}", traced[rank]) for rank in inside]
-        rows.append((f"stage {stage}, predicted", predicted[stage][1]))
-    return rows or [(f"rank {rank}", found) for rank, found in sorted(traced.items())]
-
-
 def _summary(found: RankSpans) -> dict[str, float]:
-    """Microseconds that a row spends on what."""
-    # an evaluation is made of other phases
+    """Return the microseconds that a row works, waits for the pipeline, has messages in flight, and hides them."""
+    # An evaluation consists of other phases.
     exchange, evaluation = (NAMES.index("pipeline exchange"), NAMES.index("evaluation"))
     working = merged(
         (start, end) for lane, name, start, end in found if lane == 0 and name not in (exchange, evaluation)
@@ -189,14 +172,10 @@ def _summary(found: RankSpans) -> dict[str, float]:
         "working": _total(working),
         "waiting": _total(waiting),
         "messages": _total(sending),
-        "hidden": _common(sending, layers),
+        # Length of the intersection of two unions of intervals.
+        "hidden": _total(sending) + _total(layers) - _total(merged([*sending, *layers])),
     }
 
 
 def _total(intervals: list[tuple[float, float]]) -> float:
     return sum(end - start for start, end in intervals)
-
-
-def _common(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
-    """Length of what is in both of two unions."""
-    return _total(first) + _total(second) - _total(merged([*first, *second]))

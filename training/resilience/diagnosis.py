@@ -1,4 +1,4 @@
-"""Where a number that is not finite comes from: a second pass over the same batch with every module watched."""
+"""Find the origin of a number that is not finite, by a second pass over the same batch with hooks on every module."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from optim.offload.records import WEIGHT
 from optim.state import named_state
-from optim.tiers.buckets import WEIGHT
-from parallel.megatron.random_state import place
+from parallel.megatron.random_state import current_pass
 from parallel.owned import is_off_device
 from training.engine import Engine
 from training.step import Batch, run_again
 
-# What is wrong first, from cause to effect.
+# Phases of a step, from cause to effect.
 WEIGHTS, FORWARD, BACKWARD, LOSS = range(4)
 PHASES = (
     "in the weights or the optimizer's state",
@@ -31,8 +31,7 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """The first thing on a rank that is not finite. Findings are ordered by what came first; `order` counts the watched
-    events."""
+    """The first tensor on a rank that is not finite. Findings are ordered by time; `order` counts calls of hooks."""
 
     phase: int
     micro_batch: int
@@ -52,24 +51,28 @@ class Finding:
 
 
 def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tensor) -> Finding | None:
-    """The first layer and rank at which a step on these batches is not finite, the same on every rank. A collective
-    call.
+    """Return the first layer and rank at which a step on these batches is not finite, the same on every rank. A
+    collective call.
 
-    `own_losses`: what this rank had as its part of the step's loss. None: the second pass was fine, as after a fault of
-    the hardware. Leaves gradients behind, no other trace.
+    `own_losses`: this rank's addend to the step's loss. None: the second pass was finite, as after a hardware fault.
+    Changes gradients, and nothing else.
     """
     found = damage(engine)
     if found is not None:
         return found
-    mine = _in_passes(engine, batches)
+    watch = _Watch(engine, len(batches))
+    try:
+        run_again(engine, batches)
+    finally:
+        watch.remove()
+    mine = watch.found
     if mine is None and not _is_finite(own_losses):
         mine = _finding(LOSS, 0, 0, 0, "the loss")
     return _first_of_all(mine)
 
 
 def damage(engine: Engine) -> Finding | None:
-    """The first parameter, or part of the optimizer's state, that is not finite, the same on every rank. A collective
-    call."""
+    """Return the first parameter or optimizer state that is not finite, the same on every rank. A collective call."""
     return _first_of_all(_in_weights(engine))
 
 
@@ -94,32 +97,18 @@ def _in_weights(engine: Engine) -> Finding | None:
     for i, name, kind, value in named_state(engine.optimizer, engine.chunks):
         if not _is_finite(value):
             chunk = engine.bare_chunks[i]
-            layer, what = _name(chunk, _inside(chunk, name), engine.config.model.num_layers)
+            own = dict(chunk.named_parameters())
+            while name not in own:  # the chunk's wrappers call it module.module.NAME
+                name = name.partition(".")[2]
+            layer, what = _name(chunk, name, engine.config.model.num_layers)
             if kind == WEIGHT:
                 return _finding(WEIGHTS, 0, layer, 0, what)
             return _finding(WEIGHTS, 0, layer, 1, f"the optimizer's {kind} of {what}")
     return None
 
 
-def _inside(chunk: torch.nn.Module, name: str) -> str:
-    """The name in the bare chunk of a parameter that its wrappers call `module.module.NAME`."""
-    own = dict(chunk.named_parameters())
-    while name not in own:
-        name = name.partition(".")[2]
-    return name
-
-
-def _in_passes(engine: Engine, batches: Sequence[Batch]) -> Finding | None:
-    watch = _Watch(engine, len(batches))
-    try:
-        run_again(engine, batches)
-    finally:
-        watch.remove()
-    return watch.found
-
-
 class _Watch:
-    """Hooks on all modules of this rank; keeps the first output or gradient that is not finite."""
+    """Hooks all modules of this rank, and keeps the first output or gradient that is not finite."""
 
     def __init__(self, engine: Engine, num_micro_batches: int):
         self._count, self._data = num_micro_batches, engine.topology.data
@@ -141,8 +130,8 @@ class _Watch:
 
     def _forward(self, chunk: torch.nn.Module, name: str, module: Any, inputs: Any, output: Any) -> None:
         self._order += 1
-        going_on = place()
-        assert going_on is not None, "each forward step says whose it is"
+        going_on = current_pass()
+        assert going_on is not None, "each forward step sets its samples"
         micro_batch = going_on[1] // self._data.size
         for tensor in _tensors(output):
             if not _is_finite(tensor):
@@ -156,7 +145,7 @@ class _Watch:
             self._keep(BACKWARD, micro_batch, chunk, name, -1)
 
     def _parameter(self, chunk: torch.nn.Module, name: str, passes: list[int], gradient: torch.Tensor) -> None:
-        passes[0] += 1  # by layer a shared table has a gradient from all heads before those from the embedding
+        passes[0] += 1  # layer-wise, a shared table gets the gradients of all heads before those of the embedding
         self._backward(chunk, name, passes[0] % self._count, gradient)
 
     def _keep(self, phase: int, micro_batch: int, chunk: torch.nn.Module, name: str, direction: int) -> None:
@@ -179,8 +168,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _name(chunk: torch.nn.Module, name: str, num_layers: int) -> tuple[int, str]:
-    """The 0-based layer that a module or parameter is in (before all layers: -1, after them: num_layers), and it in
-    words."""
+    """Return the 0-based layer of a module or parameter (before all: -1, after: num_layers), and a description."""
     found = re.search(r"\blayers\.(\d+)\b", name)
     if found is None:
         return (-1 if "embedding" in name else num_layers), name

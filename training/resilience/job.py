@@ -1,66 +1,73 @@
-"""One process of a job: the training, with what happens around it when it is stopped from outside or fails."""
+"""Run one process of a job: the training, the end of a process that is stopped or fails, and the wait of spare ranks.
+
+A smaller layout may leave ranks over. They wait, without a device, until the others have ended, and end with the same
+status. They must not end earlier: a torchrun whose ranks have all ended closes the rendezvous, and the others could not
+be started again. Without torchrun, whose process holds the job's store, there is nothing to wait for.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from configs import last_words, progress
-from configs.exit_status import STOPPED_EARLY
+from configs import exit_handler, progress
+from configs.exit_handler import STOPPED_EARLY
 from configs.files import WriteError
 from configs.ranks import launched, use_fewer
 from configs.schema import Config, ConfigError
 from configs.validate import usable_world_size
-from training.resilience import attempts, events, launcher, signals
-from training.starting.layout_choice import LayoutChoice
+from training.resilience import events, launcher, signals
+from training.starting.choices import LayoutChoice
+
+POLL = 1.0  # seconds
+CLEAR_SECONDS = 3.0  # in which rank 0 deletes the exit status of an earlier attempt
 
 
 def run(config: Config, composed: Config, choice: LayoutChoice | None = None) -> int:
-    """Train the run of a checked config; the exit status: 0 done, 75 stopped early with everything saved.
+    """Train the run of a checked config, and return the exit status: 0 done, 75 stopped early with everything saved.
 
-    composed: the config before its `auto` keys were decided, which must be the same on all ranks. choice: of the
-    config's layout, where it was searched for.
+    composed: the config before its `auto` keys were decided, which must be the same on all ranks. choice: the layout's,
+    where the layout was searched for.
 
-    A failure ends the process from here, with status 1 and the culprit's name in the last line. Raises ConfigError.
+    A failure ends the process here, with status 1 and the name of the rank that caused it in the last line. Raises
+    ConfigError.
     """
-    run_dir = Path(config.run_dir)
     stop = signals.of_this_process
     stop.end_at_once()  # again, where an earlier run of this process has ended
-    if attempts.stopped():
-        return STOPPED_EARLY  # torchrun takes that for a failure, and has started the ranks again
+    if launcher.has_stopped():
+        return STOPPED_EARLY  # torchrun took that for a failure, and has started the ranks again
     if launched().rank == 0 and config.logging.progress:
         progress.begin("Loading torch and Megatron-core")
-    from training.resilience import (
-        spare_ranks,  # imports torch, as the rest does: seconds that a wrong config need not wait for
-    )
-
     rank, started = launched()[:2]
     if started > 1:
         _refuse_other_starts(composed)
     used = usable_world_size(config, started) if choice is None else choice.world_size
     if used < started:
         if rank >= used:
-            stop.restore(ignore=True)  # the others answer
+            stop.restore(ignore=True)  # the ranks in use handle the signals
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            return spare_ranks.wait_for_end(config)
-        text = (
-            f"training.elastic: {started} ranks were started, and {used} of them fit the layout and the batch; the "
-            "others stand by"
-        )
+            return _wait_for_end(config)
         if rank == 0:
+            text = (
+                f"training.elastic: {started} ranks were started, and {used} of them fit the layout and the batch; the "
+                "others stand by"
+            )
             print(text, flush=True)
-            events.record(run_dir, "fewer_ranks", text, used=used, started=started)
-            spare_ranks.clear(config)
+            events.record(Path(config.run_dir), "fewer_ranks", text, used=used, started=started)
+            if _holds_store():
+                _store(config).delete_key(_standby_key())  # left by an earlier attempt
         use_fewer(used)
 
     from checkpoint.saver import SaveError
     from memory.disk import DiskError
     from training.callbacks.guard import Guard
-    from training.engine import TierError
+    from training.engine import OffloadError
     from training.resilience.health import UnhealthyRun
     from training.trainer import Trainer
 
@@ -69,22 +76,23 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
     try:
         finished = Trainer(config, guard=guard, signals=stop, choice=choice).fit()
     except ConfigError:
-        raise  # a line and a status of its own
+        raise  # the caller prints it, with a status of its own
     except BaseException as error:
-        said = (UnhealthyRun, SaveError, WriteError, DiskError, TierError, KeyboardInterrupt)  # in a line of their own
-        if not guard.is_victim() and not isinstance(error, said):
+        without_traceback = (UnhealthyRun, SaveError, WriteError, DiskError, OffloadError, KeyboardInterrupt)
+        if not guard.is_victim() and not isinstance(error, without_traceback):
             traceback.print_exception(error)
-        guard.say_last_words()
+        guard.write_exit_message()
         sys.stdout.flush()
-        # what is left of a lost job's groups may block a clean exit
+        # the groups of a lost job may block a clean exit
         os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
     exit_status = 0 if finished else STOPPED_EARLY
-    if used < started and rank == 0:
-        spare_ranks.release(config, exit_status)
+    if used < started and rank == 0 and _holds_store():
+        _store(config).set(_standby_key(), str(exit_status))  # the spare ranks end with it
     return exit_status
 
 
 def _refuse_other_starts(composed: Config) -> None:
+    """End this process if the ranks were started with different configs, or do not meet."""
     import torch.distributed as dist
 
     from parallel.liveness import rendezvous, same_start
@@ -94,5 +102,36 @@ def _refuse_other_starts(composed: Config) -> None:
         store = rendezvous.job_store(launch, timeout)
         same_start.refuse_other_starts(same_start.facts_of(composed), store, launch.rank, launch.world_size, timeout)
     except (TimeoutError, dist.DistError) as error:
-        last_words.say(f"the ranks did not meet: {error}", 1)
+        exit_handler.log(f"the ranks did not meet: {error}", 1)
         sys.exit(1)
+
+
+def _wait_for_end(config: Config) -> int:
+    """Wait for the ranks in use, and return the exit status that they end with; 1 if the launcher is lost."""
+    if not _holds_store():
+        return 0
+    try:
+        store, key = _store(config), _standby_key()
+        time.sleep(CLEAR_SECONDS)
+        while not store.check([key]):
+            time.sleep(POLL)
+        return int(store.get(key))
+    except RuntimeError:  # torch's errors of stores
+        return 1
+
+
+def _holds_store() -> bool:
+    from parallel.liveness import rendezvous
+
+    return rendezvous.launcher_holds_store()
+
+
+def _store(config: Config) -> Any:
+    import torch.distributed as dist
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=config.parallel.timeout_seconds))
+
+
+def _standby_key() -> str:
+    return f"standby/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"

@@ -1,36 +1,74 @@
-"""Ends a rank whose launcher is gone: nobody would end it then, and it would hold its run's folder for as long as it
-trains."""
+""" """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from configs import last_words
+from configs import exit_handler
 
+STOPPED, STARTED = "stopped_early", "begun"  # files in the launch's folder
 POLL = 0.5  # seconds
 FAILED = 1  # exit status
-ROOM = 3.0  # seconds for what `on_gone` writes
+GRACE_SECONDS = 3.0  # for what `on_gone` writes
+
+
+def note_stop() -> None:
+    """Note that the launch stopped on purpose: ranks that torchrun starts again, as after a failure, end at once."""
+    folder = _launch_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / STOPPED).touch()
+
+
+def has_stopped() -> bool:
+    """Whether an attempt of this launch stopped on purpose."""
+    folder = _launch_folder()
+    return folder is not None and (folder / STOPPED).exists()
+
+
+def first_start(now: float) -> float:
+    """Return when this launch's first attempt on this node called this (the first: `now`), in epoch seconds."""
+    folder = _launch_folder()
+    if folder is None:
+        return now
+    try:
+        descriptor = os.open(folder / STARTED, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        os.write(descriptor, repr(now).encode())
+        os.close(descriptor)
+        return now
+    except OSError:
+        try:
+            return float((folder / STARTED).read_text())
+        except (OSError, ValueError):  # another rank is just writing it, or the disk is full
+            return now
+
+
+def _launch_folder() -> Path | None:
+    """LAUNCH of torchrun's LAUNCH/attempt_K/RANK/error.json; None without torchrun, or if it keeps no such files."""
+    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or "/")
+    return path.parents[2] if len(path.parents) > 3 and path.parents[1].name.startswith("attempt_") else None
 
 
 class Launcher:
-    """torchrun's process, as one of its ranks sees it. Without torchrun there is none: a process of a shell may outlive
-    that.
+    """Watches torchrun's process from one of its ranks, and ends the rank when that process is gone. Without torchrun
+    it does nothing: a process may outlive its shell.
 
-    on_gone: called with the words that say so, in a thread, before the process ends.
+    on_gone: called in a thread before the process ends, with the line that says why.
     """
 
     def __init__(self) -> None:
         self.on_gone: Callable[[str], None] | None = None
 
     def watch(self) -> None:
-        """Watch it from now on."""
+        """Start watching."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return
-        # torchrun makes what it starts the leader of a session: this process, or a script that started it.
+        # torchrun makes the process that it starts the leader of a session: this process, or a script that started it.
         leader = os.getsid(0)
         pid = _parent(leader)
         if pid is not None:
@@ -39,22 +77,23 @@ class Launcher:
     def _watch(self, leader: int, pid: int) -> None:
         while _parent(leader) == pid:
             time.sleep(POLL)
-        words = (
+        line = (
             f"the launcher (process {pid}) is gone, so this rank ends too. Start it again to go on from the newest "
             "checkpoint"
         )
-        last_words.within(ROOM, lambda: self._say(words))
-        os._exit(FAILED)
 
-    def _say(self, words: str) -> None:
-        if not last_words.said():
-            if self.on_gone is not None:
-                self.on_gone(words)
-            last_words.say(words, FAILED)
+        def report() -> None:
+            if not exit_handler.is_logged():
+                if self.on_gone is not None:
+                    self.on_gone(line)
+                exit_handler.log(line, FAILED)
+
+        exit_handler.run_within(GRACE_SECONDS, report)
+        os._exit(FAILED)
 
 
 def _parent(pid: int) -> int | None:
-    """None where the process is gone, or the system does not tell."""
+    """Return the id of a process's parent; None if the process is gone, or the system does not report it."""
     try:
         # After the name, which may hold anything in its brackets: state, parent.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])

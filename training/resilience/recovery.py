@@ -1,5 +1,4 @@
-"""What follows a refused step: its batch is passed over, the run goes back to a checkpoint, or it ends, as the config
-says."""
+"""Handle a rejected step: skip its batch, go back to a checkpoint, or end the run, as the config says."""
 
 from __future__ import annotations
 
@@ -17,49 +16,49 @@ from training.resilience.health import (
     MOST_IN_A_ROW,
     NOTHING_PREDICTED,
     Health,
-    Refusal,
-    RefusedRun,
+    RejectedRun,
+    RejectedStep,
     Skip,
     UnhealthyRun,
 )
 from training.run import Run, restore_callbacks
-from training.starting import beginning
+from training.starting import start_log
 from training.step import Batch, StepResult
 
 MORE_TO_PREDICT = "Try data.documents=joined, or a data.corpus with documents of two tokens or more"
 
 
-def handle(run: Run, batches: Sequence[Batch], result: StepResult, refusal: Refusal) -> None:
-    """Find out what was wrong and do what the policy says. A collective call. Raises UnhealthyRun when the run shall
-    stop, and RefusedRun where its first step predicts nothing."""
+def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: RejectedStep) -> None:
+    """Find the cause of a rejected step, and apply the policy. A collective call. Raises UnhealthyRun if the run must
+    stop, and RejectedRun if its first step predicts nothing."""
     health = run.health
     (checkpoints,) = (callback for callback in run.callbacks if isinstance(callback, Checkpoints))
     first, step = run.progress.consumed_samples, run.progress.step + 1
     end = first + run.config.training.global_batch_size
-    finding = diagnosis.find_first(run.engine, batches, result.own_losses) if refusal.kind == "nonfinite" else None
+    finding = diagnosis.find_first(run.engine, batches, result.own_losses) if rejected.kind == "nonfinite" else None
     damaged = finding is not None and finding.phase == diagnosis.WEIGHTS
-    text = f"step {step}, samples {first} to {end - 1}: {refusal.text}"
-    if refusal.kind == "nonfinite":
+    text = f"step {step}, samples {first} to {end - 1}: {rejected.text}"
+    if rejected.kind == "nonfinite":
         text += (
             f"; first {finding}"
             if finding is not None
             else "; a second pass over them found nothing: a passing fault, of hardware?"
         )
-    if refusal.kind == NOTHING_PREDICTED and run.progress.step == 0:
-        raise RefusedRun(f"data.documents ({run.config.data.documents}): in {text}. {MORE_TO_PREDICT}.", 0)
+    if rejected.kind == NOTHING_PREDICTED and run.progress.step == 0:
+        raise RejectedRun(f"data.documents ({run.config.data.documents}): in {text}. {MORE_TO_PREDICT}.", 0)
     if damaged:
         text += ". That was so before this step: the batch is not at fault"
     _record(
-        run, refusal.kind, text, step=step, loss=repr(result.loss), lost_rank=None if finding is None else finding.rank
+        run, rejected.kind, text, step=step, loss=repr(result.loss), lost_rank=None if finding is None else finding.rank
     )
-    policy = health.policy(refusal, damaged)
+    policy = health.policy(rejected, damaged)
     if policy == "stop":
-        _stop(run, health, text, refusal.kind, damaged, checkpoints)
+        _stop(run, health, text, rejected.kind, damaged, checkpoints)
     if policy == "rollback":
-        _go_back(run, health, text, checkpoints, refusal.kind, damaged)
+        _go_back(run, health, text, checkpoints, rejected.kind, damaged)
     if not damaged:
         skip = Skip(first, end, step, text)
-        health.passed_over(skip)
+        health.skip(skip)
         run.skipped.add(skip, write=run.is_main)
         _record(
             run,
@@ -76,23 +75,20 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, refusal: Refu
 
 
 def _record(run: Run, kind: str, text: str, **fields: object) -> None:
-    run.say(text)
+    run.log(text)
     if run.is_main:
         events.record(run.run_dir, kind, text, **fields)
 
 
 def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpoints: Checkpoints) -> None:
+    """Save the run if its weights are good, and raise UnhealthyRun with advice."""
     step = run.progress.step
-    gave_up, marked = health.gave_up, health.start_over()
-    if gave_up and marked:
-        run.skipped.take_back(marked, write=run.is_main)
-        samples = ", ".join(f"{first} to {end - 1}" for first, end in sorted(set(marked)))
+    gave_up, skipped = health.gave_up, health.start_over()
+    if gave_up and skipped:
+        run.skipped.take_back(skipped, write=run.is_main)
+        samples = ", ".join(f"{first} to {end - 1}" for first, end in sorted(set(skipped)))
         _record(
-            run,
-            "batches_taken_back",
-            f"samples {samples} are not passed over any more",
-            step=step,
-            samples=marked,
+            run, "batches_taken_back", f"samples {samples} are not passed over any more", step=step, samples=skipped
         )
     key = _key(kind)
     saved = "the weights are as the step before left them"
@@ -118,7 +114,9 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     elif damaged and has_checkpoint:
         advice = f". To go back to the last good checkpoint: {key}=rollback"
     elif damaged:
-        advice = f". There is no checkpoint to go back to. To have one next time: {_earlier_checkpoints(step)}"
+        advice = (
+            f". There is no checkpoint to go back to. To have one next time: checkpoint.interval={max(1, step // 2)}"
+        )
     else:
         advice = f". To go on without this batch: {key}=skip" + (
             f", or {key}=rollback to go back to a checkpoint first" if has_checkpoint else ""
@@ -130,23 +128,19 @@ def _key(kind: str) -> str:
     return "training.nonfinite" if kind == "nonfinite" else "training.spike"
 
 
-def _earlier_checkpoints(step: int) -> str:
-    """An interval with which a run that got this far has a checkpoint there."""
-    return f"checkpoint.interval={max(1, step // 2)}"
-
-
 def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind: str, damaged: bool) -> None:
+    """Load the newest good checkpoint. Raises UnhealthyRun if there is none, or if it is damaged."""
     checkpoints.finish_pending(run)
-    folder = resume.newest(run.run_dir, beginning.passed_over)
+    folder = resume.newest(run.run_dir, start_log.log_skipped_checkpoint)
     if folder is None:
         step = run.progress.step
-        advice = [f"{_key(kind)}=skip"] * (not damaged) + [_earlier_checkpoints(step)] * (step > 0)
+        advice = [f"{_key(kind)}=skip"] * (not damaged) + [f"checkpoint.interval={max(1, step // 2)}"] * (step > 0)
         raise UnhealthyRun(
             f"{text}. There is no checkpoint to go back to." + (f" Try {', or '.join(advice)}." if advice else "")
         )
     before = run.progress.step
     run.progress = progress.load(run.engine, folder)
-    run.saver.last_step = None  # a step that is taken again is saved again
+    run.saver.last_step = None  # a repeated step is saved again
     damage = diagnosis.damage(run.engine)
     if damage is not None:
         older = [path for path in manifest.list_checkpoints(run.run_dir) if path.name < folder.name]

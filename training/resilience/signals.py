@@ -1,6 +1,6 @@
-"""Signals that ask a run to end: taken at once, even while the main thread is inside a call that does not return.
+"""Signals that ask a run to end: handled at once, even while the main thread is inside a call that does not return.
 
-Imports nothing heavy: train.py takes the signals in its first line.
+Has no slow imports: train.py installs the handlers in its first line.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from configs import last_words
-from configs.exit_status import STOPPED_EARLY
+from configs import exit_handler
+from configs.exit_handler import STOPPED_EARLY
 from configs.ranks import launched
-from training.resilience import attempts
+from training.resilience import launcher
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # Slurm warns with SIGUSR1 or SIGUSR2
-ROOM = 10.0  # seconds for what `on_early` does
+GRACE_SECONDS = 10.0  # for `on_early`
 
 
 class StopSignals:
-    """What the signals of ASKING do to this process.
+    """Handles the signals of ASKING in this process.
 
-    After `end_at_once` one of them ends it, with a line and the status of an early stop: before the first step there is
-    nothing to save. After `install` they are noted in `received`; a second SIGINT, or SIGTERM after SIGINT, ends the
-    process at once.
+    After `end_at_once` one of them ends the process, with a line and the status of an early stop: before the first step
+    there is nothing to save. After `install` they are added to `received`; a second SIGINT, or SIGTERM after SIGINT,
+    ends the process at once.
 
-    Python runs its handlers only between two instructions of the main thread; but the signal's number also goes into a
-    pipe, which a thread reads. Only the main thread may call these methods.
+    Python runs its handlers only between two instructions of the main thread. Therefore a thread reads the signals'
+    numbers from a pipe (signal.set_wakeup_fd). Only the main thread may call these methods.
 
-    on_early: called in a thread before the process ends early, to tell the other ranks and the run's folder; whether it
-    shall end.
+    on_early: called in a thread before the process ends early, to inform the other ranks and the run's folder; returns
+    whether the process shall end.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class StopSignals:
         self._pipe: tuple[int, int] | None = None
 
     def end_at_once(self) -> None:
-        """Until `install`, a signal ends the process."""
+        """Let a signal end the process, until `install`."""
         self._notes = False
         self.received.clear()
         self._take()
 
     def install(self) -> None:
-        """From now on signals are noted."""
+        """Add signals to `received` from now on."""
         self._notes = True
         self._take()
 
@@ -61,11 +61,11 @@ class StopSignals:
             self._thread = threading.Thread(target=self._read, args=(self._pipe[0],), daemon=True, name="signals")
             self._thread.start()
             for signum in ASKING:
-                self._before[signum] = signal.signal(signum, _do_nothing)
+                self._before[signum] = signal.signal(signum, lambda *_: None)
 
     def restore(self, *, ignore: bool) -> None:
-        """Take the handlers away; with `ignore` the process is about to end, and torchrun's SIGTERM must not change its
-        exit status."""
+        """Remove the handlers; with `ignore`, ignore the signals: the process is about to end, and torchrun's SIGTERM
+        must not change its exit status."""
         if self._pipe is None:
             return
         for signum, handler in self._before.items():
@@ -98,29 +98,26 @@ class StopSignals:
         os.close(descriptor)
 
     def _end_early(self, signum: signal.Signals) -> None:
-        if last_words.said():  # it is about to end for another reason
+        if exit_handler.is_logged():  # the process is about to end for another reason
             return
         shall_end = [True]
-        last_words.within(ROOM, lambda: self._say_early(signum, shall_end))
+
+        def report() -> None:
+            if signum != signal.SIGTERM:  # torchrun sends SIGTERM also to the ranks that remain after a failure
+                launcher.note_stop()
+            if self.on_early is not None:
+                shall_end[0] = self.on_early(signum)
+            if shall_end[0]:
+                exit_handler.log(stopped_by(signum), STOPPED_EARLY)
+
+        exit_handler.run_within(GRACE_SECONDS, report)
         if shall_end[0]:
             os._exit(STOPPED_EARLY)
 
-    def _say_early(self, signum: signal.Signals, shall_end: list[bool]) -> None:
-        if signum != signal.SIGTERM:  # with that torchrun also ends the ranks that another one's failure leaves
-            attempts.note_stop()
-        if self.on_early is not None:
-            shall_end[0] = self.on_early(signum)
-        if shall_end[0]:
-            last_words.say(stopped_by(signum), STOPPED_EARLY)
-
 
 def stopped_by(signum: signal.Signals) -> str:
-    """The line of a process that a signal ends before its first step."""
+    """Return the last line of a process that a signal ends before its first step."""
     return f"stopped by {signum.name} before the first step, with nothing to save. Start it again to go on"
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 of_this_process = StopSignals()

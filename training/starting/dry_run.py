@@ -1,6 +1,7 @@
-"""A made-up batch before the first step: what does not fit in memory is found out in seconds, and with what would fit.
+"""A warm-up batch of random tokens before the first step: it finds within seconds that memory does not suffice, and the
+error names settings that fit.
 
-Weights, optimizer, random numbers and routers are afterwards as they were, so a run is the same with it and without.
+Weights, optimizer, random numbers and routers are restored, so a run is the same with it and without.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from training.step import Batch, run_again
 
 
 def wanted(config: Config, device: torch.device) -> bool:
-    """`training.dry_run`, by default on a GPU."""
+    """Whether `training.dry_run` asks for it; by default on a GPU."""
     return device.type == "cuda" if config.training.dry_run is None else config.training.dry_run
 
 
 def first_batch(engine: Engine, plan: RunPlan) -> None:
-    """Forward and backward passes of as many micro-batches as are in flight at once, beside room for the optimizer's
-    state.
+    """Run the forward and backward passes of the greatest number of micro-batches in flight, while the bytes of the
+    optimizer's state are reserved.
 
-    A collective call. Raises ConfigError with what would fit where memory runs out.
+    A collective call. Raises ConfigError, with settings that fit, if memory runs out.
     """
     config, device = engine.config, engine.topology.device
     pipeline = config.parallel.pipeline
     count = min(plan.micro_batches, 2 * pipeline if pipeline > 1 else 1)
     try:
-        with _left_as_it_was(engine):
-            room = torch.empty(_missing_state(engine, plan), dtype=torch.uint8, device=device)
+        with _restored(engine):
+            optimizer_state = torch.empty(_missing_state(engine, plan), dtype=torch.uint8, device=device)
             run_again(engine, made_up_batches(config, count, plan.vocab_size, pin=device.type == "cuda"))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            del room
+            del optimizer_state
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if (
             isinstance(error, RuntimeError)
@@ -47,12 +48,15 @@ def first_batch(engine: Engine, plan: RunPlan) -> None:
             and "allocate memory" not in str(error)
         ):
             raise
-        raise ConfigError(out_of_memory(plan, _there_is(device, plan))) from None
+        # A host does not report how many bytes a process may take.
+        on_gpu = device.type == "cuda"
+        capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else plan.worst.total
+        raise ConfigError(out_of_memory(plan, float(capacity))) from None
 
 
 def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, pin: bool = False) -> list[Batch]:
-    """Micro-batches of random tokens, on the host; `pin`: in pinned memory, for a run on a GPU. A sample is one
-    document, which is the hardest."""
+    """Return `count` micro-batches of random tokens on the host; with `pin` in pinned memory, for a run on a GPU. Each
+    sample is one document, which takes the most memory."""
     generator = torch.Generator().manual_seed(seed)
     size, length = config.training.micro_batch_size, config.model.sequence_length
     batches = []
@@ -60,7 +64,9 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
         batch = {
             name: torch.randint(0, vocab_size, (size, length), generator=generator) for name in ("tokens", "labels")
         }
-        batch["loss_mask"] = _made_up_mask(size * length, derived.predicted_share(config)).view(size, length)
+        # Ones for the share of predicted tokens, spread evenly.
+        counts = torch.arange(size * length + 1, dtype=torch.float64) * derived.predicted_share(config) + 1e-6
+        batch["loss_mask"] = counts.floor().diff().float().view(size, length)
         if config.data.documents == "separate":
             batch["positions"] = torch.arange(length).expand(size, length).contiguous()
         if config.model.family == "bert":
@@ -71,21 +77,16 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
     return batches
 
 
-def _made_up_mask(tokens: int, share: float) -> torch.Tensor:
-    """Ones for a share of the tokens, spread evenly."""
-    counts = (torch.arange(tokens + 1, dtype=torch.float64) * share + 1e-6).floor()
-    return (counts[1:] - counts[:-1]).float()
-
-
 @contextmanager
-def _left_as_it_was(engine: Engine) -> Iterator[None]:
-    device, mark = engine.topology.device, engine.mark()
+def _restored(engine: Engine) -> Iterator[None]:
+    """Context that restores the engine's state afterwards."""
+    device, snapshot = engine.topology.device, engine.snapshot()
     try:
         yield
-        for chunk in engine.chunks:  # what fails within a backward pass leaves buffers that nobody can clear
+        for chunk in engine.chunks:  # not after an error: a failed backward pass leaves buffers that cannot be cleared
             chunk.zero_grad_buffer()
     finally:
-        mark.restore()
+        snapshot.roll_back()
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()
@@ -93,20 +94,14 @@ def _left_as_it_was(engine: Engine) -> Iterator[None]:
 
 
 def _missing_state(engine: Engine, plan: RunPlan) -> int:
-    """Bytes of optimizer state that the first step will make."""
-    there = 0
+    """Return the bytes of optimizer state that the first step will allocate on this rank."""
+    allocated = 0
     for member in members(engine.optimizer):
         if member.optimizer is not None:
             if member.optimizer.state:
                 return 0
             if engine.config.training.precision != "fp32":
-                there += sum(
+                allocated += sum(
                     p.numel() * p.element_size() for group in member.optimizer.param_groups for p in group["params"]
                 )
-    return max(0, plan.memory[engine.topology.rank].optimizer - there)
-
-
-def _there_is(device: torch.device, plan: RunPlan) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(plan.worst.total)  # a host does not say how much a process may take
+    return max(0, plan.memory[engine.topology.rank].optimizer - allocated)

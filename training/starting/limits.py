@@ -1,5 +1,5 @@
-"""The limits that a shell or a batch system sets for a process (`ulimit`), looked at before a rank needs what they
-forbid: the libraries below would end it without a word that names them."""
+"""Check the limits that a shell or a batch system sets for a process (`ulimit`) before a rank exceeds them: the
+libraries would end the process without naming the limit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ADDRESSES = 3 * 2**30  # bytes: torch's libraries, and the stacks of threads: 2.
 
 
 def check(world_size: int, may_be_gpu: bool) -> None:
-    """Raise ConfigError where this process may not open the files and sockets of one of `world_size` ranks, or not
-    have the addresses of torch; what it may raise by itself it raises."""
+    """Raise ConfigError if this process may not open the files and sockets of one of `world_size` ranks, or may not
+    reserve the addresses of torch. Raises the soft limit of open files where the hard limit allows it."""
     needed = DESCRIPTORS + OF_A_PEER * (world_size - 1)
     needed = min(needed, MOST_ON_GPUS) if may_be_gpu else needed
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -31,8 +31,7 @@ def check(world_size: int, may_be_gpu: bool) -> None:
 
 
 def check_addresses(model_bytes: float) -> None:
-    """Raise ConfigError where this process may not have the addresses of torch, and of what a rank's tensors need on
-    the host."""
+    """Raise ConfigError if the process may not reserve addresses for torch and `model_bytes` of host tensors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     needed = ADDRESSES + model_bytes
     if soft != resource.RLIM_INFINITY and soft < needed:

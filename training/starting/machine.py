@@ -1,26 +1,24 @@
-"""The machine that a step is predicted for: the one that `hardware` names, or this one."""
+"""The machine whose step time is predicted: the one that `hardware` names, or this one."""
 
 from __future__ import annotations
 
 from configs import hardware_files
 from configs.schema import Config, ConfigError
-from parallel import devices
-from simulator.clock import files
-from simulator.clock.hardware import Hardware
+from parallel import card
+from simulator.clock.hardware import Hardware, file_of_card, load_hardware
 from simulator.run_plan import device_type
 
 CPU = "cpu_emulated"  # the file of ranks on CPUs
 
 
 def machine_of(config: Config) -> tuple[Hardware, str]:
-    """The machine's figures, and in words why they are these.
+    """Return the machine's figures, and a phrase that says why this machine was chosen.
 
-    Without `hardware` a GPU's machine is found by the card's name, and ranks on a CPU are those of the emulated
-    cluster. Raises ConfigError where the card is in no file, for a bad file, and where `training.device` is of another
-    kind.
+    Without `hardware` a GPU's machine is found by the card's name, and ranks on a CPU get the emulated cluster's.
+    Raises ConfigError if no file names the card, for a bad file, and if `training.device` is of another kind.
     """
     if config.hardware is not None:
-        found = files.load(config.hardware)
+        found = load_hardware(config.hardware)
         if config.training.device not in ("auto", found.kind):
             raise ConfigError(
                 f"training.device ({config.training.device}) must be {found.kind} with hardware={config.hardware}, or "
@@ -28,20 +26,20 @@ def machine_of(config: Config) -> tuple[Hardware, str]:
             )
         return found, f"hardware={config.hardware}"
     if device_type(config) == "cpu":
-        return files.load(CPU), f"hardware={CPU}, as none was given and the ranks are on CPUs"
-    card = devices.card_name()
-    name = None if card is None else files.of_card(card)
+        return load_hardware(CPU), f"hardware={CPU}, as none was given and the ranks are on CPUs"
+    card_name = card.card_name()
+    name = None if card_name is None else file_of_card(card_name)
     if name is None:
         raise ConfigError(
             f"hardware (null) must be given: none of {', '.join(hardware_files.names())} is of this card "
-            f"({card or 'which has no name'}). Try hardware={hardware_files.names()[0]} or the path of a file that "
-            "python -m simulator.fit makes of measured steps."
+            f"({card_name or 'which has no name'}). Try hardware={hardware_files.names()[0]} or the path of a file "
+            "that python -m simulator.fit makes of measured steps."
         )
-    return files.load(name), f"hardware={name}, as none was given and this card is {card}"
+    return load_hardware(name), f"hardware={name}, as none was given and this card is {card_name}"
 
 
 def refuse_another_kind(machine: Hardware, config: Config) -> None:
-    """Raise ConfigError where a run is on other devices than the machine has."""
+    """Raise ConfigError if the run is on other devices than the machine has."""
     device = device_type(config)
     if machine.kind != device:
         other = CPU if device == "cpu" else "null"

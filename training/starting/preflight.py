@@ -1,5 +1,4 @@
-"""What can be found wrong with files that a config names, in a second: before torch is imported or a corpus
-prepared."""
+"""Check the files and the machine that a config names, within a second: before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from configs.schema import Config, ConfigError
 from configs.tokenizer_files import core_file
 from data.corpus import parse_corpus, parse_validation
 from data.tokenizer import load_tokenizer, tokenizer_digest
-from parallel.devices import refuse_missing
-from simulator.parameters import places
+from parallel.card import refuse_missing
+from simulator.parameters import rank_coordinates
 from training.starting import limits
 from training.starting.machine import machine_of, refuse_another_kind
 
-WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which nobody overrules with disabled
+WANDB_MODE = "WANDB_MODE"  # wandb's own variable; its value disabled overrides the config
 
 
 def check(config: Config) -> None:
@@ -30,23 +29,34 @@ def check(config: Config) -> None:
         refuse_another_kind(machine_of(config)[0], config)
     if config.logging.wandb == "online" and os.environ.get(WANDB_MODE) != "disabled":
         _check_wandb()
-    _check_plans(config.moe.placement.replay)
+    replay = config.moe.placement.replay
+    if replay is not None and not any(Path(replay).glob("placement_*.plans")):
+        raise ConfigError(
+            f"moe.placement.replay ({replay}) must be a folder with placement_*.plans, which a run with "
+            "moe.placement.record=true writes. Try moe.placement.replay=null to plan anew."
+        )
     if config.moe.all_to_all == "hierarchical" and not config.training.elastic:
         _check_nodes(config)
     parse_corpus(config.data.corpus)
     parse_validation(config.data.validation_corpora)
-    begun = start.find(config, manifest.problem_with)  # the bytes are read once, by all ranks together
-    if begun.checkpoint is not None:
-        start.check_model(config, None, begun.checkpoint)
-        start.changed_settings(config, begun)
-        start.data_config(config, begun)
-        start.check_tokenizer(config, begun)
-    if config.data.tokenizer != "sentencepiece":  # else it is trained here, to a size that the config was checked with
+    found = start.find(config, manifest.problem_with)  # the ranks read the bytes later, together
+    if found.checkpoint is not None:
+        start.check_model(config, None, found.checkpoint)
+        start.changed_settings(config, found)
+        start.data_config(config, found)
+        start.check_tokenizer(config, found)
+    if config.data.tokenizer != "sentencepiece":  # which is trained here, to a size that the config was checked with
         weights = config.checkpoint.weights
-        of = begun.checkpoint or (None if weights is None else Path(weights))
-        _check_vocabulary(config, load_tokenizer(start.data_config(config, begun).tokenizer).vocab_size, of)
-    if begun.checkpoint is None and config.checkpoint.weights is not None:
-        _check_tokenizer_of(Path(config.checkpoint.weights), config.data.tokenizer)
+        source = found.checkpoint or (None if weights is None else Path(weights))
+        _check_vocabulary(config, load_tokenizer(start.data_config(config, found).tokenizer).vocab_size, source)
+    if found.checkpoint is None and config.checkpoint.weights is not None:
+        weights_folder, named = Path(config.checkpoint.weights), config.data.tokenizer
+        if core_file(weights_folder) is not None and tokenizer_digest(named) != tokenizer_digest(weights_folder):
+            raise ConfigError(
+                f"data.tokenizer ({named}) has other content than the tokenizer in checkpoint.weights "
+                f"({weights_folder}): the weights would read other tokens. Leave data.tokenizer out, or try "
+                f"data.tokenizer={weights_folder}."
+            )
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and not Path(config.run_dir).exists():
         raise ConfigError(
             f"run_dir ({config.run_dir}) was deleted or moved while the run was at work in it. Put it back, or start "
@@ -60,25 +70,17 @@ def check(config: Config) -> None:
         ) from error
 
 
-def _check_plans(folder: str | None) -> None:
-    if folder is not None and not any(Path(folder).glob("placement_*.plans")):
-        raise ConfigError(
-            f"moe.placement.replay ({folder}) must be a folder with placement_*.plans, which a run with "
-            "moe.placement.record=true writes. Try moe.placement.replay=null to plan anew."
-        )
-
-
 def _check_nodes(config: Config) -> None:
-    """What this rank's launcher says of its node is enough to see that there is no hierarchy."""
+    """Raise ConfigError if this rank's launcher describes nodes without a hierarchy."""
     launch = launched()
     if launch.local_rank is None or launch.local_world_size is None:
-        return  # the ranks will tell each other
-    everyone, split = list(places(config, launch.world_size)), derived.expert_tensor_size(config)
+        return  # the ranks exchange it later
+    everyone, split = list(rank_coordinates(config, launch.world_size)), derived.expert_tensor_size(config)
     own, first = everyone[launch.rank], launch.rank - launch.local_rank
     group = [
-        place.rank
-        for place in everyone
-        if (place.stage, place.expert_data, place.rank % split) == (own.stage, own.expert_data, own.rank % split)
+        other.rank
+        for other in everyone
+        if (other.stage, other.expert_data, other.rank % split) == (own.stage, own.expert_data, own.rank % split)
     ]
     here = sum(first <= rank < first + launch.local_world_size for rank in group)
     if not 1 < here < len(group):
@@ -89,12 +91,12 @@ def _check_nodes(config: Config) -> None:
 
 
 def _check_wandb() -> None:
-    import wandb  # imports for a second; only where it is used
+    import wandb  # takes a second to import; only where it is used
 
     wandb.setup(wandb.Settings(silent=True))
     try:
         has_key = wandb.login(prompt=False, verify=False)
-    except (wandb.errors.Error, ValueError) as error:  # a key that can be none, or a file of keys that cannot be read
+    except (wandb.errors.Error, ValueError) as error:  # a malformed key, or a file of keys that cannot be read
         raise ConfigError(
             f"logging.wandb (online) must have an API key: {str(error).rstrip('.')}. Try logging.wandb=offline."
         ) from error
@@ -105,23 +107,16 @@ def _check_wandb() -> None:
         )
 
 
-def _check_vocabulary(config: Config, tokenizer_size: int, of: Path | None) -> None:
-    """`of`: the checkpoint or the weights that the model is of, whose size stays."""
+def _check_vocabulary(config: Config, tokenizer_size: int, source: Path | None) -> None:
+    """Raise ConfigError if the model's vocabulary is too small for the tokenizer. `source`: the checkpoint or weights
+    that the model starts from, whose size is fixed."""
     size = config.model.vocab_size
     if size is None or size >= tokenizer_size:
         return
     advice = "Try model.vocab_size=null to follow the tokenizer"
-    if of is not None:
-        advice = f"The model of {of} stays as it is: give a data.tokenizer of at most {size} tokens"
+    if source is not None:
+        advice = f"The model of {source} stays as it is: give a data.tokenizer of at most {size} tokens"
     raise ConfigError(
         f"model.vocab_size ({size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): some tokens "
         f"would have no embedding. {advice}."
     )
-
-
-def _check_tokenizer_of(weights: Path, named: str) -> None:
-    if core_file(weights) is not None and tokenizer_digest(named) != tokenizer_digest(weights):
-        raise ConfigError(
-            f"data.tokenizer ({named}) has other content than the tokenizer in checkpoint.weights ({weights}): the "
-            f"weights would read other tokens. Leave data.tokenizer out, or try data.tokenizer={weights}."
-        )

@@ -1,6 +1,8 @@
-"""How published tiktoken vocabularies split a text before they merge, and their special tokens: neither is in the file.
+"""Published tiktoken vocabularies: the patterns that split a text before merges, and the special tokens.
 
-Written for Oniguruma, which the tokenizers library uses; `$` and possessive quantifiers mean something else there.
+The vocabularies' files hold neither.
+
+The patterns are for Oniguruma, which the tokenizers library uses; `$` and possessive quantifiers differ there.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ KIMI = "|".join((r"\p{Han}+", _words(f"[{_UPPER}{_NO_HAN}]", f"[{_LOWER}{_NO_HAN
 
 @dataclass(frozen=True)
 class Published:
-    """A published tiktoken vocabulary. `specials` follow the ranks but where they have ids of their own."""
+    """A published tiktoken vocabulary. The ids of `specials` follow the ranks; those of `at` are listed."""
 
     pattern: str
     eos: str
@@ -38,7 +40,7 @@ class Published:
     specials: tuple[str, ...] = ()
     at: tuple[tuple[str, int], ...] = ()
     nfc: bool = False
-    reserved: int = 0  # special tokens after the ranks, of the name below where tokenizer_config.json has none
+    reserved: int = 0  # special tokens after the ranks, named RESERVED unless tokenizer_config.json names them
 
 
 def _numbered(name: str, numbers: range) -> tuple[str, ...]:
@@ -84,9 +86,7 @@ PUBLISHED = {
     "r50k_base": Published(GPT2, _END, at=((_END, 50256),)),
     "p50k_base": Published(GPT2, _END, at=((_END, 50256),)),
     "cl100k_base": Published(
-        CL100K,
-        _END,
-        at=((_END, 100257), *zip(_FIM, range(100258, 100261), strict=True), ("<|endofprompt|>", 100276)),
+        CL100K, _END, at=((_END, 100257), *zip(_FIM, range(100258, 100261), strict=True), ("<|endofprompt|>", 100276))
     ),
     "o200k_base": Published(O200K, _END, at=((_END, 199999), ("<|endofprompt|>", 200018))),
     "qwen": Published(
@@ -97,7 +97,7 @@ PUBLISHED = {
     "kimi": Published(KIMI, "[EOS]", "[BOS]", "[PAD]", reserved=256),
 }
 LLAMA4_RANKS = 200_000
-# The names of the files that these come in.
+# The published names of the files.
 NAMES = {
     **{f"{name}.tiktoken": name for name in ("r50k_base", "p50k_base", "cl100k_base", "o200k_base", "qwen")},
     "tiktoken.model": "kimi",
@@ -105,8 +105,10 @@ NAMES = {
 
 
 def published(file: Path, ranks: int) -> Published | None:
-    """Which vocabulary a file of so many ranks is, by its name. transformers, too, takes Llama 3's rules for a
-    tokenizer.model with ranks."""
+    """Return the vocabulary that a file's name stands for; ranks: how many it has. None for an unknown name.
+
+    Like transformers, use Llama 3's rules for a tokenizer.model with ranks.
+    """
     if file.name in NAMES:
         return PUBLISHED[NAMES[file.name]]
     if file.name == "tokenizer.model":

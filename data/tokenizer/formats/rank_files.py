@@ -11,34 +11,50 @@ from typing import Any
 
 from configs.schema import ConfigError
 from data.tokenizer.formats import patterns
-from data.tokenizer.formats.byte_pairs import byte_level_alphabet, merges_of
 from data.tokenizer.formats.spec import (
-    ROLES,
     Converted,
     added_token,
     byte_level,
+    byte_level_alphabet,
     byte_pair_model,
+    merges_of,
     settings_around,
     split,
     tokenizer_spec,
 )
-from data.tokenizer.settings import first_line, token_name
+from data.tokenizer.settings import ROLES, first_line, token_name
 
 LINE = re.compile(rb"([A-Za-z0-9+/]+=*) (\d+)")
-# Of tekken.json files that do not list theirs (mistral-common, tokens/tokenizers/tekken.py).
+# Special tokens of tekken.json files that list none (mistral-common, tokens/tokenizers/tekken.py).
 TEKKEN_SPECIALS = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
     *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
-MOST_SPECIALS = 1 << 16  # published ones have 1000
-# Oniguruma reads these in another way than the library that the pattern was written for.
+MOST_SPECIALS = 1 << 16  # published files have 1000
+# Oniguruma reads these differently from the library that the pattern was written for.
 OTHERWISE_READ = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\^(?<!\[\^)|[}*+?]\+)")
 
 
 def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
-    """A tiktoken file, with the pattern and the special tokens that its name stands for. Raises ConfigError."""
-    ranks = _read_ranks(file)
+    """Read a tiktoken file, with the pattern and the special tokens that its name stands for. Raises ConfigError."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        if not line:
+            continue
+        match = LINE.fullmatch(line)
+        try:
+            token = base64.b64decode(match[1], validate=True) if match else b""
+        except binascii.Error:
+            token = b""
+        if not match or not token:
+            raise ConfigError(
+                f"data.tokenizer={file}, line {number}: a line of a tiktoken file is base64, a space and a rank, not "
+                f"{line[:40]!r}"
+            )
+        ranks[token] = int(match[2])
+    if len(set(ranks.values())) < len(ranks):
+        raise ConfigError(f"data.tokenizer={file}: two tokens have the same rank")
     known = patterns.published(file, len(ranks))
     if known is None:
         raise ConfigError(
@@ -59,7 +75,7 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
 
 
 def tekken(file: Path, settings: dict[str, Any]) -> Converted:
-    """Mistral's tekken.json, with its pattern and special tokens, which the vocabulary follows. Raises ConfigError."""
+    """Read Mistral's tekken.json; the ids of its special tokens precede the vocabulary's. Raises ConfigError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         config, listed = content["config"], content.get("special_tokens")
@@ -91,12 +107,7 @@ def tekken(file: Path, settings: dict[str, Any]) -> Converted:
 
 
 def _converted(
-    file: Path,
-    ranks: dict[bytes, int],
-    specials: dict[int, str],
-    pattern: str,
-    settings: dict[str, Any],
-    nfc: bool,
+    file: Path, ranks: dict[bytes, int], specials: dict[int, str], pattern: str, settings: dict[str, Any], nfc: bool
 ) -> Converted:
     missing = sorted(set(range(256)) - {token[0] for token in ranks if len(token) == 1})
     if missing:
@@ -124,26 +135,5 @@ def _converted(
         settings_around(settings, vocabulary),
         byte_level(True, True),
     )
-    # As the libraries that these come from: "<|endoftext|>" in a text is text.
+    # As in the libraries that these formats are from, "<|endoftext|>" in a text is text.
     return Converted(spec, {"split_special_tokens": True, **settings})
-
-
-def _read_ranks(file: Path) -> dict[bytes, int]:
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        if not line:
-            continue
-        match = LINE.fullmatch(line)
-        try:
-            token = base64.b64decode(match[1], validate=True) if match else b""
-        except binascii.Error:
-            token = b""
-        if not match or not token:
-            raise ConfigError(
-                f"data.tokenizer={file}, line {number}: a line of a tiktoken file is base64, a space and a rank, not "
-                f"{line[:40]!r}"
-            )
-        ranks[token] = int(match[2])
-    if len(set(ranks.values())) < len(ranks):
-        raise ConfigError(f"data.tokenizer={file}: two tokens have the same rank")
-    return ranks

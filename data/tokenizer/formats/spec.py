@@ -1,21 +1,20 @@
-"""The parts of a tokenizer.json, and what a reader of another format hands on."""
+"""Sections of a tokenizer.json, made from the vocabularies of other formats."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from configs.schema import ConfigError
-from data.tokenizer.settings import first_line, token_name
-
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+from data.tokenizer.settings import ROLES, first_line, token_name
 
 
 @dataclass
 class Converted:
-    """A tokenizer as tokenizer.json and tokenizer_config.json have it, and what a user should know of it."""
+    """The content of a tokenizer.json and a tokenizer_config.json, and notes for the user."""
 
     spec: dict[str, Any]
     settings: dict[str, Any]
@@ -30,7 +29,7 @@ def tokenizer_spec(
     post_processor: dict[str, Any] | None,
     decoder: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The content of a tokenizer.json."""
+    """Return the content of a tokenizer.json."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -45,14 +44,17 @@ def tokenizer_spec(
 
 
 def added_token(token: int, content: str, special: bool = True, **flags: bool) -> dict[str, Any]:
-    """An entry of tokenizer.json's `added_tokens`."""
+    """Return an entry of tokenizer.json's `added_tokens`."""
     usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {"id": token, "content": content, **usual, **flags, "special": special}
 
 
 def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """The added tokens of a vocabulary, which gains those that it lacks: what added_tokens.json, `added_tokens_decoder`
-    and the roles of tokenizer_config.json name. Raises ConfigError."""
+    """Return the added tokens of a vocabulary, and add those that it lacks.
+
+    They are named by added_tokens.json, and by `added_tokens_decoder` and the roles of tokenizer_config.json. Raises
+    ConfigError.
+    """
     tokens: dict[str, dict[str, Any]] = {}
     file = folder / "added_tokens.json"
     listed: Any = {}
@@ -87,8 +89,10 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
 def around(
     before: list[tuple[str, int]], after: list[tuple[str, int]], before_second: bool = True
 ) -> dict[str, Any] | None:
-    """The post-processor that puts tokens, as (content, id), around a text and around each of a pair of texts; before
-    the second one only where `before_second`."""
+    """Return the post-processor that puts tokens, as (content, id), around a text and around each of a pair of texts.
+
+    before_second: whether the second text of a pair gets tokens in front of it.
+    """
     if not before and not after:
         return None
 
@@ -105,7 +109,7 @@ def around(
 
 
 def settings_around(settings: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any] | None:
-    """The post-processor that `add_bos_token` and `add_eos_token` of tokenizer_config.json ask for."""
+    """Return the post-processor for `add_bos_token` and `add_eos_token` of tokenizer_config.json."""
 
     def side(key: str, role: str) -> list[tuple[str, int]]:
         name = token_name(settings.get(role))
@@ -115,18 +119,18 @@ def settings_around(settings: dict[str, Any], vocabulary: dict[str, int]) -> dic
 
 
 def byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
-    """The pre-tokenizer, or decoder, that writes bytes as characters; with GPT-2's split into words where asked."""
+    """Return the pre-tokenizer, or decoder, that writes bytes as characters. use_regex: split words as GPT-2 does."""
     return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
 def split(pattern: str) -> dict[str, Any]:
-    """The pre-tokenizer that splits a text by a regular expression and writes bytes as characters."""
+    """Return the pre-tokenizer that splits a text by a regular expression and writes bytes as characters."""
     regex = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [regex, byte_level(False, False)]}
 
 
 def byte_pair_model(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
-    """tokenizer.json's model of a byte pair encoding."""
+    """Return tokenizer.json's model of a byte pair encoding."""
     usual = {
         "dropout": None,
         "unk_token": None,
@@ -138,3 +142,33 @@ def byte_pair_model(vocabulary: dict[str, int], merges: list[tuple[str, str]], *
     }
     merged = [list(pair) for pair in merges]
     return {"type": "BPE", **usual, **options, "vocab": vocabulary, "merges": merged}
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each printable character that GPT-2 writes for it (openai/gpt-2, encoder.py,
+    bytes_to_unicode)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+def merges_of(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return the merges, first one first, of a vocabulary that has only ranks: the token of the least rank is made
+    first.
+
+    tiktoken and sentencepiece merge any two neighbours that form a token together, the first such pair of the text if
+    two form the same one; the tokenizers library merges listed pairs, one after the other. So each split of a token in
+    two is a merge. Of these the one with the longer left half is first: in a run of one character the remainder is then
+    at the end, as if the first pair of the text were merged.
+    """
+    merges = []
+    lengths = sorted({len(token) for token in ranks})
+    for token, rank in ranks.items():
+        for cut in lengths:  # only lengths of tokens: a token much longer than the others has few cuts into two
+            if cut >= len(token):
+                break
+            left, right = token[:cut], token[cut:]
+            if left in ranks and right in ranks:
+                merges.append((rank, -cut, left, right))
+    merges.sort()
+    return [(left, right) for _, _, left, right in merges]

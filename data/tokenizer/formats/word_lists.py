@@ -1,4 +1,4 @@
-"""Vocabularies in files of words: GPT-2's `vocab.json` with `merges.txt`, and BERT's `vocab.txt`."""
+"""Vocabularies in lists of words: GPT-2's `vocab.json` with `merges.txt`, and BERT's `vocab.txt`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import ConfigError
-from configs.tokenizer_files import merges_beside
+from configs.tokenizer_files import merges_of
 from data.tokenizer.formats.patterns import QWEN
 from data.tokenizer.formats.spec import (
     Converted,
@@ -32,7 +32,7 @@ ROBERTA = {
     "pad_token": "<pad>",
     "mask_token": {"content": "<mask>", "lstrip": True},
 }
-# What transformers' classes make of vocab.json and merges.txt: normalizer, pattern (None: GPT-2's), usual roles.
+# Rules of transformers' classes for vocab.json and merges.txt: normalizer, pattern (None: GPT-2's), usual roles.
 BYTE_PAIR_CLASSES: dict[str, tuple[dict[str, Any] | None, str | None, dict[str, Any]]] = {
     "GPT2Tokenizer": (None, None, END),
     "GPTNeoXTokenizer": (NFC, None, {**END, "pad_token": "<|padding|>"}),
@@ -54,16 +54,23 @@ SAVE = (
 
 
 def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
-    """`vocab.json` (token -> id) with the merges beside it, one a line. Raises ConfigError."""
+    """Read `vocab.json` (token -> id) with the merges next to it, one per line. Raises ConfigError."""
     name = _class_of(file, settings, BYTE_PAIR_CLASSES, "GPT2Tokenizer")
     normalizer, pattern, usual = BYTE_PAIR_CLASSES[name]
-    merges_file = merges_beside(file)
+    merges_file = merges_of(file)
     if merges_file is None:
         raise ConfigError(
             f"data.tokenizer={file}: its merges are missing: merges.txt beside vocab.json, NAME-merges.txt beside "
             "NAME-vocab.json"
         )
-    vocabulary = _read_vocabulary(file)
+    try:
+        vocabulary = json.loads(_text(file))
+    except ValueError as error:
+        raise ConfigError(f"data.tokenizer={file}: it is not JSON: {first_line(error)}") from error
+    whole = isinstance(vocabulary, dict) and all(type(i) is int and i >= 0 for i in vocabulary.values())
+    if not whole or not vocabulary or len(set(vocabulary.values())) < len(vocabulary):
+        raise ConfigError(f"data.tokenizer={file}: a vocabulary is a JSON object of tokens, each with an id of its own")
+    vocabulary = dict(vocabulary)
     merges = _read_merges(merges_file, vocabulary)
     settings = {**usual, **settings}
     added = add_tokens(vocabulary, settings, file.parent)
@@ -94,13 +101,13 @@ def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
 
 
 def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
-    """BERT's `vocab.txt`, a piece a line. Raises ConfigError."""
+    """Read BERT's `vocab.txt`, one token per line. Raises ConfigError."""
     _class_of(file, settings, WORD_PIECE_CLASSES, "BertTokenizer")
     lines = _text(file).split("\n")
     if lines[-1] == "":
         lines.pop()
     vocabulary = {line.rstrip("\r"): i for i, line in enumerate(lines)}
-    said = settings.get("do_lower_case")
+    lower_case = settings.get("do_lower_case")
     settings = {**BERT_ROLES, **settings}
     if token_name(settings["unk_token"]) not in vocabulary:
         raise ConfigError(
@@ -123,8 +130,8 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
         {"type": "WordPiece", "prefix": "##", "cleanup": True},
     )
     notes = []
-    if said is None:
-        capitals = sum(any(character.isupper() for character in piece) for piece in vocabulary if piece[:1] != "[")
+    if lower_case is None:
+        capitals = sum(any(character.isupper() for character in token) for token in vocabulary if token[:1] != "[")
         never = f", so {capitals} of its pieces, with capitals, never occur" if capitals else ""
         notes = [
             f"{file} is read in lower case as transformers reads it{never}; "
@@ -134,7 +141,7 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
 
 
 def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
-    """What transformers' BertTokenizer does to a text, by tokenizer_config.json."""
+    """Return the normalizer of transformers' BertTokenizer with the settings of a tokenizer_config.json."""
     lower, chinese = settings.get("do_lower_case"), settings.get("tokenize_chinese_chars")
     return {
         "type": "BertNormalizer",
@@ -146,9 +153,9 @@ def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> str:
-    """The class whose rules hold: what tokenizer_config.json names, or the usual one. Raises ConfigError."""
+    """Return the class whose rules apply: that of tokenizer_config.json, or the usual one. Raises ConfigError."""
     name = str(settings.get("tokenizer_class", usual)).removesuffix("Fast")
-    if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # says nothing
+    if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # classes without rules of their own
         name = usual
     if name not in known:
         raise ConfigError(
@@ -161,19 +168,8 @@ def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> s
 def _with_id(token: Any, vocabulary: dict[str, int], file: Path) -> tuple[str, int]:
     name = token_name(token)
     if name not in vocabulary:
-        raise ConfigError(f"data.tokenizer={file}: the vocabulary has no {name}, which stands around each text")
+        raise ConfigError(f"data.tokenizer={file}: the vocabulary has no {name}, which is added to each text")
     return name, vocabulary[name]
-
-
-def _read_vocabulary(file: Path) -> dict[str, int]:
-    try:
-        vocabulary = json.loads(_text(file))
-    except ValueError as error:
-        raise ConfigError(f"data.tokenizer={file}: it is not JSON: {first_line(error)}") from error
-    whole = isinstance(vocabulary, dict) and all(type(i) is int and i >= 0 for i in vocabulary.values())
-    if not whole or not vocabulary or len(set(vocabulary.values())) < len(vocabulary):
-        raise ConfigError(f"data.tokenizer={file}: a vocabulary is a JSON object of tokens, each with an id of its own")
-    return dict(vocabulary)
 
 
 def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
@@ -185,7 +181,7 @@ def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
             raise ConfigError(f"data.tokenizer: {file}, line {number}: a merge is two pieces, not {line[:40]!r}")
-        missing = next((piece for piece in (left, right, left + right) if piece not in vocabulary), None)
+        missing = next((token for token in (left, right, left + right) if token not in vocabulary), None)
         if missing is not None:
             raise ConfigError(f"data.tokenizer: {file}, line {number}: {missing!r} is not in the vocabulary beside it")
         merges.append((left, right))

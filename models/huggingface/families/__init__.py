@@ -1,1 +1,1 @@
-"""The Hugging Face families that convert: one file each, and `rules.py` with what they are made of."""
+"""The Hugging Face families that can be converted: one file each, built from `keys.py` and `rules.py`."""

@@ -9,7 +9,6 @@ from configs import derived
 from configs.rules.model import MIN_BERT_SEQUENCE
 from configs.schema import Config, ConfigError
 from models.huggingface.families.keys import (
-    ANYTHING,
     COUNT,
     EVERY_FAMILY,
     FLAG,
@@ -42,7 +41,7 @@ RULES = (
     *weight_and_bias("embedding.layer_norm", f"{EMBEDDINGS}.LayerNorm", "hidden"),
     *weight_and_bias(
         f"{OURS}.self_attention.linear_qkv",
-        " ".join(f"{LAYER}.attention.self.{part}" for part in ("query", "key", "value")),
+        " ".join(f"{LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
         "queries hidden",
         QKV,
     ),
@@ -53,8 +52,8 @@ RULES = (
     *weight_and_bias(f"{OURS}.mlp_bda.norm", f"{LAYER}.output.LayerNorm", "hidden"),
     *weight_and_bias("lm_head.dense", f"{HEAD}.transform.dense", "hidden hidden"),
     *weight_and_bias("lm_head.layer_norm", f"{HEAD}.transform.LayerNorm", "hidden"),
-    # The bias has two names. In a tied model they are one tensor. In an untied one transformers 5 computes with the
-    # decoder's and keeps the other unused; 4 has one tensor there too, which is why both are written.
+    # The bias has two names. In a tied model they are one tensor. In an untied one transformers 5 uses the decoder's
+    # and ignores the other; transformers 4 has one tensor there too, so both are written.
     Rule("output_layer.bias", (f"{HEAD}.bias",), "vocab", when=is_tied),
     Rule("output_layer.weight", (f"{HEAD}.decoder.weight",), "vocab hidden", when=is_untied),
     Rule("output_layer.bias", (f"{HEAD}.decoder.bias",), "vocab", when=is_untied),
@@ -83,17 +82,11 @@ KEYS: Keys = {
     "position_embedding_type": only("absolute"),
     "is_decoder": only(False),
     "classifier_dropout": irrelevant(or_null(PROBABILITY)),
-    # Of the first files, which had them from TensorFlow.
+    # Keys of the first files, converted from TensorFlow.
+    "directionality": irrelevant(),
     **dict.fromkeys(
-        (
-            "directionality",
-            "pooler_fc_size",
-            "pooler_num_attention_heads",
-            "pooler_num_fc_layers",
-            "pooler_size_per_head",
-            "pooler_type",
-        ),
-        irrelevant(ANYTHING),
+        (f"pooler_{name}" for name in ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")),
+        irrelevant(),
     ),
 }
 
@@ -140,7 +133,7 @@ def _read(keys: HfConfig) -> Overrides:
 
 
 def _class_by_tensors(hf: HfConfig, names: Callable[[], set[str]]) -> str | None:
-    # Encoders are saved under many classes, and files may hold more heads than their class has.
+    # Encoders are saved under many classes, and files may have more heads than their class.
     classes = hf.get("architectures")
     if classes and not (isinstance(classes, list) and isinstance(classes[0], str)):
         return None
@@ -171,7 +164,7 @@ def _write(config: Config) -> HfConfig:
 
 
 def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
-    # A masked-LM model's file may keep the pooler of the model that it came from.
+    # The file of a masked-LM model may still hold the pooler of the model that it was trained from.
     unused_head = r"(bert\.)?pooler\.dense\.(weight|bias)|cls\.seq_relationship\.(weight|bias)"
     unused = r"(bert\.)?embeddings\.position_ids" + ("" if _has_sentence_head(config) else f"|{unused_head}")
     return re.fullmatch(unused, name) is not None

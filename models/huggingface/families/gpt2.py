@@ -63,7 +63,7 @@ KEYS: Keys = {
     "n_embd": carried(COUNT, also=("hidden_size",)),
     "n_head": carried(COUNT, also=("num_attention_heads",)),
     "n_positions": carried(COUNT, also=("max_position_embeddings",)),
-    "n_ctx": irrelevant(or_null(COUNT)),  # old files say n_positions a second time, or what it was before
+    "n_ctx": irrelevant(or_null(COUNT)),  # old files repeat n_positions here, or an earlier value of it
     "n_inner": carried(or_null(COUNT), None),
     "tie_word_embeddings": carried(FLAG, True),
     "layer_norm_epsilon": carried(POSITIVE_REAL, 1e-5),
@@ -79,7 +79,7 @@ KEYS: Keys = {
     "is_decoder": irrelevant(FLAG),
     "n_special": only(0),
     "predict_special_tokens": irrelevant(FLAG),
-    # Of a head for classification.
+    # For a head for classification.
     "summary_type": irrelevant(TEXT),
     "summary_use_proj": irrelevant(FLAG),
     "summary_activation": irrelevant(or_null(TEXT)),
@@ -142,10 +142,7 @@ def _write(config: Config) -> HfConfig:
     }
 
 
-def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
-    return re.fullmatch(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)", name) is not None  # causal masks
-
-
+CAUSAL_MASK = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
 TIED = (("lm_head.weight", "transformer.wte.weight"),)
 FAMILY = Family(
     "gpt2",
@@ -155,6 +152,6 @@ FAMILY = Family(
     RULES,
     "transformer.",
     TIED,
-    carries_nothing=_carries_nothing,
+    carries_nothing=lambda name, config, keys: CAUSAL_MASK.fullmatch(name) is not None,
     telling=r"(transformer\.)?h\.0\.attn\.c_attn\.weight",
 )

@@ -1,9 +1,9 @@
-"""What each key of a config.json means to us: a family has one table. What becomes of a key that is not in it,
-models/huggingface/unknown_keys.py says.
+"""Tables of the keys of a config.json: each family has one. models/huggingface/unknown_keys.py treats keys that are not
+in the table.
 
-A key of a table is carried (into our config), irrelevant (to what the model computes), or refused unless it has one of
-some values. Each has a kind of value, and what a folder without the key means: transformers' own default for that
-family, written down here so that a folder means the same whatever is installed.
+A key of a table is carried (into our config), irrelevant (to the model's numbers), or refused unless it has one of some
+values. Each has a kind of value and a default for folders without the key: transformers' own default for the family,
+written down here so that a folder means the same whatever version is installed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 from configs.schema import ConfigError
 
 HfConfig = dict[str, Any]
-REQUIRED = object()  # in place of a default: a folder without the key is refused
+REQUIRED = object()  # instead of a default: a folder without the key is refused
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of JSON value. `says` reads on from "must be"."""
+    """A kind of JSON value. `rule` completes "must be"."""
 
-    says: str
+    rule: str
     fits: Callable[[Any], bool]
 
 
@@ -60,22 +60,23 @@ TOKENS = Kind(
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
 PROBABILITY = Kind("a number of at least 0 and less than 1", lambda value: _is_number(value) and 0 <= value < 1)
-# transformers 5 takes no whole number for these.
+# transformers 5 refuses whole numbers for these.
 REAL = Kind("a number with a decimal point", lambda value: type(value) is float and math.isfinite(value))
 POSITIVE_REAL = Kind("a number above 0 with a decimal point", lambda value: REAL.fits(value) and value > 0)
 SPREAD = Kind("a number from 0 to 1 with a decimal point", lambda value: REAL.fits(value) and 0 <= value <= 1)
 
 
 def or_null(kind: Kind) -> Kind:
-    return Kind(f"{kind.says}, or null", lambda value: value is None or kind.fits(value))
+    """A kind of value, or null."""
+    return Kind(f"{kind.rule}, or null", lambda value: value is None or kind.fits(value))
 
 
 @dataclass(frozen=True)
 class FamilyKey:
-    """One row of a family's table."""
+    """A key in a family's table."""
 
     kind: Kind
-    default: Any = None  # what a folder without the key means
+    default: Any = None  # of a folder without the key
     only: tuple[Any, ...] = ()  # other values are refused
     also: tuple[str, ...] = ()  # other spellings of the key
 
@@ -84,29 +85,29 @@ Keys = dict[str, FamilyKey]
 
 
 def carried(kind: Kind, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> FamilyKey:
-    """A key that our config holds too, or that another key is checked against."""
+    """A key that our config has too, or that another key is checked against."""
     return FamilyKey(kind, default, also=also)
 
 
 def irrelevant(kind: Kind = ANYTHING) -> FamilyKey:
-    """A key that changes nothing that the model computes."""
+    """A key that does not change the model's numbers."""
     return FamilyKey(kind)
 
 
 def only(*values: Any) -> FamilyKey:
-    """A key that is refused unless it has one of these values; a folder without it means the first."""
+    """A key that must have one of these values; a folder without the key means the first."""
     return FamilyKey(ANYTHING, values[0], only=values)
 
 
 def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
-    """The value of every key of the table, in the table's spelling. Raises ConfigError for a key that is missing, or
-    whose value is not what the table says."""
+    """Return the value of every key of the table, by the table's spelling. Raises ConfigError for a key that is
+    missing, or whose value the table does not allow."""
     values: HfConfig = {}
     for key, row in table.items():
         given = {spelling: hf[spelling] for spelling in (key, *row.also) if spelling in hf}
         for spelling, value in given.items():
             if not row.kind.fits(value):
-                raise ConfigError(f"config.json {spelling} ({show(value)}) must be {row.kind.says}.")
+                raise ConfigError(f"config.json {spelling} ({show(value)}) must be {row.kind.rule}.")
             if row.only and not any(_same(value, allowed) for allowed in row.only):
                 allowed = " or ".join(map(show, row.only))
                 raise ConfigError(
@@ -128,24 +129,24 @@ def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, and true is not 1."""
+    """Whether two JSON values are equal; true is not 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def must(holds: bool, key: str, value: Any, rule: str) -> None:
-    """Raises ConfigError unless the rule holds. `rule` reads on from "must"."""
+    """Raise ConfigError unless the rule holds. `rule` completes "must"."""
     if not holds:
         raise ConfigError(f"config.json {key} ({show(value)}) must {rule}.")
 
 
 def check_padding(keys: HfConfig) -> None:
-    """Raises ConfigError for a padding token that the embedding has no row for. A negative one counts from the end."""
+    """Raise ConfigError for a padding token outside the vocabulary. A negative one counts from the end."""
     pad, vocab = keys["pad_token_id"], keys["vocab_size"]
     must(pad is None or -vocab <= pad < vocab, "pad_token_id", pad, f"be less than vocab_size ({vocab})")
 
 
 def show(value: Any) -> str:
-    """A value as it stands in the file, short enough for a message; a plain word without its quotes."""
+    """Return a value as JSON, short enough for a message; a plain word without its quotes."""
     if (
         isinstance(value, str)
         and re.fullmatch(r"[A-Za-z_][\w.-]{0,60}", value)
@@ -157,69 +158,23 @@ def show(value: Any) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What transformers writes for every family
+# Keys that transformers writes for every family
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Defaults of generation, which old versions kept here; generation_config.json has them now.
+# Defaults of generation, which old versions stored here; generation_config.json has them now.
 _GENERATION = (
-    *(
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-    ),
-    *(
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-    ),
-    *(
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "output_scores",
-        "return_dict_in_generate",
-    ),
-    *(
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-    ),
-    *("begin_suppress_tokens", "decoder_start_token_id"),
-)
-# Where the folder came from, other tasks' heads, other frameworks, and what a call returns.
+    "max_length max_new_tokens min_length min_new_tokens do_sample early_stopping num_beams num_beam_groups "
+    "diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores return_dict_in_generate "
+    "forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
+    "suppress_tokens begin_suppress_tokens decoder_start_token_id"
+).split()
+# The folder's origin, other tasks' heads, other frameworks, and the form of outputs.
 _NOTES = (
-    *(
-        "_name_or_path",
-        "name_or_path",
-        "_commit_hash",
-        "_attn_implementation_autoset",
-        "finetuning_task",
-        "task_specific_params",
-    ),
-    *(
-        "prefix",
-        "tokenizer_class",
-        "sep_token_id",
-        "tf_legacy_loss",
-        "use_bfloat16",
-        "xla_device",
-        "output_past",
-        "torchscript",
-    ),
-    *("gradient_checkpointing", "cross_attention_hidden_size", "_num_labels", "eos_token_ids"),
-)
+    "_name_or_path name_or_path _commit_hash _attn_implementation_autoset finetuning_task task_specific_params "
+    "prefix tokenizer_class sep_token_id tf_legacy_loss use_bfloat16 xla_device output_past torchscript "
+    "gradient_checkpointing cross_attention_hidden_size _num_labels eos_token_ids"
+).split()
 TYPES = ("float32", "bfloat16", "float16")
 EVERY_FAMILY: Keys = {
     "model_type": carried(TEXT),
@@ -237,7 +192,7 @@ EVERY_FAMILY: Keys = {
     "id2label": irrelevant(or_null(LABELS)),
     "label2id": irrelevant(or_null(OBJECT)),
     "num_labels": irrelevant(COUNT),
-    "auto_map": irrelevant(CODE),  # its files do not go along
+    "auto_map": irrelevant(CODE),  # its files are not copied
     "problem_type": only(None, "regression", "single_label_classification", "multi_label_classification"),
     "is_encoder_decoder": only(False, None),
     "tie_encoder_decoder": only(False, None),

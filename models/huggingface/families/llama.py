@@ -39,7 +39,7 @@ from models.huggingface.families.rules import (
 )
 from models.huggingface.rotary import rotary_base, rotary_scaling, write_rotary
 
-# What every descendant of Llama has.
+# Rules of every descendant of Llama.
 COMMON_RULES = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab hidden"),
     Rule("decoder.layers.{l}.input_layernorm.weight", ("model.layers.{l}.input_layernorm.weight",), "hidden"),
@@ -68,7 +68,7 @@ DENSE_RULES = (
 ATTENTION_RULES = (
     Rule(
         "decoder.layers.{l}.self_attention.linear_qkv.weight",
-        tuple(f"model.layers.{{l}}.self_attn.{part}_proj.weight" for part in "qkv"),
+        tuple(f"model.layers.{{l}}.self_attn.{name}_proj.weight" for name in "qkv"),
         ("queries hidden", "keys hidden", "keys hidden"),
         QKV,
     ),
@@ -81,7 +81,7 @@ ATTENTION_RULES = (
 QKV_BIAS_RULES = (
     Rule(
         "decoder.layers.{l}.self_attention.linear_qkv.bias",
-        tuple(f"model.layers.{{l}}.self_attn.{part}_proj.bias" for part in "qkv"),
+        tuple(f"model.layers.{{l}}.self_attn.{name}_proj.bias" for name in "qkv"),
         ("queries", "keys", "keys"),
         QKV,
         when=has_qkv_biases,
@@ -106,7 +106,7 @@ OTHER_BIAS_RULES = (
 
 
 def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The router and the experts, under the names that a family gives them."""
+    """Return the rules of the router and the experts, with a family's names."""
     theirs = f"model.layers.{{l}}.{block}."
     return (
         Rule("decoder.layers.{l}.mlp.router.weight", (f"{theirs}gate.weight",), "experts hidden", only="moe"),
@@ -130,7 +130,7 @@ EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def qk_norm_rules(query: str, key: str) -> tuple[Rule, ...]:
-    """Norms of queries and keys, with these lengths."""
+    """Return the rules of the norms of queries and keys, with these lengths."""
     ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
     return (
         Rule(f"{ours}q_layernorm.weight", (f"{theirs}q_norm.weight",), query),
@@ -170,8 +170,8 @@ MOE_KEYS: Keys = {
 
 
 def head_dim(keys: HfConfig) -> int:
-    """Channels of a head, which may be stated or follow. Raises ConfigError for an odd number: rotary positions turn
-    pairs."""
+    """Return the channels of a head: `head_dim`, or a share of `hidden_size`. Raises ConfigError for an odd number,
+    because rotary positions turn pairs."""
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     if keys.get("head_dim") is not None:
         must(
@@ -192,8 +192,8 @@ def head_dim(keys: HfConfig) -> int:
 
 
 def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
-    """What every descendant of Llama carries; `theta` is the family's default. What a family with positions of its own
-    passes says models/huggingface/rotary.py. Raises ConfigError."""
+    """Return the overrides of every descendant of Llama; `theta` is the family's default. models/huggingface/rotary.py
+    describes the arguments of a family with positions of its own. Raises ConfigError."""
     heads, groups = keys["num_attention_heads"], keys["num_key_value_heads"] or keys["num_attention_heads"]
     must(heads % groups == 0, "num_key_value_heads", groups, f"divide num_attention_heads ({heads})")
     check_padding(keys)
@@ -223,7 +223,7 @@ def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
 
 
 def read_experts(keys: HfConfig) -> tuple[int, int]:
-    """Numbers of experts, and of a token's experts. Raises ConfigError."""
+    """Return the number of experts, and of experts per token. Raises ConfigError."""
     experts, top_k = keys["num_experts"], keys["num_experts_per_tok"]
     must(
         top_k <= experts,
@@ -235,6 +235,7 @@ def read_experts(keys: HfConfig) -> tuple[int, int]:
 
 
 def write_common(config: Config, model_type: str, architecture_name: str) -> HfConfig:
+    """Return the keys that every descendant of Llama has."""
     model = config.model
     return {
         "architectures": [architecture_name],
@@ -264,7 +265,7 @@ KEYS: Keys = {
     "attention_dropout": carried(or_null(PROBABILITY), 0.0),
     "attention_bias": carried(FLAG, False),
     "mlp_bias": carried(FLAG, False),
-    "pretraining_tp": irrelevant(or_null(COUNT)),  # splits matrix products, which leaves them what they are
+    "pretraining_tp": irrelevant(or_null(COUNT)),  # splits matrix products, without effect on the result
 }
 
 
@@ -289,7 +290,7 @@ def _write(config: Config) -> HfConfig:
 
 
 def carries_nothing(name: str, config: Config, hf: HfConfig) -> bool:
-    """Old files keep the rotary frequencies of each layer."""
+    """Whether a tensor holds rotary frequencies, which old files have for each layer."""
     return re.fullmatch(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
 
 

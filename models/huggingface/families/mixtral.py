@@ -30,7 +30,7 @@ from models.huggingface.families.llama import (
     write_common,
 )
 from models.huggingface.families.rules import Family, Overrides
-from models.huggingface.rotary import PLACES
+from models.huggingface.rotary import SECTIONS
 
 RULES = (*COMMON_RULES, *ATTENTION_RULES, *expert_rules("block_sparse_moe", "w1", "w3", "w2"))
 KEYS: Keys = {
@@ -43,7 +43,7 @@ KEYS: Keys = {
     "num_experts": carried(COUNT, also=("num_local_experts",)),
     "num_experts_per_tok": carried(COUNT, 2),
     "sliding_window": carried(or_null(COUNT), None),
-    "layer_types": only(None),  # transformers' code has the window in all layers, and loads none
+    "layer_types": only(None),  # transformers applies the window to all layers, and loads no model with the key
     "router_jitter_noise": irrelevant(REAL),  # of training
 }
 MISTRAL_KEYS: Keys = {
@@ -66,8 +66,10 @@ def _read(keys: HfConfig) -> Overrides:
     overrides = _read_mistral(keys, theta=1e6)
     scaling = overrides["model"]["rotary_scaling"]
     stated = keys["head_dim"] is not None or scaling is None or scaling["rope_type"] not in ("yarn", "longrope")
-    places = " and ".join(name for name in PLACES if keys[name])
-    must(stated, "head_dim", None, f"be stated beside yarn or longrope ({places}): transformers loads no other Mixtral")
+    sections = " and ".join(name for name in SECTIONS if keys[name])
+    must(
+        stated, "head_dim", None, f"be stated beside yarn or longrope ({sections}): transformers loads no other Mixtral"
+    )
     experts, top_k = read_experts(keys)
     overrides["moe"] = {
         "num_experts": experts,
@@ -89,8 +91,7 @@ def _write(config: Config) -> HfConfig:
 
 
 def _write_mistral(config: Config) -> HfConfig:
-    hf = write_common(config, "mistral", "MistralForCausalLM")
-    return {**hf, "sliding_window": config.model.sliding_window}
+    return {**write_common(config, "mistral", "MistralForCausalLM"), "sliding_window": config.model.sliding_window}
 
 
 MISTRAL = Family(
@@ -113,5 +114,5 @@ FAMILY = Family(
     TIED,
     is_moe=True,
     carries_nothing=carries_nothing,
-    other_names=(("block_sparse_moe.gate.weight", "mlp.gate.weight"),),  # next to experts in one tensor
+    other_names=(("block_sparse_moe.gate.weight", "mlp.gate.weight"),),  # in files with fused experts
 )

@@ -1,5 +1,5 @@
 """Phi-3 (arXiv:2404.14219) and Phi-4: `Phi3ForCausalLM`. Queries, keys and values are one matrix, and so are the gate
-and the up projection; a part of each head's channels may rotate."""
+and the up projection; only some channels of each head may rotate."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from models.huggingface.families.llama import (
     write_common,
 )
 from models.huggingface.families.rules import QKV_IN_ONE, Family, Overrides, Rule
-from models.huggingface.rotary import PLACES, renamed, rotary_fraction
+from models.huggingface.rotary import SECTIONS, renamed, rotary_fraction
 
 RULES = (
     *COMMON_RULES,
@@ -60,15 +60,15 @@ KEYS: Keys = {
     "resid_pdrop": carried(PROBABILITY, 0.0),
     "embd_pdrop": carried(PROBABILITY, 0.0),
     "sliding_window": carried(or_null(COUNT), None),
-    "layer_types": only(None),  # transformers' code has the window in all layers, and loads none
+    "layer_types": only(None),  # transformers applies the window to all layers, and loads no model with the key
     "pad_token_id": FamilyKey(or_null(TOKEN), 32000),
 }
 
 
 def _read(keys: HfConfig) -> Overrides:
-    keys = {**keys, **renamed(keys, {"su": "longrope", "yarn": "longrope"})}  # older names of the same
+    keys = {**keys, **renamed(keys, {"su": "longrope", "yarn": "longrope"})}  # older names of longrope
     share = rotary_fraction(keys)
-    must(SHARE.fits(share), "partial_rotary_factor", share, f"be {SHARE.says}")
+    must(SHARE.fits(share), "partial_rotary_factor", share, f"be {SHARE.rule}")
     size, dropout = head_dim(keys), keys["resid_pdrop"]
     channels = int(size * share)
     must(
@@ -103,9 +103,9 @@ def _write(config: Config) -> HfConfig:
     return {
         **hf,
         **share,
-        **{place: {**hf[place], **share} for place in PLACES if place in hf},
+        **{section: {**hf[section], **share} for section in SECTIONS if section in hf},
         LENGTH: (model.rotary_scaling or {}).get(LENGTH, hf["max_position_embeddings"]),
-        "pad_token_id": None,  # an absent one means 32000; an export says which it is
+        "pad_token_id": None,  # without the key transformers takes 32000
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "sliding_window": model.sliding_window,

@@ -1,20 +1,38 @@
-"""Dense Qwen: Qwen1.5, Qwen2 and Qwen2.5 (arXiv:2407.10671), `Qwen2ForCausalLM`; Qwen3 (arXiv:2505.09388),
-`Qwen3ForCausalLM`."""
+"""Qwen: Qwen1.5, Qwen2 and Qwen2.5 (arXiv:2407.10671), `Qwen2ForCausalLM`; Qwen3 (arXiv:2505.09388),
+`Qwen3ForCausalLM` and `Qwen3MoeForCausalLM`."""
 
 from __future__ import annotations
 
-from configs.schema import Config
-from models.huggingface.families.keys import COUNT, FLAG, INDEX, TEXTS, HfConfig, Keys, carried, must, or_null
+from functools import partial
+
+from configs import derived
+from configs.schema import Config, ConfigError
+from models.huggingface.families.keys import (
+    COUNT,
+    FLAG,
+    INDEX,
+    INDICES,
+    TEXTS,
+    HfConfig,
+    Keys,
+    carried,
+    irrelevant,
+    must,
+    or_null,
+)
 from models.huggingface.families.llama import (
     ATTENTION_RULES,
     COMMON_KEYS,
     COMMON_RULES,
     DENSE_RULES,
+    EXPERT_RULES,
+    MOE_KEYS,
     QKV_BIAS_RULES,
     TIED,
     carries_nothing,
     qk_norm_rules,
     read_common,
+    read_experts,
     write_common,
 )
 from models.huggingface.families.rules import Family, Overrides
@@ -35,8 +53,10 @@ QWEN2_KEYS: Keys = {key: row for key, row in KEYS.items() if key != "attention_b
 QWEN3_KEYS: Keys = {**KEYS, "head_dim": carried(COUNT, 128)}
 
 
-def _window(keys: HfConfig) -> dict[str, int | None]:
-    """Our keys of the sliding window. Raises ConfigError for layers in an order that they do not have."""
+def _read(own: str, keys: HfConfig) -> Overrides:
+    """`own`: the key of our model section that the family sets. Raises ConfigError for layers in an order that the
+    sliding window does not have."""
+    overrides = read_common(keys)
     num_layers, first = keys["num_hidden_layers"], keys["max_window_layers"]
     window: int | None = keys["sliding_window"] if keys["use_sliding_window"] else None
     if keys["layer_types"] is None:
@@ -54,52 +74,30 @@ def _window(keys: HfConfig) -> dict[str, int | None]:
         named = ("layer_types", kinds)
         must(window is not None or not any(slides), *named, f"be {FULL} without use_sliding_window and sliding_window")
     must(slides == sorted(slides), *named, f"have no {FULL} behind a {SLIDING}: such an order is not supported")
-    return {"sliding_window": window, "sliding_window_from": slides.index(True)} if any(slides) else {}
-
-
-def _read(keys: HfConfig) -> Overrides:
-    overrides = read_common(keys)
-    overrides["model"] |= _window(keys)
+    if any(slides):
+        overrides["model"] |= {"sliding_window": window, "sliding_window_from": slides.index(True)}
+    overrides["model"][own] = True
     return overrides
 
 
-def _read_qwen2(keys: HfConfig) -> Overrides:
-    overrides = _read(keys)
-    overrides["model"]["qkv_bias"] = True
-    return overrides
-
-
-def _read_qwen3(keys: HfConfig) -> Overrides:
-    overrides = _read(keys)
-    overrides["model"]["qk_norm"] = True
-    return overrides
-
-
-def _write(config: Config, model_type: str, architecture_name: str) -> HfConfig:
+def _write(model_type: str, architecture_name: str, config: Config) -> HfConfig:
     window = config.model.sliding_window
-    return {
+    hf = {
         **write_common(config, model_type, architecture_name),
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": config.model.num_layers if window is None else config.model.sliding_window_from,
     }
-
-
-def _write_qwen2(config: Config) -> HfConfig:
-    hf = _write(config, "qwen2", "Qwen2ForCausalLM")
-    del hf["attention_bias"]  # queries, keys and values always have biases
+    if model_type == "qwen2":
+        del hf["attention_bias"]  # queries, keys and values always have biases
     return hf
-
-
-def _write_qwen3(config: Config) -> HfConfig:
-    return _write(config, "qwen3", "Qwen3ForCausalLM")
 
 
 QWEN2 = Family(
     "qwen2",
     QWEN2_KEYS,
-    _read_qwen2,
-    _write_qwen2,
+    partial(_read, "qkv_bias"),
+    partial(_write, "qwen2", "Qwen2ForCausalLM"),
     (*COMMON_RULES, *ATTENTION_RULES, *QKV_BIAS_RULES, *DENSE_RULES),
     "model.",
     TIED,
@@ -108,10 +106,78 @@ QWEN2 = Family(
 QWEN3 = Family(
     "qwen3",
     QWEN3_KEYS,
-    _read_qwen3,
-    _write_qwen3,
+    partial(_read, "qk_norm"),
+    partial(_write, "qwen3", "Qwen3ForCausalLM"),
     (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("head", "head"), *DENSE_RULES),
     "model.",
     TIED,
+    carries_nothing=carries_nothing,
+)
+
+QWEN3_MOE_RULES = (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("head", "head"), *DENSE_RULES, *EXPERT_RULES)
+QWEN3_MOE_KEYS: Keys = {
+    **COMMON_KEYS,
+    **MOE_KEYS,
+    "num_key_value_heads": carried(COUNT, 4),
+    "head_dim": carried(or_null(COUNT), None),
+    "max_position_embeddings": carried(COUNT, 32768),
+    "num_experts": carried(COUNT, also=("num_local_experts",)),
+    "moe_intermediate_size": carried(COUNT),
+    "norm_topk_prob": carried(FLAG, False),
+    "decoder_sparse_step": carried(COUNT, 1),
+    "mlp_only_layers": carried(or_null(INDICES), None),
+    "use_sliding_window": carried(FLAG, False),
+    "sliding_window": carried(or_null(COUNT), 4096),
+    "max_window_layers": irrelevant(),  # all layers have the window
+}
+
+
+def _read_qwen3_moe(keys: HfConfig) -> Overrides:
+    overrides = read_common(keys)
+    overrides["model"] |= {
+        "qk_norm": True,
+        "sliding_window": keys["sliding_window"] if keys["use_sliding_window"] else None,
+    }
+    dense, step = set(keys["mlp_only_layers"] or []), keys["decoder_sparse_step"]
+    layers = [int(i not in dense and (i + 1) % step == 0) for i in range(keys["num_hidden_layers"])]
+    if not any(layers):
+        raise ConfigError(
+            f"config.json mlp_only_layers ({sorted(dense)}) and decoder_sparse_step ({step}) leave no layer with "
+            "experts; at least one must have them."
+        )
+    experts, top_k = read_experts(keys)
+    overrides["moe"] = {
+        "num_experts": experts,
+        "top_k": top_k,
+        "ffn_hidden_size": keys["moe_intermediate_size"],
+        "normalize_top_k": keys["norm_topk_prob"],
+        "layers": layers,
+    }
+    return overrides
+
+
+def _write_qwen3_moe(config: Config) -> HfConfig:
+    return {
+        **write_common(config, "qwen3_moe", "Qwen3MoeForCausalLM"),
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.top_k,
+        "moe_intermediate_size": derived.expert_ffn_hidden_size(config),
+        "norm_topk_prob": config.moe.normalize_top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, is_moe in enumerate(derived.moe_layer_pattern(config)) if not is_moe],
+        "use_sliding_window": config.model.sliding_window is not None,
+        "sliding_window": config.model.sliding_window,
+    }
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    QWEN3_MOE_KEYS,
+    _read_qwen3_moe,
+    _write_qwen3_moe,
+    QWEN3_MOE_RULES,
+    "model.",
+    TIED,
+    is_moe=True,
     carries_nothing=carries_nothing,
 )

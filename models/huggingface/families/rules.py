@@ -1,8 +1,8 @@
-"""What a Hugging Face family is to us: its config.json's keys, and which of its tensors are which of ours, in what
-layout and shape.
+"""The description of a Hugging Face family: the keys of its config.json, and rules that map its tensors to ours, with
+layouts and shapes.
 
-One table of keys and one of rules per family; import and export read the same tables in the two directions. Needs no
-transformers package, and no torch: the plan of a run asks for families.
+Each family has one table of keys and one of rules; import and export read the same tables. Imports neither transformers
+nor torch, because the plan of a run needs families.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Overrides = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Heads:
-    """n query heads, g key/value heads, d channels each."""
+    """The heads of a model: n query heads, g key/value heads, d channels each."""
 
     n: int
     g: int
     d: int
 
 
-Run = tuple[int, int, int]  # rows of one of theirs: first row there, first row of ours, length
-# From the numbers of rows of each of theirs: the runs of each.
+Run = tuple[int, int, int]  # consecutive rows of one of their tensors: first row there, first row of ours, length
+# (number of rows of each of their tensors, heads) -> the runs of each
 Runs = Callable[[Sequence[int], Heads], list[list[Run]]]
 
 
-def _one_after_the_other(rows: Sequence[int], _: Heads) -> list[list[Run]]:
-    firsts = itertools.accumulate(rows, initial=0)
-    return [[(0, first, length)] for first, length in zip(firsts, rows)]
+def _concatenated(num_rows: Sequence[int], _: Heads) -> list[list[Run]]:
+    firsts = itertools.accumulate(num_rows, initial=0)
+    return [[(0, first, length)] for first, length in zip(firsts, num_rows)]
 
 
-def _grouped(rows: Sequence[int], heads: Heads) -> list[list[Run]]:
-    # Megatron keeps the rows of a group together: its queries, its key, its value.
+def _grouped(num_rows: Sequence[int], heads: Heads) -> list[list[Run]]:
+    # Megatron stores the rows of a group together: its queries, its key, its value.
     sizes = [heads.n // heads.g * heads.d, heads.d, heads.d]
     of_group = sum(sizes)
     return [
@@ -48,19 +48,18 @@ def _grouped(rows: Sequence[int], heads: Heads) -> list[list[Run]]:
     ]
 
 
-def _grouped_in_one(rows: Sequence[int], heads: Heads) -> list[list[Run]]:
-    parts = _grouped(rows, heads)
+def _grouped_in_one(num_rows: Sequence[int], heads: Heads) -> list[list[Run]]:
+    qkv = _grouped(num_rows, heads)
     firsts = itertools.accumulate((heads.n * heads.d, heads.g * heads.d), initial=0)
-    return [[(first + there, here, size) for first, runs in zip(firsts, parts) for there, here, size in runs]]
+    return [[(first + there, here, size) for first, runs in zip(firsts, qkv) for there, here, size in runs]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one logical tensor lies in Hugging Face's tensors: which rows of theirs are which of ours. Both directions
-    follow from it."""
+    """The layout of one logical tensor in Hugging Face's tensors: the runs of rows that map theirs to ours."""
 
-    runs: Runs = _one_after_the_other
-    transposed: bool = False  # theirs: what is called a row of theirs is a column of their tensor
+    runs: Runs = _concatenated
+    transposed: bool = False  # their tensors: "rows" of theirs are columns then
 
 
 SAME = GATE_UP = Layout()
@@ -71,7 +70,7 @@ QKV_IN_ONE_TRANSPOSED = Layout(_grouped_in_one, transposed=True)
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """The lengths that rules call by name."""
+    """Return the lengths of a model that rules refer to by name."""
     model, moe, heads = config.model, config.moe, config.model.num_attention_heads
     head, rotary, value = derived.head_dim(config), model.rotary_head_dim, model.value_head_dim
     return {
@@ -84,7 +83,7 @@ def sizes(config: Config) -> dict[str, int]:
         "queries": heads * head,
         "keys": derived.num_query_groups(config) * head,
         "qkv": (heads + 2 * derived.num_query_groups(config)) * head,
-        "two": 2,  # sentences, and the answers to which comes first
+        "two": 2,  # sentences of a pair, and answers to which of them is first
         "experts": moe.num_experts or 0,
         "expert_ffn": derived.expert_ffn_hidden_size(config),
         "shared_ffn": moe.shared_expert_ffn_hidden_size or 0,
@@ -99,11 +98,12 @@ def sizes(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Rule:
-    """`ours` is the same weight as `theirs` in `layout`. {l} stands for every layer, {e} for every expert.
+    """A rule that the weight `ours` equals the tensors `theirs` in `layout`. {l} stands for every layer, {e} for every
+    expert.
 
-    `shape` is that of each of theirs, in names of `sizes`: one for all, or one for each. `only` limits a rule with {l}
-    to "dense" or "moe" layers; `when` to models that have such weights at all. `unread` is written for other readers'
-    sake, and never read.
+    `shape`: of each of their tensors, in names of `sizes`; one for all, or one for each. `only` limits a rule with {l}
+    to "dense" or "moe" layers, `when` to models that have such weights. An `unread` tensor is exported for other
+    programs, and ignored by an import.
     """
 
     ours: str
@@ -115,7 +115,7 @@ class Rule:
     unread: bool = False
 
     def shapes(self, lengths: dict[str, int]) -> list[tuple[int, ...]]:
-        """The shape of each of theirs, with the lengths of `sizes`."""
+        """Return the shape of each of their tensors, with the lengths of `sizes`."""
         named = (self.shape,) * len(self.theirs) if isinstance(self.shape, str) else self.shape
         return [tuple(lengths[name] for name in shape.split()) for shape in named]
 
@@ -123,8 +123,8 @@ class Rule:
 def weight_and_bias(
     ours: str, theirs: str, shape: str, layout: Layout = SAME, when: Callable[[Config], bool] = lambda config: True
 ) -> list[Rule]:
-    """`shape` is the weight's. The bias has the length of what comes out: its first, or its last in a transposed
-    layout."""
+    """Return the rules of a linear layer or norm. `shape` is the weight's; the bias has the length of the outputs,
+    which is first in the shape, or last in a transposed layout."""
     out = shape.split()[-1 if layout.transposed else 0]
     return [
         Rule(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs.split()), shape, layout, when=when),
@@ -138,31 +138,27 @@ def weight_and_bias(
     ]
 
 
-def _nothing(name: str, config: Config, hf: HfConfig) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: its config's keys and their meaning in both directions, its rules, and what its files may hold
-    besides or call otherwise."""
+    """A family, which is one `model_type`: the keys of its config and their translation in both directions, its rules,
+    and the extra tensors and other names that its files may have."""
 
     model_type: str
     keys: Keys
-    read: Callable[[HfConfig], Overrides]  # of all the keys
+    read: Callable[[HfConfig], Overrides]  # takes the values of all keys of the table
     write: Callable[[Config], HfConfig]
     rules: tuple[Rule, ...]
-    base_prefix: str  # files of the bare model lack it
-    # with tied embeddings, the first may stand in a file too if it is equal to the second
+    base_prefix: str  # of names; files of the bare model lack it
+    # with tied embeddings, a file may hold the first too if it equals the second
     tied: tuple[tuple[str, str], ...]
     is_moe: bool = False
-    leaves_as: str = ""  # the family of an export, where it is another: one that transformers has a class for
-    # names of tensors that are no part of the model
-    carries_nothing: Callable[[str, Config, HfConfig], bool] = _nothing
+    leaves_as: str = ""  # the family to export as, if transformers has no class for this one
+    # whether a tensor of this name does not belong to the model's weights, and is ignored
+    carries_nothing: Callable[[str, Config, HfConfig], bool] = lambda name, config, hf: False
     other_names: tuple[tuple[str, str], ...] = ()  # (in this table, in other files)
-    # the name of a tensor that no other model has, for folders from before there was a model_type
+    # pattern of the name of a tensor that no other family has, for old folders without a model_type
     telling: str | None = None
-    # which class has the heads that are there, where `architectures` names none of ours; None: it does
+    # the class that has the heads of the folder's tensors; None if `architectures` names one that we know
     class_by_tensors: Callable[[HfConfig, Callable[[], set[str]]], str | None] | None = None
 
     @property
@@ -172,7 +168,7 @@ class Family:
 
     @property
     def spellings(self) -> set[str]:
-        """The keys of a config.json that the table knows."""
+        """All spellings of the keys of the table."""
         return {spelling for key, row in self.keys.items() for spelling in (key, *row.also)}
 
 

@@ -1,4 +1,4 @@
-// The search of moe/placement/planners/limit.py, whose functions of the same names say what these do.
+// The search of moe/placement/planners/limit.py. Functions have the names and results of those in Python.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +18,15 @@ enum Kind : char { NONE, MAY, HELD, PINNED };
 enum Reach : Number { THERE, IN_NODE, ANYWHERE };
 
 struct Problem {
-    Number experts, ranks, slots, node, piece, near, far;
-    const Number *totals, *homes;
+    Number experts, ranks, replica_slots, node, overhead, near, far;
+    const Number *totals, *primaries;
     std::vector<char> kinds;  // by rank and expert
 };
 
 struct Spread {
     std::vector<Number> quotas;  // by rank and expert
     std::vector<Number> loads, used;
-    std::vector<std::vector<Number>> experts;  // by rank those that it computes, ascending
+    std::vector<std::vector<Number>> experts;  // experts that each rank computes, ascending
 };
 
 struct Random {
@@ -40,7 +40,7 @@ struct Random {
 using Score = std::tuple<Number, Number, Number>;
 
 inline Number takes(const Problem& p, Number expert, Number rank) {
-    return rank == p.homes[expert] || p.kinds[rank * p.experts + expert] == PINNED ? 0 : 1;
+    return rank == p.primaries[expert] || p.kinds[rank * p.experts + expert] == PINNED ? 0 : 1;
 }
 
 inline void move(const Problem& p, Spread& s, Number expert, Number from, Number to, Number count) {
@@ -69,16 +69,18 @@ inline bool augment(const Problem& p, Spread& s, Number most, Number reach, bool
             if (!done[r] && width[r] > 0 && (from < 0 || width[r] > width[from])) from = r;
         if (from < 0 || width[from] < amount) break;
         done[from] = 1;
-        const Number room = std::min(width[from], most - s.loads[from]);
-        if (room > amount || (room > 0 && room == amount && s.loads[from] > s.loads[end])) end = from, amount = room;
+        const Number headroom = std::min(width[from], most - s.loads[from]);
+        if (headroom > amount || (headroom > 0 && headroom == amount && s.loads[from] > s.loads[end]))
+            end = from, amount = headroom;
         for (Number e : s.experts[from]) {
-            const Number there = s.quotas[from * p.experts + e], now = std::min(width[from], there), home = p.homes[e];
+            const Number there = s.quotas[from * p.experts + e], now = std::min(width[from], there);
+            const Number primary = p.primaries[e];
             for (Number to = 0; to < p.ranks; ++to) {
                 if (done[to] || now < width[to] || (now == width[to] && (!size[to] || there <= size[to]))) continue;
-                if (to != home && s.quotas[to * p.experts + e] == 0) {
+                if (to != primary && s.quotas[to * p.experts + e] == 0) {
                     const char kind = p.kinds[to * p.experts + e];
-                    if (kind == NONE || (kind != PINNED && (reach == THERE || s.used[to] >= p.slots))) continue;
-                    if (reach == IN_NODE && home / p.node != to / p.node) continue;
+                    if (kind == NONE || (kind != PINNED && (reach == THERE || s.used[to] >= p.replica_slots))) continue;
+                    if (reach == IN_NODE && primary / p.node != to / p.node) continue;
                 }
                 width[to] = now, size[to] = large ? there : 0, before[to] = from, by[to] = e;
             }
@@ -87,7 +89,7 @@ inline bool augment(const Problem& p, Spread& s, Number most, Number reach, bool
     if (end < 0) return false;
     for (Number to = end; before[to] >= 0; to = before[to]) move(p, s, by[to], before[to], to, amount);
     const Number last = before[end];
-    if (s.used[end] == p.slots && s.used[last] < p.slots)
+    if (s.used[end] == p.replica_slots && s.used[last] < p.replica_slots)
         move(p, s, by[end], last, end, std::min(s.quotas[last * p.experts + by[end]], most - s.loads[end]));
     return true;
 }
@@ -99,43 +101,43 @@ inline void fill(const Problem& p, Spread& s, Number most, bool near_first, bool
 }
 
 inline Score score(const Problem& p, const Spread& s, Number most) {
-    Number over = 0, seconds = 0, copies = 0;
+    Number over = 0, seconds = 0, replicas = 0;
     std::vector<Number> work(p.ranks);
     for (Number r = 0; r < p.ranks; ++r) {
         over += std::max<Number>(s.loads[r] - most, 0);
-        work[r] += s.loads[r] + p.piece * static_cast<Number>(s.experts[r].size());
+        work[r] += s.loads[r] + p.overhead * static_cast<Number>(s.experts[r].size());
         for (Number e : s.experts[r]) {
-            const Number home = p.homes[e];
-            if (home == r || p.kinds[r * p.experts + e] != MAY) continue;
-            const Number cost = home / p.node == r / p.node ? p.near : p.far;
-            work[r] += cost, work[home] += cost, ++copies;
+            const Number primary = p.primaries[e];
+            if (primary == r || p.kinds[r * p.experts + e] != MAY) continue;
+            const Number cost = primary / p.node == r / p.node ? p.near : p.far;
+            work[r] += cost, work[primary] += cost, ++replicas;
         }
     }
     for (Number each : work) seconds = std::max(seconds, each);
-    return {over, seconds, copies};
+    return {over, seconds, replicas};
 }
 
-using Barred = std::vector<std::pair<Number, char>>;  // what their kind was
+using Barred = std::vector<std::pair<Number, char>>;  // index of the kind, and its value before
 
 inline Barred remove(Problem& p, Spread& s, Random& random) {
-    std::vector<std::pair<Number, Number>> copies;  // (rank, expert)
+    std::vector<std::pair<Number, Number>> replicas;  // (rank, expert)
     Barred barred;
     for (Number r = 0; r < p.ranks; ++r)
         for (Number e : s.experts[r])
-            if (p.homes[e] != r) copies.emplace_back(r, e);
-    for (Number n = 1 + random.below(3); n > 0 && !copies.empty(); --n) {
-        Number chosen = random.below(copies.size());
+            if (p.primaries[e] != r) replicas.emplace_back(r, e);
+    for (Number n = 1 + random.below(3); n > 0 && !replicas.empty(); --n) {
+        Number chosen = random.below(replicas.size());
         if (random.below(2)) {
-            const Number other = random.below(copies.size());
-            const auto count = [&](Number i) { return s.quotas[copies[i].first * p.experts + copies[i].second]; };
+            const Number other = random.below(replicas.size());
+            const auto count = [&](Number i) { return s.quotas[replicas[i].first * p.experts + replicas[i].second]; };
             if (count(other) < count(chosen)) chosen = other;
         }
-        const auto [rank, expert] = copies[chosen];
+        const auto [rank, expert] = replicas[chosen];
         const Number index = rank * p.experts + expert;
-        move(p, s, expert, rank, p.homes[expert], s.quotas[index]);
+        move(p, s, expert, rank, p.primaries[expert], s.quotas[index]);
         if (random.below(2) && p.kinds[index] != PINNED)
             barred.emplace_back(index, std::exchange(p.kinds[index], NONE));
-        copies.erase(copies.begin() + chosen);
+        replicas.erase(replicas.begin() + chosen);
     }
     return barred;
 }
@@ -162,34 +164,34 @@ inline bool may_exist(const Problem& p, const std::vector<Number>& loads, Number
     bool joined = p.far >= 0;
     for (Number r = 0; r < p.ranks; ++r)
         for (Number e = 0; e < p.experts; ++e)
-            joined |= p.kinds[r * p.experts + e] != NONE && p.homes[e] / p.node != r / p.node;
+            joined |= p.kinds[r * p.experts + e] != NONE && p.primaries[e] / p.node != r / p.node;
     const Number size = joined ? p.ranks : p.node;
     for (Number first = 0; first < p.ranks; first += size) {
-        Number over = 0, room = 0;
+        Number over = 0, headroom = 0;
         for (Number r = first; r < std::min(first + size, p.ranks); ++r) {
             over += std::max<Number>(loads[r] - most, 0);
             if (loads[r] >= most) continue;
             std::vector<Number> free;
-            Number taken = 0, slots = p.slots;
+            Number taken = 0, replica_slots = p.replica_slots;
             for (Number e = 0; e < p.experts; ++e) {
                 const char kind = p.kinds[r * p.experts + e];
-                if (kind == PINNED) taken += p.totals[e], --slots;
+                if (kind == PINNED) taken += p.totals[e], --replica_slots;
                 else if (kind != NONE) free.push_back(p.totals[e]);
             }
             std::sort(free.begin(), free.end(), std::greater<>());
-            for (Number i = 0; i < slots && i < static_cast<Number>(free.size()); ++i) taken += free[i];
-            room += std::min(taken, most - loads[r]);
+            for (Number i = 0; i < replica_slots && i < static_cast<Number>(free.size()); ++i) taken += free[i];
+            headroom += std::min(taken, most - loads[r]);
         }
-        if (over > room) return false;
+        if (over > headroom) return false;
     }
     return true;
 }
 
-// Changes the spread to one that keeps the limit, or is least over it.
+// Changes the spread to one that keeps the limit, or exceeds it by the least.
 inline void keep(Problem& p, Spread& s, Number most, Number tries, Number fewer, Number polish) {
     Spread found = s;
     std::vector<Number> loads(p.ranks);
-    for (Number e = 0; e < p.experts; ++e) loads[p.homes[e]] += p.totals[e];
+    for (Number e = 0; e < p.experts; ++e) loads[p.primaries[e]] += p.totals[e];
     const auto highest = [](const Spread& each) { return *std::max_element(each.loads.begin(), each.loads.end()); };
     if (may_exist(p, loads, most) && (search(p, found, most, tries, polish) || highest(found) < highest(s))) s = found;
     const Number mean = std::accumulate(loads.begin(), loads.end(), Number{0}) / p.ranks;

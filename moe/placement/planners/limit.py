@@ -1,12 +1,12 @@
-"""Plans for a limit of what a rank may compute: copies are made for it whatever they cost.
+"""Planner for a limit of a rank's assignments: replicas are made for it whatever they cost.
 
-Which copies keep a limit is a packing problem: a rank has few slots, an expert's copy takes no more than the expert
-has. `fill` moves assignments along the widest path from a rank above the limit to one with room: over copies that are
-there, else over new ones. A rank may pass on its own experts to make room for others', and one whose last slot is taken
-is filled up, so that its room moves to a rank with slots. Where that is not enough, copies are taken out at random,
-some of them barred, and the rest is filled again; what is no worse, and now and then what is, is gone on from (large
-neighbourhood search, Shaw 1998). The same goes on for a while with a plan that keeps the limit, to take less time.
-Where none is found, the least limit that has one is searched.
+Which replicas keep a limit is a packing problem: a rank has few replica slots, and a replica takes no more assignments
+than its expert has. `fill` moves assignments along the widest path from a rank above the limit to one with headroom:
+over replicas that exist, else over new ones. A rank may pass on its own experts to accept others, and a rank whose last
+slot is taken is filled up, so that its headroom moves to a rank with slots. If that is not enough, replicas are removed
+at random, some of them barred, and the rest is filled again. A new plan is accepted if it is no worse, and occasionally
+if it is worse (large neighbourhood search, Shaw 1998). A plan that keeps the limit is improved in the same way for some
+tries, to take less time. If no plan keeps the limit, the least limit that has a plan is searched.
 
 The random numbers are a fixed sequence: a call's plan depends on nothing else. limit.h is the same compiled.
 """
@@ -17,49 +17,45 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-TRIES = 300  # spreads without a plan that keeps the limit
-FEWER = 30  # the same for each higher limit, where the one that is asked has no plan
-POLISH = 60  # tries for less time, once the limit is kept
-NONE, MAY, HELD, PINNED = range(4)  # an expert's copy on a rank: never, a new one, one that is there, with its own slot
-THERE, IN_NODE, ANYWHERE = range(3)  # where copies come from
+TRIES = 300  # tries to find a plan that keeps the limit
+FEWER = 30  # the same for each higher limit, if the given one has no plan
+POLISH = 60  # tries to take less time, once the limit is kept
+NONE, MAY, HELD, PINNED = range(4)  # a replica on a rank: not allowed, may be new, exists, exists and is pinned
+THERE, IN_NODE, ANYWHERE = range(
+    3
+)  # replicas that a path may use: existing ones, new ones in the node, new ones anywhere
 
 
 @dataclass
 class LimitProblem:
-    """What is asked; the costs as in `moe.placement.quotas`, `far` is copy_between."""
+    """A call to plan; the costs as in `moe.placement.quotas`, `near` and `far` are those of replicas."""
 
     experts: int
     ranks: int
-    slots: int
+    replica_slots: int
     node: int
-    piece: int
+    overhead: int
     near: int
     far: int
     totals: Sequence[int]
-    homes: Sequence[int]
+    primaries: Sequence[int]
     kinds: list[list[int]]  # by rank and expert
 
     def takes(self, expert: int, rank: int) -> int:
-        """Slots."""
-        return int(rank != self.homes[expert] and self.kinds[rank][expert] != PINNED)
-
-    def home_loads(self) -> list[int]:
-        loads = [0] * self.ranks
-        for home, total in zip(self.homes, self.totals, strict=True):
-            loads[home] += total
-        return loads
+        """Return the number of replica slots that an expert takes on a rank."""
+        return int(rank != self.primaries[expert] and self.kinds[rank][expert] != PINNED)
 
 
 @dataclass
 class Spread:
-    """A plan as it grows."""
+    """A plan that is being built."""
 
     quotas: list[list[int]]  # by rank and expert
     loads: list[int]
-    used: list[int]  # of each rank's slots
-    experts: list[list[int]]  # by rank those that it computes, ascending
+    used: list[int]  # replica slots of each rank
+    experts: list[list[int]]  # experts that each rank computes, ascending
 
-    def copy(self) -> Spread:
+    def clone(self) -> Spread:
         return Spread(
             [list(each) for each in self.quotas],
             list(self.loads),
@@ -80,7 +76,7 @@ class Random:
 
 
 def move(p: LimitProblem, s: Spread, expert: int, source: int, target: int, count: int) -> None:
-    """That many of an expert's assignments to another rank."""
+    """Move `count` of an expert's assignments to another rank."""
     if count == 0:
         return
     if s.quotas[target][expert] == 0:
@@ -96,8 +92,10 @@ def move(p: LimitProblem, s: Spread, expert: int, source: int, target: int, coun
 
 
 def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> bool:
-    """Move along the path that takes the most, found as Dijkstra's shortest one is; whether there is any. large: of
-    such paths the one over experts with more assignments, whose copies may take more later."""
+    """Move assignments along the widest path, found as in Dijkstra's algorithm; return whether there is a path.
+
+    large: of equally wide paths the one over experts with more assignments, whose replicas may take more later.
+    """
     width = [max(load - most, 0) for load in s.loads]
     size = [0] * p.ranks
     before, by, done = [-1] * p.ranks, [-1] * p.ranks, [False] * p.ranks
@@ -109,22 +107,22 @@ def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> b
             break
         source = now_R.index(widest)
         done[source] = True
-        room = min(widest, most - s.loads[source])
-        if room > amount or (room > 0 and room == amount and s.loads[source] > s.loads[end]):
-            end, amount = source, room
+        headroom = min(widest, most - s.loads[source])
+        if headroom > amount or (headroom > 0 and headroom == amount and s.loads[source] > s.loads[end]):
+            end, amount = source, headroom
         for expert in s.experts[source]:
-            there, home = s.quotas[source][expert], p.homes[expert]
+            there, primary = s.quotas[source][expert], p.primaries[expert]
             now = min(widest, there)
             for target in range(p.ranks):
                 if done[target] or now < width[target]:
                     continue
                 if now == width[target] and (size[target] == 0 or there <= size[target]):
                     continue
-                if target != home and s.quotas[target][expert] == 0:
+                if target != primary and s.quotas[target][expert] == 0:
                     kind = p.kinds[target][expert]
-                    if kind == NONE or (kind != PINNED and (reach == THERE or s.used[target] >= p.slots)):
+                    if kind == NONE or (kind != PINNED and (reach == THERE or s.used[target] >= p.replica_slots)):
                         continue
-                    if reach == IN_NODE and home // p.node != target // p.node:
+                    if reach == IN_NODE and primary // p.node != target // p.node:
                         continue
                 width[target], before[target], by[target] = now, source, expert
                 size[target] = there if large else 0
@@ -135,13 +133,13 @@ def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> b
         move(p, s, by[target], before[target], target, amount)
         target = before[target]
     last, expert = before[end], by[end]
-    if s.used[end] == p.slots and s.used[last] < p.slots:
+    if s.used[end] == p.replica_slots and s.used[last] < p.replica_slots:
         move(p, s, expert, last, end, min(s.quotas[last][expert], most - s.loads[end]))
     return True
 
 
 def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -> None:
-    """Move what is over the limit to where room is, as far as there are paths."""
+    """Move assignments above the limit to ranks with headroom as long as there are paths."""
     while (
         augment(p, s, most, THERE, large)
         or (near_first and augment(p, s, most, IN_NODE, large))
@@ -151,33 +149,33 @@ def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -
 
 
 def score(p: LimitProblem, s: Spread, most: int) -> tuple[int, int, int]:
-    """(assignments over the limit on all ranks, time of the busiest rank, new copies)."""
-    work, copies = [0] * p.ranks, 0
+    """Return (assignments above the limit on all ranks, time of the busiest rank, new replicas)."""
+    work, replicas = [0] * p.ranks, 0
     for rank, experts in enumerate(s.experts):
-        work[rank] += s.loads[rank] + p.piece * len(experts)
+        work[rank] += s.loads[rank] + p.overhead * len(experts)
         for expert in experts:
-            home = p.homes[expert]
-            if home == rank or p.kinds[rank][expert] != MAY:
+            primary = p.primaries[expert]
+            if primary == rank or p.kinds[rank][expert] != MAY:
                 continue
-            cost = p.near if home // p.node == rank // p.node else p.far
+            cost = p.near if primary // p.node == rank // p.node else p.far
             work[rank] += cost
-            work[home] += cost
-            copies += 1
-    return sum(max(load - most, 0) for load in s.loads), max(work), copies
+            work[primary] += cost
+            replicas += 1
+    return sum(max(load - most, 0) for load in s.loads), max(work), replicas
 
 
 def remove(p: LimitProblem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
-    """Send one to three copies home, small ones rather; (rank, expert, kind) of those that are barred for now."""
-    copies = [(rank, expert) for rank in range(p.ranks) for expert in s.experts[rank] if p.homes[expert] != rank]
+    """Remove one to three replicas, preferably small ones; return (rank, expert, kind) of those barred for now."""
+    replicas = [(rank, expert) for rank in range(p.ranks) for expert in s.experts[rank] if p.primaries[expert] != rank]
     barred: list[tuple[int, int, int]] = []
     for _ in range(1 + random.below(3)):
-        if not copies:
+        if not replicas:
             break
-        chosen = random.below(len(copies))
+        chosen = random.below(len(replicas))
         if random.below(2):
-            chosen = min(chosen, random.below(len(copies)), key=lambda i: s.quotas[copies[i][0]][copies[i][1]])
-        rank, expert = copies.pop(chosen)
-        move(p, s, expert, rank, p.homes[expert], s.quotas[rank][expert])
+            chosen = min(chosen, random.below(len(replicas)), key=lambda i: s.quotas[replicas[i][0]][replicas[i][1]])
+        rank, expert = replicas.pop(chosen)
+        move(p, s, expert, rank, p.primaries[expert], s.quotas[rank][expert])
         if random.below(2) and p.kinds[rank][expert] != PINNED:
             barred.append((rank, expert, p.kinds[rank][expert]))
             p.kinds[rank][expert] = NONE
@@ -185,8 +183,8 @@ def remove(p: LimitProblem, s: Spread, random: Random) -> list[tuple[int, int, i
 
 
 def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -> Spread:
-    """The best plan found from a start."""
-    random, best = Random(), start.copy()
+    """Return the best plan found from a start."""
+    random, best = Random(), start.clone()
     fill(p, best, most, near_first=True, large=False)
     now, least = best, score(p, best, most)
     current = least
@@ -195,7 +193,7 @@ def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -
             tries -= 1
         else:
             polish -= 1
-        following = now.copy()
+        following = now.clone()
         barred = remove(p, following, random)
         fill(p, following, most, near_first=current[0] == 0, large=random.below(4) == 0)
         for rank, expert, kind in barred:
@@ -209,16 +207,19 @@ def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -
 
 
 def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
-    """False where certainly no plan keeps the limit: even with the largest experts in every slot, each as often as
-    there are ranks, the room of a node, or of all ranks, takes less than what is over."""
+    """Whether a plan may keep the limit; False is certain.
+
+    False: even with the largest experts in every slot, each on all ranks, the headroom of a node (or of all ranks) is
+    less than the excess.
+    """
     joined = p.far >= 0 or any(
-        kind != NONE and p.homes[expert] // p.node != rank // p.node
+        kind != NONE and p.primaries[expert] // p.node != rank // p.node
         for rank, of_rank in enumerate(p.kinds)
         for expert, kind in enumerate(of_rank)
     )
     size = p.ranks if joined else p.node
     for first in range(0, p.ranks, size):
-        over = room = 0
+        over = headroom = 0
         for rank in range(first, min(first + size, p.ranks)):
             over += max(loads[rank] - most, 0)
             if loads[rank] >= most:
@@ -226,15 +227,17 @@ def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
             of_rank = p.kinds[rank]
             pinned = [total for kind, total in zip(of_rank, p.totals, strict=True) if kind == PINNED]
             free = sorted((t for kind, t in zip(of_rank, p.totals, strict=True) if kind in (MAY, HELD)), reverse=True)
-            room += min(sum(pinned) + sum(free[: max(p.slots - len(pinned), 0)]), most - loads[rank])
-        if over > room:
+            headroom += min(sum(pinned) + sum(free[: max(p.replica_slots - len(pinned), 0)]), most - loads[rank])
+        if over > headroom:
             return False
     return True
 
 
 def keep(p: LimitProblem, start: Spread, most: int, tries: int, fewer: int, polish: int) -> Spread:
-    """A plan that keeps the limit, or is least over it."""
-    loads = p.home_loads()
+    """Return a plan that keeps the limit, or exceeds it by the least."""
+    loads = [0] * p.ranks
+    for primary, total in zip(p.primaries, p.totals, strict=True):
+        loads[primary] += total
     if may_exist(p, loads, most):
         found = search(p, start, most, tries, polish)
         if max(found.loads) <= most or max(found.loads) < max(start.loads):

@@ -1,13 +1,14 @@
-"""Our planner: fills the copies that are there, makes new ones only for the rest, and only where they pay.
+"""Mixtrain's planner: fills the replicas that exist, then makes new ones for the rest, but only where they pay.
 
-For each of a few thresholds over the mean work of a rank, the ranks above it give away what is over: first to fresh
-copies, whose weights need not travel, then to new ones, the largest expert first. Slots are few: a rank takes what fits
-where it keeps a slot for the rest of its room, else what fills it, and only then what wastes its last slot. Ranks that
-keep too much all the same give first in another try. Of all attempts, and of leaving everything at home, the one counts
-whose busiest rank is done first: its assignments, its pieces, and the copies that it sends and receives. A copy takes
-more assignments than it costs, or is not made. Where a rank may compute only so many, that comes before time.
+For each of a few thresholds above the mean work of a rank, ranks above the threshold give away their excess: first to
+fresh replicas, whose weights need not be sent, then to new ones, the largest expert first. Replica slots are scarce:
+the target is a rank on which the excess fits and a slot remains for the rest of its headroom, else a rank that the
+excess fills, and only then a rank that would waste its last slot. Ranks that still keep too much give first in another
+try. Of all attempts, and of leaving everything on the primaries, the result is the one whose busiest rank finishes
+first: its assignments, its overhead per expert, and the replicas that it sends and receives. A replica takes more
+assignments than it costs, or is not made. A limit of a rank's assignments takes precedence over time.
 
-The core is compiled (solve.cpp); `reference` is the same in Python, and takes its place where there is no compiler.
+The core is compiled (solve.cpp); `reference` is the same in Python, and is used if there is no compiler.
 """
 
 from __future__ import annotations
@@ -22,44 +23,50 @@ from pathlib import Path
 
 import numpy as np
 
-from moe.kernels.build import FLAGS, cache_folder, compile_library
+from moe.kernels.compiler import FLAGS, cache_folder, compile_library
 from moe.placement.planners import limit
-from moe.placement.quotas import CopyLimits, Costs
+from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import Integers, PlacementMap
 
-STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thousandths of the mean work above it
-ROUNDS = 6  # tries at a threshold, from the busiest rank and from the idlest
-PATIENCE = 2  # tighter and tighter thresholds that may bring nothing
-ENOUGH = 10  # thousandths above the mean that are left alone
+STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thresholds: thousandths of the mean work above the mean
+ROUNDS = 6  # tries at a threshold, starting with the busiest and with the idlest rank
+PATIENCE = 2  # consecutive tighter thresholds that may bring no improvement
+ENOUGH = 10  # thousandths above the mean at which the search ends
 _LOGGER = logging.getLogger(__name__)
 
 
-def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
-    """quotas_ER of one call."""
+def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
+    """Return quotas_ER of one call."""
     if (library := _loaded()) is None:
         return reference(counts_RE, placement, costs, limits)
     ranks, experts = counts_RE.shape
-    left, copies = np.empty(experts, np.int64), np.empty((ranks * max(limits.slots, 1), 3), np.int64)
-    held = sorted(placement.copies)
+    left, replicas = np.empty(experts, np.int64), np.empty((ranks * max(limits.replica_slots, 1), 3), np.int64)
+    held = sorted(placement.replicas)
     starts = np.zeros(experts + 1, np.int64)
     fresh, pinned = np.empty(len(held), np.int64), np.zeros(len(held), np.int64)
     if held:
         fresh[:] = [rank for _, rank in held]
-        pinned[:] = [copy in limits.pinned for copy in held]
+        pinned[:] = [replica in limits.pinned for replica in held]
         np.cumsum(np.bincount([expert for expert, _ in held], minlength=experts), out=starts[1:])
     totals, steps = counts_RE.sum(0), np.array(STEPS)
-    numbers = (experts, ranks, limits.slots, limits.ranks_per_node, costs.piece, costs.copy_in_node)
-    far = -1 if costs.copy_between is None else costs.copy_between
+    numbers = (
+        experts,
+        ranks,
+        limits.replica_slots,
+        limits.ranks_per_node,
+        costs.expert_overhead,
+        costs.replica_in_node,
+    )
+    far = -1 if costs.replica_between is None else costs.replica_between
     most = -1 if limits.most is None else limits.most
-    arrays = (totals, placement.home_ranks, starts, fresh, pinned, steps)
+    arrays = (totals, placement.primary_ranks, starts, fresh, pinned, steps)
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-    outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, copies)]
+    outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, replicas)]
     grads = costs.grad_in_node, costs.grad_between, costs.block_rows
     integers = [ctypes.c_int64(number) for number in (*numbers, far, *grads, most)]
-    count = library.mixtrain_placement(
-        *integers, *addresses, *map(ctypes.c_int64, (len(STEPS), ROUNDS, ENOUGH, PATIENCE, *_tries())), *outputs
-    )
-    return _quotas(placement, left, copies[:count])
+    searched = len(STEPS), ROUNDS, ENOUGH, PATIENCE, limit.TRIES, limit.FEWER, limit.POLISH
+    count = library.mixtrain_placement(*integers, *addresses, *map(ctypes.c_int64, searched), *outputs)
+    return _quotas(placement, left, replicas[:count])
 
 
 @functools.cache
@@ -74,14 +81,10 @@ def _loaded() -> ctypes.CDLL | None:
     return library
 
 
-def _tries() -> tuple[int, int, int]:
-    return limit.TRIES, limit.FEWER, limit.POLISH
-
-
-def _quotas(placement: PlacementMap, left_E: Integers, copies: Integers) -> Integers:
+def _quotas(placement: PlacementMap, left_E: Integers, replicas: Integers) -> Integers:
     quotas_ER = np.zeros((placement.num_experts, placement.num_ranks), np.int64)
-    quotas_ER[np.arange(placement.num_experts), placement.home_ranks] = left_E
-    quotas_ER[copies[:, 0], copies[:, 1]] = copies[:, 2]
+    quotas_ER[np.arange(placement.num_experts), placement.primary_ranks] = left_E
+    quotas_ER[replicas[:, 0], replicas[:, 1]] = replicas[:, 2]
     return quotas_ER
 
 
@@ -90,22 +93,26 @@ def _quotas(placement: PlacementMap, left_E: Integers, copies: Integers) -> Inte
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
-    """The quotas of `solve`, computed in Python."""
-    problem = _Problem.of(counts_RE, placement, costs, limits)
-    home = best = problem.at_home()
-    base, least = problem.mean(home.work), problem.score(home)
+def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
+    """Return the quotas of `solve`, computed in Python."""
+    fresh_ranks: list[list[int]] = [[] for _ in range(placement.num_experts)]
+    for expert, rank in sorted(placement.replicas):
+        fresh_ranks[expert].append(rank)
+    totals, primary_ranks = counts_RE.sum(0).tolist(), placement.primary_ranks.tolist()
+    problem = _Problem(totals, primary_ranks, fresh_ranks, costs, limits, placement.num_ranks)
+    primary = best = problem.at_primaries()
+    base, least = problem.mean(primary.work), problem.score(primary)
     thresholds = [base + base * step // 1000 for step in STEPS]
-    thresholds = [threshold for threshold in thresholds if threshold < max(home.work)]
+    thresholds = [threshold for threshold in thresholds if threshold < max(primary.work)]
     of_fresh = []
     for threshold in thresholds:
-        of_fresh.append(home.copy())
+        of_fresh.append(primary.clone())
         problem.use_fresh(of_fresh[-1], threshold)
         if (now := problem.score(of_fresh[-1])) < least:
             least, best = now, of_fresh[-1]
         if max(of_fresh[-1].work) <= threshold:
             break
-    falling = sorted(range(problem.ranks), key=lambda rank: -home.work[rank])
+    falling = sorted(range(problem.ranks), key=lambda rank: -primary.work[rank])
     if least[0] > 0 or least[1] > base + base * ENOUGH // 1000:
         misses = 0
         for threshold, fresh in reversed(list(zip(thresholds, of_fresh))):
@@ -113,8 +120,8 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
                 break
             if least[0] <= 0 and threshold >= least[1]:
                 continue
-            starts, before = [fresh, home] if placement.copies else [home], least
-            for attempt in (each for start in starts for each in problem.with_new(start, falling, threshold)):
+            starts, before = [fresh, primary] if placement.replicas else [primary], least
+            for attempt in (each for start in starts for each in problem.with_new_replicas(start, falling, threshold)):
                 if (now := problem.score(attempt)) < least:
                     least, best = now, attempt
             misses = 0 if least < before else misses + 1
@@ -122,148 +129,155 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
         attempt = problem.keep_limit(best)
         if problem.score(attempt) < least:
             best = attempt
-    copies = np.array([(c.expert, c.rank, c.count) for c in best.copies if c.count], np.int64).reshape(-1, 3)
-    return _quotas(placement, np.array(best.left, np.int64), copies)
+    replicas = np.array([(c.expert, c.rank, c.count) for c in best.replicas if c.count], np.int64).reshape(-1, 3)
+    return _quotas(placement, np.array(best.left, np.int64), replicas)
 
 
 @dataclass
-class _Copy:
+class _Replica:
+    """A replica with its assignments in an attempt."""
+
     expert: int
     rank: int
     count: int  # assignments
     is_new: bool
-    takes: int  # slots
+    takes: int  # replica slots
 
 
 @dataclass
 class _Attempt:
-    left: list[int]  # of each expert at its home
-    work: list[int]  # of each rank
-    used: list[int]  # of each rank's slots
-    copies: list[_Copy] = field(default_factory=list)
+    """A plan that is being built."""
 
-    def copy(self) -> _Attempt:
-        return _Attempt(list(self.left), list(self.work), list(self.used), [replace(copy) for copy in self.copies])
+    left: list[int]  # assignments of each expert on its primary
+    work: list[int]  # of each rank
+    used: list[int]  # replica slots of each rank
+    replicas: list[_Replica] = field(default_factory=list)
+
+    def clone(self) -> _Attempt:
+        return _Attempt(
+            list(self.left), list(self.work), list(self.used), [replace(replica) for replica in self.replicas]
+        )
 
 
 @dataclass
 class _Problem:
-    totals: list[int]
-    homes: list[int]
-    fresh: list[list[int]]  # by expert the ranks with a copy
-    costs: Costs
-    limits: CopyLimits
-    ranks: int
+    """A call to plan."""
 
-    @classmethod
-    def of(cls, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> _Problem:
-        fresh: list[list[int]] = [[] for _ in range(placement.num_experts)]
-        for expert, rank in sorted(placement.copies):
-            fresh[expert].append(rank)
-        totals, homes = counts_RE.sum(0).tolist(), placement.home_ranks.tolist()
-        return cls(totals, homes, fresh, costs, limits, placement.num_ranks)
+    totals: list[int]  # assignments of each expert
+    primaries: list[int]  # rank of each expert
+    fresh: list[list[int]]  # ranks with a replica, by expert
+    costs: Costs
+    limits: ReplicaLimits
+    ranks: int
 
     @property
     def far(self) -> int:
-        """What a copy between nodes costs; -1: there is to be none."""
-        return -1 if self.costs.copy_between is None else self.costs.copy_between
+        """Cost of a replica between nodes; -1: there are none."""
+        return -1 if self.costs.replica_between is None else self.costs.replica_between
 
     @functools.cached_property
     def experts_of(self) -> list[list[int]]:
-        """By rank the experts at home there that have anything to do, most first."""
+        """Experts with assignments by the rank of their primary, those with the most first."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert in sorted(range(len(self.totals)), key=lambda expert: -self.totals[expert]):
             if self.totals[expert] > 0:
-                found[self.homes[expert]].append(expert)
+                found[self.primaries[expert]].append(expert)
         return found
 
-    def at_home(self) -> _Attempt:
+    def at_primaries(self) -> _Attempt:
         attempt = _Attempt(list(self.totals), [0] * self.ranks, [0] * self.ranks)
-        for home, total in zip(self.homes, self.totals, strict=True):
+        for primary, total in zip(self.primaries, self.totals, strict=True):
             if total > 0:
-                attempt.work[home] += total + self.costs.piece
+                attempt.work[primary] += total + self.costs.expert_overhead
         for _, rank in self.limits.pinned:
             attempt.used[rank] += 1
         return attempt
 
     def blocks(self, expert: int, rank: int, count: int) -> int:
-        """What the gradients of a copy's blocks cost; none where a copy's travel once."""
-        if (rows := self.costs.block_rows) == 0:
+        """Return the cost of a replica's block gradients; 0 if replicas return their gradients once."""
+        if (block_rows := self.costs.block_rows) == 0:
             return 0
         node = self.limits.ranks_per_node
-        near = self.homes[expert] // node == rank // node
-        return (self.costs.grad_in_node if near else self.costs.grad_between) * -(-count // rows)
+        near = self.primaries[expert] // node == rank // node
+        return (self.costs.grad_in_node if near else self.costs.grad_between) * -(-count // block_rows)
 
-    def copy(self, expert: int, rank: int) -> _Copy:
-        """One that has nothing yet."""
+    def new_replica(self, expert: int, rank: int) -> _Replica:
+        """Return a replica without assignments."""
         is_new = rank not in self.fresh[expert]
-        return _Copy(expert, rank, 0, is_new, int((expert, rank) not in self.limits.pinned))
+        return _Replica(expert, rank, 0, is_new, int((expert, rank) not in self.limits.pinned))
 
     def mean(self, work: list[int]) -> int:
-        """The mean of the ranks' work; of the busiest node's ranks where nothing is copied between nodes."""
+        """Return the mean of the ranks' work; that of the busiest node if there are no replicas between nodes."""
         size = self.ranks if self.far >= 0 else self.limits.ranks_per_node
         groups = [work[first : first + size] for first in range(0, self.ranks, size)]
         return max(-(-sum(group) // len(group)) for group in groups)
 
-    def give(self, attempt: _Attempt, copy: _Copy, count: int) -> None:
-        """To a copy from its home; below zero: back."""
-        home, piece, work, left = self.homes[copy.expert], self.costs.piece, attempt.work, attempt.left
-        work[home] += piece * (left[copy.expert] == 0)
-        left[copy.expert] -= count
-        work[home] -= count + piece * (left[copy.expert] == 0)
-        is_first = copy.count == 0
-        copy.count += count
-        change = is_first - (copy.count == 0)
-        attempt.used[copy.rank] += change * copy.takes
-        work[copy.rank] += count + piece * change
+    def give(self, attempt: _Attempt, replica: _Replica, count: int) -> None:
+        """Move assignments from a primary to its replica; below zero: back."""
+        primary, overhead = self.primaries[replica.expert], self.costs.expert_overhead
+        work, left = attempt.work, attempt.left
+        work[primary] += overhead * (left[replica.expert] == 0)
+        left[replica.expert] -= count
+        work[primary] -= count + overhead * (left[replica.expert] == 0)
+        is_first = replica.count == 0
+        replica.count += count
+        change = is_first - (replica.count == 0)
+        attempt.used[replica.rank] += change * replica.takes
+        work[replica.rank] += count + overhead * change
 
     def use_fresh(self, attempt: _Attempt, threshold: int) -> None:
-        """Augmenting paths (Edmonds and Karp 1972) from ranks above the threshold to ranks with room: over a copy to
-        its rank, or back from a copy's rank to its home."""
-        work, left, piece = attempt.work, attempt.left, self.costs.piece
-        at_home: list[list[_Copy]] = [[] for _ in work]
-        at_rank: list[list[_Copy]] = [[] for _ in work]
+        """Move work on augmenting paths (Edmonds and Karp 1972) from ranks above the threshold to ranks with headroom.
+
+        A path goes over a replica to its rank, or back from a replica's rank to its primary.
+        """
+        work, left, overhead = attempt.work, attempt.left, self.costs.expert_overhead
+        by_primary: list[list[_Replica]] = [[] for _ in work]
+        at_rank: list[list[_Replica]] = [[] for _ in work]
         for expert, ranks in enumerate(self.fresh):
             for rank in ranks:
-                attempt.copies.append(self.copy(expert, rank))
-                at_home[self.homes[expert]].append(attempt.copies[-1])
-                at_rank[rank].append(attempt.copies[-1])
-        for _ in range(4 * len(attempt.copies)):
+                attempt.replicas.append(self.new_replica(expert, rank))
+                by_primary[self.primaries[expert]].append(attempt.replicas[-1])
+                at_rank[rank].append(attempt.replicas[-1])
+        for _ in range(4 * len(attempt.replicas)):
             queue = [rank for rank in range(self.ranks) if work[rank] > threshold]
-            over: dict[int, _Copy | None] = dict.fromkeys(queue)  # by rank the copy that the path comes over
-            end, room, place = -1, 0, 0
-            while place < len(queue) and end < 0:
-                rank, place = queue[place], place + 1
-                steps = [(copy.rank, copy, piece * (copy.count == 0)) for copy in at_home[rank] if left[copy.expert]]
-                steps += [
-                    (self.homes[copy.expert], copy, piece * (left[copy.expert] == 0))
-                    for copy in at_rank[rank]
-                    if copy.count
+            over: dict[int, _Replica | None] = dict.fromkeys(queue)  # the replica over which the path reaches each rank
+            end, headroom, position = -1, 0, 0
+            while position < len(queue) and end < 0:
+                rank, position = queue[position], position + 1
+                steps = [
+                    (replica.rank, replica, overhead * (replica.count == 0))
+                    for replica in by_primary[rank]
+                    if left[replica.expert]
                 ]
-                for to, copy, needed in steps:
+                steps += [
+                    (self.primaries[replica.expert], replica, overhead * (left[replica.expert] == 0))
+                    for replica in at_rank[rank]
+                    if replica.count
+                ]
+                for to, replica, needed in steps:
                     if to not in over:
-                        over[to] = copy
+                        over[to] = replica
                         queue.append(to)
                         if end < 0 and work[to] + needed < threshold:
-                            end, room = to, threshold - needed - work[to]
+                            end, headroom = to, threshold - needed - work[to]
             if end < 0:
                 break
-            path, amount, rank = [], room, end
+            path, amount, rank = [], headroom, end
             while (taken := over[rank]) is not None:
                 takes = taken.rank == rank
                 path.append((taken, takes))
                 amount = min(amount, left[taken.expert] if takes else taken.count)
-                rank = self.homes[taken.expert] if takes else taken.rank
+                rank = self.primaries[taken.expert] if takes else taken.rank
             amount = min(amount, work[rank] - threshold)
             for taken, takes in path:
                 self.give(attempt, taken, amount if takes else -amount)
 
-    def with_new(self, fresh: _Attempt, falling: list[int], threshold: int) -> Iterator[_Attempt]:
-        """Attempts with new copies until one keeps all ranks at the threshold."""
+    def with_new_replicas(self, fresh: _Attempt, falling: list[int], threshold: int) -> Iterator[_Attempt]:
+        """Yield attempts with new replicas until one has all ranks within the threshold."""
         for start in (falling, falling[::-1]):
             donors, before = list(start), -1
             for _ in range(ROUNDS):
-                attempt = fresh.copy()
+                attempt = fresh.clone()
                 self.add_new(attempt, donors, threshold)
                 yield attempt
                 if (most := max(attempt.work)) <= threshold:
@@ -274,30 +288,32 @@ class _Problem:
                 before = most
 
     def add_new(self, attempt: _Attempt, donors: list[int], threshold: int) -> None:
-        work, piece, node = attempt.work, self.costs.piece, self.limits.ranks_per_node
+        work, overhead, node = attempt.work, self.costs.expert_overhead, self.limits.ranks_per_node
         holds: list[list[int]] = [[] for _ in self.totals]
-        for copy in attempt.copies:
-            holds[copy.expert].append(copy.rank)
+        for replica in attempt.replicas:
+            holds[replica.expert].append(replica.rank)
         for donor in donors:
             experts, first = list(self.experts_of[donor]), donor // node * node
             while work[donor] > threshold and experts:
                 expert = max(experts, key=attempt.left.__getitem__)
-                wanted, cost = min(work[donor] - threshold, attempt.left[expert]), self.costs.copy_in_node
+                wanted, cost = min(work[donor] - threshold, attempt.left[expert]), self.costs.replica_in_node
 
                 def target(
                     ranks: range, least: int, expert: int = expert, wanted: int = wanted, donor: int = donor
                 ) -> int:
-                    room = {rank: threshold - piece - work[rank] for rank in ranks}
-                    may = [
+                    headroom = {rank: threshold - overhead - work[rank] for rank in ranks}
+                    allowed = [
                         rank
                         for rank in ranks
-                        if room[rank] > least
-                        and attempt.used[rank] + self.copy(expert, rank).takes <= self.limits.slots
+                        if headroom[rank] > least
+                        and attempt.used[rank] + self.new_replica(expert, rank).takes <= self.limits.replica_slots
                         if rank != donor and rank not in holds[expert]
                     ]
-                    fits = [rank for rank in may if room[rank] >= wanted]
-                    exact = [r for r in fits if attempt.used[r] + 2 <= self.limits.slots or room[r] == wanted]
-                    filled = [rank for rank in may if room[rank] < wanted]
+                    fits = [rank for rank in allowed if headroom[rank] >= wanted]
+                    exact = [
+                        r for r in fits if attempt.used[r] + 2 <= self.limits.replica_slots or headroom[r] == wanted
+                    ]
+                    filled = [rank for rank in allowed if headroom[rank] < wanted]
                     if exact or not filled:
                         return max(exact or fits, key=work.__getitem__, default=-1)
                     return min(filled, key=lambda rank: (-attempt.used[rank], work[rank]))
@@ -306,62 +322,62 @@ class _Problem:
                 if rank < 0 and self.far >= 0:
                     cost = self.far
                     rank = target(range(self.ranks), cost)
-                count = 0 if rank < 0 else min(wanted, threshold - piece - work[rank])
+                count = 0 if rank < 0 else min(wanted, threshold - overhead - work[rank])
                 grads = 0 if rank < 0 else self.blocks(expert, rank, count)
-                # a whole expert's piece goes with it
-                if count <= cost + grads + piece * (count < attempt.left[expert]):
+                # the overhead of an expert moves only with all of its assignments
+                if count <= cost + grads + overhead * (count < attempt.left[expert]):
                     experts.remove(expert)
                     continue
-                attempt.copies.append(self.copy(expert, rank))
-                self.give(attempt, attempt.copies[-1], count)
+                attempt.replicas.append(self.new_replica(expert, rank))
+                self.give(attempt, attempt.replicas[-1], count)
                 holds[expert].append(rank)
 
     def keep_limit(self, before: _Attempt) -> _Attempt:
-        """An attempt that keeps the limit, or is less over it than the one before."""
+        """Return an attempt that keeps the limit, or exceeds it by less than the one before."""
         assert self.limits.most is not None
         ranks, experts, node = range(self.ranks), range(len(self.totals)), self.limits.ranks_per_node
         kinds = [[limit.NONE] * len(self.totals) for _ in ranks]
-        attempt = self.at_home()
+        attempt = self.at_primaries()
         spread = limit.Spread(
             [[0] * len(self.totals) for _ in ranks], [0] * self.ranks, attempt.used, [[] for _ in ranks]
         )
-        for expert, (home, total) in enumerate(zip(self.homes, self.totals, strict=True)):
+        for expert, (primary, total) in enumerate(zip(self.primaries, self.totals, strict=True)):
             for rank in ranks:
                 if rank in self.fresh[expert]:
                     kinds[rank][expert] = limit.PINNED if (expert, rank) in self.limits.pinned else limit.HELD
-                elif rank != home and (self.far >= 0 or rank // node == home // node):
+                elif rank != primary and (self.far >= 0 or rank // node == primary // node):
                     kinds[rank][expert] = limit.MAY
-            spread.quotas[home][expert] = total
-            spread.loads[home] += total
-            spread.experts[home] += [expert] * (total > 0)
-        costs = self.costs.piece, self.costs.copy_in_node, self.far
-        asked = len(experts), self.ranks, self.limits.slots, node, *costs, self.totals, self.homes, kinds
-        problem, attempt = limit.LimitProblem(*asked), self.at_home()
-        for copy in before.copies:
-            limit.move(problem, spread, copy.expert, self.homes[copy.expert], copy.rank, copy.count)
-        spread = limit.keep(problem, spread, self.limits.most, *_tries())
+            spread.quotas[primary][expert] = total
+            spread.loads[primary] += total
+            spread.experts[primary] += [expert] * (total > 0)
+        costs = self.costs.expert_overhead, self.costs.replica_in_node, self.far
+        sizes = len(experts), self.ranks, self.limits.replica_slots, node, *costs, self.totals, self.primaries, kinds
+        problem, attempt = limit.LimitProblem(*sizes), self.at_primaries()
+        for replica in before.replicas:
+            limit.move(problem, spread, replica.expert, self.primaries[replica.expert], replica.rank, replica.count)
+        spread = limit.keep(problem, spread, self.limits.most, limit.TRIES, limit.FEWER, limit.POLISH)
         for rank, of_rank in enumerate(spread.experts):
             for expert in of_rank:
-                if self.homes[expert] != rank:
-                    attempt.copies.append(self.copy(expert, rank))
-                    self.give(attempt, attempt.copies[-1], spread.quotas[rank][expert])
+                if self.primaries[expert] != rank:
+                    attempt.replicas.append(self.new_replica(expert, rank))
+                    self.give(attempt, attempt.replicas[-1], spread.quotas[rank][expert])
         return attempt
 
     def score(self, attempt: _Attempt) -> tuple[int, int, int]:
-        """(assignments over what a rank may compute, time of the busiest rank, new copies)."""
+        """Return (assignments of the busiest rank above its limit, time of the busiest rank, new replicas)."""
         loads, copying, node = [0] * self.ranks, [0] * self.ranks, self.limits.ranks_per_node
-        for home, left in zip(self.homes, attempt.left, strict=True):
-            loads[home] += left
+        for primary, left in zip(self.primaries, attempt.left, strict=True):
+            loads[primary] += left
         num_new = 0
-        for copy in attempt.copies:
-            loads[copy.rank] += copy.count
-            home = self.homes[copy.expert]
-            near = home // node == copy.rank // node
-            cost = (self.costs.copy_in_node if near else max(self.far, 0)) * copy.is_new
-            cost += self.blocks(copy.expert, copy.rank, copy.count)
-            copying[home] += cost
-            copying[copy.rank] += cost
-            num_new += copy.is_new
+        for replica in attempt.replicas:
+            loads[replica.rank] += replica.count
+            primary = self.primaries[replica.expert]
+            near = primary // node == replica.rank // node
+            cost = (self.costs.replica_in_node if near else max(self.far, 0)) * replica.is_new
+            cost += self.blocks(replica.expert, replica.rank, replica.count)
+            copying[primary] += cost
+            copying[replica.rank] += cost
+            num_new += replica.is_new
         over = 0 if self.limits.most is None else max(0, *(load - self.limits.most for load in loads))
-        seconds = max(work + copies for work, copies in zip(attempt.work, copying, strict=True))
+        seconds = max(work + transfers for work, transfers in zip(attempt.work, copying, strict=True))
         return over, seconds, num_new

@@ -9,7 +9,7 @@ from functools import cache
 
 from configs import derived
 from configs.compose import compose
-from configs.mistakes import presets_by_group
+from configs.overrides import presets_by_group
 from configs.schema import Config
 from configs.validate import validate
 from parallel.pipeline import layers_of_stage

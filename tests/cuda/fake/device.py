@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.cuda.fake.live import LIVE
 from tests.cuda.pretended.device import INDEXING, count_index_waits, is_pinned
-from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended.observed import OBSERVED, call_site
 
 aten = torch.ops.aten
 
@@ -85,7 +85,7 @@ def _copy_between(target: torch.Tensor, source: torch.Tensor, non_blocking: bool
 
 def read(tensor: torch.Tensor) -> torch.Tensor:
     """The made-up value of a tensor of the device, on the host. Raises RuntimeError where the host must not read."""
-    where = place()
+    where = call_site()
     if where not in READS:
         raise RuntimeError(f"the host reads a tensor {tuple(tensor.shape)} of the device in {where}")
     return READS[where](tensor).to(tensor.dtype)

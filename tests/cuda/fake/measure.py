@@ -19,7 +19,7 @@ from moe.planning.inputs import initial_plan, moe_layers
 from parallel import topology
 from parallel.pipeline import layers_of_stage
 from simulator.run_plan import make_plan
-from tests.cuda import places
+from tests.cuda import sync_points
 from tests.cuda.fake import device
 from tests.cuda.fake.cases import VOCAB_SIZE, Case
 from tests.cuda.fake.live import LIVE
@@ -72,8 +72,8 @@ def measure(case: Case, rank: int) -> Found:
     try:
         # In the engine's own thread for a device no mode is entered.
         with device.Device(), torch.autograd.set_multithreading_enabled(False):
-            place = topology.initialize(config)
-            engine = Engine(config, place, vocab_size)
+            ranks = topology.initialize(config)
+            engine = Engine(config, ranks, vocab_size)
             batches = made_up_batches(config, derived.num_micro_batches(config, case.world_size), vocab_size)
             batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
             train_step(engine, batches[: _fewest(config)], 1)
@@ -90,7 +90,7 @@ def measure(case: Case, rank: int) -> Found:
         case,
         rank,
         planned.stage,
-        _layout(config, place),
+        _layout(config, ranks),
         _layers(config, planned.stage),
         LIVE.peak,
         planned.total,
@@ -114,13 +114,13 @@ def _forwards(config: Config) -> int:
 
 
 def _expected_waits(config: Config, calls: int) -> Counter[tuple[str, str]]:
-    """What tests/cuda/places.py lists for a step with so many calls of MoE layers."""
-    exchanged = places.HIERARCHICAL if config.moe.all_to_all == "hierarchical" else places.FLAT
+    """What tests/cuda/sync_points.py lists for a step with so many calls of MoE layers."""
+    exchanged = sync_points.HIERARCHICAL if config.moe.all_to_all == "hierarchical" else sync_points.FLAT
     per_layer = {
         **(exchanged if config.parallel.expert > 1 else {}),
-        **({} if config.training.precision == "bf16" else places.LOOP_LOCAL),
+        **({} if config.training.precision == "bf16" else sync_points.LOOP_LOCAL),
     }
-    return places.waits(per_layer, calls * _forwards(config))
+    return sync_points.waits(per_layer, calls * _forwards(config))
 
 
 def _expected_grouped_products(config: Config) -> int:
@@ -137,17 +137,17 @@ def _by_name(waits: Counter[tuple[str, str]]) -> dict[str, int]:
     return {f"{kind}, {where}": count for (kind, where), count in sorted(waits.items()) if count}
 
 
-def _layout(config: Config, place: topology.Topology) -> str:
+def _layout(config: Config, ranks: topology.Topology) -> str:
     parallel = config.parallel
-    parts = [
-        ("TP", place.tensor.size, "+SP" if parallel.sequence else ""),
-        ("PP", place.pipeline.size, ""),
-        ("VPP", place.virtual_size, ""),
-        ("EP", place.expert.size, ""),
-        ("ETP", place.expert_tensor.size if derived.is_moe(config) else 1, ""),
-        ("DP", place.data.size, ""),
+    sizes = [
+        ("TP", ranks.tensor.size, "+SP" if parallel.sequence else ""),
+        ("PP", ranks.pipeline.size, ""),
+        ("VPP", ranks.virtual_size, ""),
+        ("EP", ranks.expert.size, ""),
+        ("ETP", ranks.expert_tensor.size if derived.is_moe(config) else 1, ""),
+        ("DP", ranks.data.size, ""),
     ]
-    text = " ".join(f"{name}{size}{more}" for name, size, more in parts if size > 1) or "one rank"
+    text = " ".join(f"{name}{size}{more}" for name, size, more in sizes if size > 1) or "one rank"
     return f"{text}, {config.training.precision}, micro-batches of {config.training.micro_batch_size}"
 
 

@@ -31,8 +31,8 @@ def _counts(config: Config, asked: torch.Tensor) -> torch.Tensor:
     load, ranks = even_load(config, "cuda"), config.parallel.expert
     assert load.assignments % ranks == 0, (load.assignments, ranks)
     degrees = _degrees(config, asked.size(-1) // 2)
-    kinds = (load.rows // ranks, load.assignments // ranks)
-    of_ranks = torch.tensor([part for total in kinds for degree in degrees for part in _parts(total, degree)])
+    kinds = (load.token_rows // ranks, load.assignments // ranks)
+    of_ranks = torch.tensor([count for total in kinds for degree in degrees for count in _split(total, degree)])
     return of_ranks.expand(asked.shape)
 
 
@@ -40,8 +40,8 @@ def _ends(config: Config, asked: torch.Tensor) -> torch.Tensor:
     """Where the experts' assignments end in each chunk of each pass."""
     load, experts = even_load(config, "cuda"), (config.moe.num_experts or 1) // config.parallel.expert
     degrees = _degrees(config, len(asked) // experts)
-    chunks = [part for degree in degrees for part in _parts(load.assignments, degree)]
-    return torch.cat([torch.tensor(_parts(chunk, experts)).cumsum(0) for chunk in chunks])
+    chunks = [count for degree in degrees for count in _split(load.assignments, degree)]
+    return torch.cat([torch.tensor(_split(chunk, experts)).cumsum(0) for chunk in chunks])
 
 
 def _degrees(config: Config, num_chunks: int) -> list[int]:
@@ -50,5 +50,5 @@ def _degrees(config: Config, num_chunks: int) -> list[int]:
     return next(degrees for degrees in both if sum(degrees) == num_chunks)
 
 
-def _parts(total: int, count: int) -> list[int]:
+def _split(total: int, count: int) -> list[int]:
     return [total * (i + 1) // count - total * i // count for i in range(count)]

@@ -44,11 +44,11 @@ def install() -> None:
     # Objects travel as numbers, and there are none.
     dist.all_gather_object = _all_gather_object
     from models import build
-    from moe.alltoall import factory
+    from moe.alltoall import hierarchical
     from parallel import fused
 
     build.initialize_weights = lambda chunks, config: None  # minutes of drawing for nobody
-    factory.ranks_per_node = lambda group: RANKS_PER_NODE  # they would tell each other their hosts
+    hierarchical.ranks_per_node = lambda group: RANKS_PER_NODE  # they would tell each other their hosts
     fused.compile_for_gpu = _one_kernel
 
 
@@ -80,14 +80,14 @@ def _not_reached(*_: Any, **__: Any) -> Any:
 
 
 def _move_module(module: torch.nn.Module, *_: Any, **__: Any) -> torch.nn.Module:
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and not isinstance(parameter, FakeTensor):
                 moved = torch.nn.Parameter(parameter.detach().to("cuda"), requires_grad=parameter.requires_grad)
                 vars(moved).update(vars(parameter))
-                part._parameters[name] = moved
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.to("cuda")
+                submodule._parameters[name] = moved
+        for name, buffer in submodule._buffers.items():
+            submodule._buffers[name] = None if buffer is None else buffer.to("cuda")
     return module
 
 

@@ -46,10 +46,10 @@ def line(found: Found, markdown: bool) -> str:
 
 
 def _waits(found: Found) -> str:
-    """How many by place, shortly; those that are not as tests/cuda/places.py lists them, with what it lists."""
+    """How many by place, shortly; those that are not as tests/cuda/sync_points.py lists them, with what it lists."""
     if found.waits != found.expected_waits:
         return f"{found.waits}, listed are {found.expected_waits}"
-    return " + ".join(f"{count} {place.rpartition(':')[2]}" for place, count in found.waits.items())
+    return " + ".join(f"{count} {call_site.rpartition(':')[2]}" for call_site, count in found.waits.items())
 
 
 def _grouped(found: Found) -> str:

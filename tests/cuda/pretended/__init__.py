@@ -1,4 +1,4 @@
-"""A CUDA device made of host memory. See docs/decisions/pretended-gpu.md.
+"""A CUDA device made of host memory. See docs/decisions/fake-cuda-device.md.
 
 A fault is:
 

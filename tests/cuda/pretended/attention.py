@@ -20,19 +20,19 @@ def _slices(of_queries: torch.Tensor, of_keys: torch.Tensor) -> Iterator[tuple[s
         yield slice(begin, end), slice(first, last)
 
 
-def _of_heads(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-    return tensor[rows].transpose(0, 1).unsqueeze(0)
+def _of_heads(tensor: torch.Tensor, query_rows: slice) -> torch.Tensor:
+    return tensor[query_rows].transpose(0, 1).unsqueeze(0)
 
 
 def _flash(*given: Any, scale: float) -> Any:
     query, key, value, of_queries, of_keys, longest_query, longest_key, dropout, causal, _ = given
     assert dropout == 0.0 and of_queries.dtype == of_keys.dtype == torch.int32
     output, sums = torch.empty_like(query), query.new_empty(query.size(1), len(query), dtype=torch.float32)
-    for rows, keys in _slices(of_queries, of_keys):
-        assert rows.stop - rows.start <= longest_query and keys.stop - keys.start <= longest_key
-        inputs = _of_heads(query, rows), _of_heads(key, keys), _of_heads(value, keys)
+    for query_rows, keys in _slices(of_queries, of_keys):
+        assert query_rows.stop - query_rows.start <= longest_query and keys.stop - keys.start <= longest_key
+        inputs = _of_heads(query, query_rows), _of_heads(key, keys), _of_heads(value, keys)
         found, of_rows = aten._scaled_dot_product_flash_attention_for_cpu(*inputs, 0.0, causal, scale=scale)
-        output[rows], sums[:, rows] = found[0].transpose(0, 1), of_rows[0]
+        output[query_rows], sums[:, query_rows] = found[0].transpose(0, 1), of_rows[0]
     seeds = torch.empty(2, dtype=torch.int64), torch.empty((), dtype=torch.int64)
     return output, sums, *seeds, query.new_empty(0)
 
@@ -40,13 +40,19 @@ def _flash(*given: Any, scale: float) -> Any:
 def _flash_backward(*given: Any, scale: float) -> Any:
     grad, query, key, value, output, sums, of_queries, of_keys, _, _, _, causal, *_ = given
     grads = [torch.empty_like(each) for each in (query, key, value)]
-    for rows, keys in _slices(of_queries, of_keys):
-        inputs = _of_heads(query, rows), _of_heads(key, keys), _of_heads(value, keys)
+    for query_rows, keys in _slices(of_queries, of_keys):
+        inputs = _of_heads(query, query_rows), _of_heads(key, keys), _of_heads(value, keys)
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _of_heads(grad, rows), *inputs, _of_heads(output, rows), sums[None, :, rows], 0.0, causal, scale=scale
+            _of_heads(grad, query_rows),
+            *inputs,
+            _of_heads(output, query_rows),
+            sums[None, :, query_rows],
+            0.0,
+            causal,
+            scale=scale,
         )
-        for each, where, part in zip(grads, (rows, keys, keys), found):
-            each[where] = part[0].transpose(0, 1)
+        for each, where, grad_part in zip(grads, (query_rows, keys, keys), found):
+            each[where] = grad_part[0].transpose(0, 1)
     return tuple(grads)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import include_paths
 
-from moe.kernels.build import cache_folder, compile_library
+from moe.kernels.compiler import cache_folder, compile_library
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 DRIVER = Path(__file__).with_name("driver.cpp")

@@ -19,7 +19,7 @@ from tests.cuda.pretended import device, exchanges
 from tests.cuda.pretended.device import DeviceTensor
 from tests.cuda.pretended.exchanges import Exchange
 from tests.cuda.pretended.logs import Key, Operation
-from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended.observed import OBSERVED, call_site
 from tests.cuda.pretended.streams import AT_SYNCHRONIZE
 
 c10d = torch.ops.c10d
@@ -82,7 +82,7 @@ def _operate(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
         peer = given["dst"] if name == "send" else given["src"]
         ends = tuple((_end(tensor, peer)) for tensor in (*outputs, *inputs))
         described = Operation(
-            name, None, described.place, ends if name == "send" else (), ends if name == "recv" else ()
+            name, None, described.call_site, ends if name == "send" else (), ends if name == "recv" else ()
         )
     exchange = Exchange(
         _pair(group, peer) if of_pair else _key(group),
@@ -135,7 +135,7 @@ def _describe(
     first = (*outputs, *inputs)[:1]
     dtype = str(first[0].dtype).removeprefix("torch.") if first else ""
     if name == "alltoall_base":
-        rows = given["output"].size(0), given["input"].size(0)
+        first_sizes = given["output"].size(0), given["input"].size(0)
         columns = [tensor.numel() // max(1, tensor.size(0)) for tensor in (given["output"], given["input"])]
         split = given["output_split_sizes"], given["input_split_sizes"]
         receives, sends = (
@@ -143,15 +143,15 @@ def _describe(
                 (rank, count * width, dtype)
                 for rank, count in enumerate(counts or [total // group.size()] * group.size())
             )
-            for counts, total, width in zip(split, rows, columns, strict=True)
+            for counts, total, width in zip(split, first_sizes, columns, strict=True)
         )
-        return Operation(name, dtype, place(), sends, receives)
+        return Operation(name, dtype, call_site(), sends, receives)
     sized = (outputs if name.startswith(_SIZED_BY_OUTPUT) else inputs) or (*outputs, *inputs)
     numbers = tuple(tensor.numel() for tensor in sized)
     if name in ("gather", "scatter", "barrier"):  # only the root has all of it
         numbers = ()
     root = given.get("root_rank")
-    return Operation(name, (dtype, numbers) if root is None else (dtype, numbers, f"root {root}"), place())
+    return Operation(name, (dtype, numbers) if root is None else (dtype, numbers, f"root {root}"), call_site())
 
 
 def _calls(operation: Any, args: Sequence[Any]) -> list[tuple[Any, Sequence[Any]]]:
@@ -169,7 +169,7 @@ def _refuse_host(name: str, group: ProcessGroup) -> None:
             return  # which would bring them to the device
         frame = frame.f_back  # type: ignore[assignment]
     if group not in _of_host:
-        OBSERVED.fault(f"{name} of a host's tensor over NCCL, in {place()}")
+        OBSERVED.fault(f"{name} of a host's tensor over NCCL, in {call_site()}")
 
 
 def _end(tensor: torch.Tensor, peer: int) -> tuple[int, int, str]:
@@ -199,7 +199,7 @@ def _messages(
     operation = Operation(
         name,
         what,
-        place(),
+        call_site(),
         tuple(_end(tensor, rank) for tensor, rank in sends),
         tuple(_end(tensor, rank) for tensor, rank in receives),
     )

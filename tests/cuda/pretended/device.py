@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.cuda.pretended import attention, memory, order, streams
-from tests.cuda.pretended.observed import OBSERVED, is_launch, place
+from tests.cuda.pretended.observed import OBSERVED, call_site, is_launch
 
 DEVICE = streams.DEVICE
 HOST = torch.device("cpu")
@@ -120,7 +120,7 @@ def run(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": HOST}
     if name is aten.copy_:
         non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
-        return _copy(args[0], args[1], non_blocking)
+        return _copy_between(args[0], args[1], non_blocking)
     if name is aten._to_copy and asked is not None:
         return _move(operation, args[0], torch.device(asked), kwargs)
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -189,15 +189,15 @@ def _queue(
     if not written or len(returns) > 1 or any(each.alias_info is None for each in returns):
         streams.refuse_on_side_stream(operation)
     leaves, spec = tree_flatten((tuple(args), kwargs))
-    slots = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DeviceTensor)]
-    tensors = [leaves[index].host for index in slots]
+    tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, DeviceTensor)]
+    tensors = [leaves[index].host for index in tensor_indices]
     for index, leaf in enumerate(leaves):  # numbers of the host are read now; those of the device do not stay alive
         if isinstance(leaf, torch.Tensor):
-            leaves[index] = None if index in slots else leaf.clone()
+            leaves[index] = None if index in tensor_indices else leaf.clone()
 
     def run(*tensors: torch.Tensor) -> None:
         given = list(leaves)
-        for index, tensor in zip(slots, tensors, strict=True):
+        for index, tensor in zip(tensor_indices, tensors, strict=True):
             given[index] = tensor
         args, kwargs = tree_unflatten(given, spec)
         operation(*args, **kwargs)
@@ -226,13 +226,13 @@ def _move(operation: Any, source: torch.Tensor, target: torch.device, kwargs: di
     return on_device(moved) if to_here else moved
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+def _copy_between(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
     to_here, from_here = isinstance(target, DeviceTensor), isinstance(source, DeviceTensor)
     if to_here != from_here:
         _carry(target, source, non_blocking)
     elif to_here:
         OBSERVED.launch("copy")
-        streams.copy(host_of(target), host_of(source), True, True, waits=False)
+        streams.copy_on_stream(host_of(target), host_of(source), True, True, waits=False)
     else:
         _use_on_host([(target, True), (source, False)])
         aten.copy_(target, source)
@@ -247,11 +247,11 @@ def _carry(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> No
     OBSERVED.launch("copy")
     OBSERVED.carry(host_of(source).nbytes, to_here)
     if non_blocking and not pinned:
-        OBSERVED.fault(f"a non-blocking {way} of memory that is not pinned, in {place()}")
+        OBSERVED.fault(f"a non-blocking {way} of memory that is not pinned, in {call_site()}")
     waits = not (non_blocking and pinned)
     if waits:
         OBSERVED.wait(way)
-    streams.copy(host_of(target), host_of(source), to_here, not to_here, waits)
+    streams.copy_on_stream(host_of(target), host_of(source), to_here, not to_here, waits)
 
 
 def _refuse_mixed(operation: Any, name: Any, tensors: list[torch.Tensor]) -> None:
@@ -259,7 +259,8 @@ def _refuse_mixed(operation: Any, name: Any, tensors: list[torch.Tensor]) -> Non
     for tensor in tensors:
         if not isinstance(tensor, DeviceTensor) and tensor.dim() > 0 and name not in INDEXING:
             raise RuntimeError(
-                f"{operation} got a tensor {tuple(tensor.shape)} of the host beside those of the device, in {place()}"
+                f"{operation} got a tensor {tuple(tensor.shape)} of the host beside those of the device, in "
+                f"{call_site()}"
             )
 
 

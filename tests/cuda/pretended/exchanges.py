@@ -67,7 +67,7 @@ class Exchange(Work):  # type: ignore[misc]
         self._inputs = [tensor for tensor in inputs if tensor.numel()]
         self._aside: dict[int, torch.Tensor] = {}  # inputs that lie in outputs, as they were
         self._poisoned: list[torch.Tensor] = []
-        user = f"{operation.name}, issued in {operation.place},"
+        user = f"{operation.name}, issued in {operation.call_site},"
         tensors = {id(tensor): tensor for tensor in (*self._outputs, *self._inputs)}
         self._uses = {key: memory.Use(host_of(tensor), user) for key, tensor in tensors.items()}
         if not is_default() and not is_at_once:
@@ -89,7 +89,7 @@ class Exchange(Work):  # type: ignore[misc]
             self._enqueue()
 
     def _touch(self) -> order.Moment:
-        agent, user = _STATE.agents[self._key], f"{self.operation.name}, issued in {self.operation.place},"
+        agent, user = _STATE.agents[self._key], f"{self.operation.name}, issued in {self.operation.call_site},"
         with order.LOCK:
             agent.learn(current_stream().moment())
             agent.tick()

@@ -23,7 +23,7 @@ class Operation:
 
     name: str
     what: Any
-    place: str
+    call_site: str
     sends: tuple[End, ...] = ()
     receives: tuple[End, ...] = ()
 
@@ -31,7 +31,7 @@ class Operation:
         words = [self.name] if self.what is None else [f"{self.name} {self.what}"]
         words += [f"{count} {dtype} to {peer}" for peer, count, dtype in self.sends]
         words += [f"{count} {dtype} from {peer}" for peer, count, dtype in self.receives]
-        return f"{', '.join(words)} in {self.place}"
+        return f"{', '.join(words)} in {self.call_site}"
 
 
 Log = dict[Key, list[Operation]]

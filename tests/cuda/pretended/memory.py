@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from tests.cuda.pretended import order
-from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended.observed import OBSERVED, call_site
 
 _alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 _uses: dict[int, list[Use]] = {}
@@ -85,7 +85,7 @@ def made(host: torch.Tensor) -> None:
         Bytes.add(-count)
         users = {use.user for use in _uses.pop(key, [])}
         for user in users.union(order.users_at_end(key, _recorded.pop(key, set()))):
-            OBSERVED.fault(f"{user} still used memory that was given back in {place()}")
+            OBSERVED.fault(f"{user} still used memory that was given back in {call_site()}")
 
     order.start(storage)
     _alive[key] = weakref.ref(storage, given_back)

@@ -1,4 +1,4 @@
-"""What a run on the pretended device did that no number shows, by the places in the product where it happened."""
+"""What a run on the pretended device did that no number shows, by call site in the product."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Mutant:
     next operation overtakes this one. Or `written`: a record of a store is read before its last change is over."""
 
     what: str
-    place: str
+    call_site: str
     left_out: int = 0
     thread: str | None = None  # by its name, as `from device lane`; None: any
 
@@ -68,28 +68,28 @@ class Observed:
     def wait(self, kind: str) -> None:
         """The host would wait here for the device."""
         if threading.current_thread() is threading.main_thread():
-            self.waits[kind, place()] += 1
+            self.waits[kind, call_site()] += 1
         else:
-            self.worker_waits[threading.current_thread().name, kind, place()] += 1
+            self.worker_waits[threading.current_thread().name, kind, call_site()] += 1
             if kind != "event.synchronize":
-                self.fault(f"a thread beside the main one waited by {kind}, in {place()}")
+                self.fault(f"a thread beside the main one waited by {kind}, in {call_site()}")
         if kind not in ("event.synchronize", "stream.synchronize"):
             for arrive in AT_WAIT:
                 arrive()
 
     def carry(self, count: int, to_device: bool) -> None:
         """So many bytes go between host and device."""
-        (self.to_device if to_device else self.to_host)[place()] += count
+        (self.to_device if to_device else self.to_host)[call_site()] += count
 
     def launch(self, name: str) -> None:
         """An operation of the device."""
         if not self._as_one and is_launch(name):
-            self.launches[place()] += 1
+            self.launches[call_site()] += 1
 
     @contextlib.contextmanager
     def kernels(self, count: int) -> Iterator[None]:
         """What is done inside takes a GPU so many kernels."""
-        self.launches[place()] += 0 if self._as_one else count
+        self.launches[call_site()] += 0 if self._as_one else count
         self._as_one += 1
         try:
             yield
@@ -99,7 +99,7 @@ class Observed:
     def leaves_out(self, what: str) -> bool:
         """Whether the mutant lacks the call that is being made."""
         mutant = self.mutant
-        if mutant is None or mutant.what != what or mutant.place not in places():
+        if mutant is None or mutant.what != what or mutant.call_site not in call_sites():
             return False
         if mutant.thread not in (None, threading.current_thread().name):
             return False
@@ -110,7 +110,7 @@ class Observed:
 OBSERVED = Observed()
 
 
-def places() -> Iterator[str]:
+def call_sites() -> Iterator[str]:
     """`file:function` of the calls that are under way in the product and in Megatron-core, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
@@ -124,6 +124,6 @@ def places() -> Iterator[str]:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-def place() -> str:
-    """The innermost of `places`."""
-    return next(places(), "autograd")
+def call_site() -> str:
+    """Return the innermost of `call_sites`, or autograd."""
+    return next(call_sites(), "autograd")

@@ -16,7 +16,7 @@ import weakref
 
 import torch
 
-from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended.observed import OBSERVED, call_site
 
 LOCK = threading.RLock()  # of all that is known here, and of what side streams do
 Moment = dict[int, int]  # by agent: how many of its operations
@@ -127,7 +127,7 @@ def _check(memory: _Memory, agent: Agent, begin: int, end: int, writes: bool, us
             if number == agent.number or begin >= other_end or other_begin >= end:
                 continue
             if not agent.knows(number, max(read, written) if writes else written):
-                user = user or f"{'the host' if agent is HOST else 'the default stream'}, in {place()},"
+                user = user or f"{'the host' if agent is HOST else 'the default stream'}, in {call_site()},"
                 whose = "the default stream" if number == DEFAULT.number else memory.users[other]
                 OBSERVED.fault(f"{user} did not wait for what {whose} was doing with the memory")
                 return

@@ -19,7 +19,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from tests.cuda.pretended import memory, order
-from tests.cuda.pretended.observed import AT_WAIT, OBSERVED, place
+from tests.cuda.pretended.observed import AT_WAIT, OBSERVED, call_site
 
 DEVICE = torch.device("cuda", 0)
 Uses = Sequence[tuple[torch.Tensor, bool]]  # tensors of the host inside the device's; whether they are written
@@ -286,7 +286,7 @@ def refuse_on_side_stream(what: object) -> None:
     """Raises NotImplementedError: a side stream allocates nothing, and tells the host nothing."""
     if not is_default():
         raise NotImplementedError(
-            f"{what} on a side stream, in {place()}: the pretended device does there what writes to memory that is "
+            f"{what} on a side stream, in {call_site()}: the pretended device does there what writes to memory that is "
             "there, and nothing else"
         )
 
@@ -301,7 +301,7 @@ def at_once(uses: Uses) -> None:
 
 def queue(run: Callable[..., object], name: str, tensors: Sequence[torch.Tensor], uses: Uses) -> None:
     """Give the current side stream an operation on memory of the device: `run` of the tensors."""
-    stream, user = current_stream(), f"{name} on a side stream, in {place()},"
+    stream, user = current_stream(), f"{name} on a side stream, in {call_site()},"
     with order.LOCK:
         position = stream.tick()
         for tensor, writes in uses:
@@ -316,11 +316,11 @@ def exchange(call: Callable[[], object]) -> None:
         stream.put(_Exchange(call), stream.tick())
 
 
-def copy(target: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool, waits: bool) -> None:
+def copy_on_stream(target: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool, waits: bool) -> None:
     """Copy between host tensors on the current stream; `to_device`, `from_device`: which of them is memory of the
     device; `waits`: the host does."""
     stream = current_stream()
-    user = None if stream is _DEFAULT else f"a copy on a side stream, in {place()},"
+    user = None if stream is _DEFAULT else f"a copy on a side stream, in {call_site()},"
     with order.LOCK:
         position = stream.tick()
         # What is not pinned is read and written by the host, which waits.
@@ -334,7 +334,7 @@ def copy(target: torch.Tensor, source: torch.Tensor, to_device: bool, from_devic
             return
         if stream is _DEFAULT:
             source, from_device = source.clone(), False  # as it is now, whatever the stream computes next
-        work = _Work(torch.Tensor.copy_, [target, source], user or f"a copy to the host, in {place()},")
+        work = _Work(torch.Tensor.copy_, [target, source], user or f"a copy to the host, in {call_site()},")
         for use, is_device in zip(work.uses, (to_device, from_device), strict=True):
             if not is_device:  # pinned memory is not used again before a copy is over: torch records events for it
                 use.keep()

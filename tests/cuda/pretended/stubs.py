@@ -14,7 +14,7 @@ import torch.profiler
 from parallel import fused
 from tests.cuda.pretended import collectives, memory, streams
 from tests.cuda.pretended.device import Device, DeviceTensor, host_of, on_device, pin
-from tests.cuda.pretended.observed import OBSERVED, place
+from tests.cuda.pretended.observed import OBSERVED, call_site
 
 
 def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -28,7 +28,7 @@ def with_pins(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    OBSERVED.pinned[place()] += 1
+    OBSERVED.pinned[call_site()] += 1
     return pin(tensor)
 
 
@@ -39,14 +39,14 @@ def _move_module(module: torch.nn.Module, *target: Any, **options: Any) -> torch
     if target and str(target[0]).startswith("cpu"):  # a run on the host beside the device
         return _to(module, *target, **options)
     # torch swaps the storage of a parameter in place, which cannot turn one into a tensor of another class.
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None and not isinstance(parameter, DeviceTensor):
                 moved = torch.nn.Parameter(on_device(parameter.detach().clone()), requires_grad=parameter.requires_grad)
                 vars(moved).update(vars(parameter))
-                part._parameters[name] = moved
-        for name, buffer in part._buffers.items():
-            part._buffers[name] = on_device(buffer)
+                submodule._parameters[name] = moved
+        for name, buffer in submodule._buffers.items():
+            submodule._buffers[name] = on_device(buffer)
     return module
 
 

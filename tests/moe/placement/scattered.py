@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from configs.schema import Config
 from moe.experts.module import StackedLinear
+from moe.experts.weights import Slab, Weights
 from moe.layer import layers_of
-from moe.placement.quotas import CopyLimits, Costs, check
+from moe.placement.quotas import Costs, ReplicaLimits, check
 from moe.placement_map import Integers, PlacementMap
 from tests.training.helpers import Lines, train
 from training.run import Callback, Run
@@ -26,18 +27,21 @@ class Scattered:
     def __init__(self) -> None:
         self._calls = 0
 
-    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: CopyLimits) -> Integers:
+    def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
         """Raises AssertionError where the answer is none."""
         self._calls += 1
         generator = np.random.default_rng(self._calls)
         ranks, experts = counts_RE.shape
         quotas_ER, taken = np.zeros((experts, ranks), np.int64), np.zeros(ranks, np.int64)
         for expert in generator.permutation(experts):
-            home, may = placement.home_ranks[expert], (taken < limits.slots) & (generator.random(ranks) < 0.6)
+            home, may = (
+                placement.primary_ranks[expert],
+                (taken < limits.replica_slots) & (generator.random(ranks) < 0.6),
+            )
             hosts = [rank for rank in range(ranks) if rank == home or may[rank]]
             taken[[rank for rank in hosts if rank != home]] += 1
-            parts = generator.dirichlet(np.ones(len(hosts)))
-            quotas_ER[expert, hosts] = generator.multinomial(counts_RE[:, expert].sum(), parts)
+            shares = generator.dirichlet(np.ones(len(hosts)))
+            quotas_ER[expert, hosts] = generator.multinomial(counts_RE[:, expert].sum(), shares)
         check(quotas_ER, counts_RE, placement, limits)
         return quotas_ER
 
@@ -81,3 +85,12 @@ class EndWeights(Callback):
 
 def _hash(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).hexdigest()
+
+
+def slab_of(weights: Weights, expert: int) -> tuple[Slab, int]:
+    """Return the slab of an expert of this rank, and the expert's index in it."""
+    for slab in weights.slabs:
+        if expert < len(slab):
+            return slab, expert
+        expert -= len(slab)
+    raise AssertionError(f"{weights.num_experts} experts have no number {expert}")

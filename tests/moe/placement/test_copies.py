@@ -13,19 +13,19 @@ from moe.alltoall.messages import Messages
 from moe.chunk_plan import Plan
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
-from moe.placement import copies
+from moe.placement import replicas
 from moe.placement.live import TALLY, LayerPlacement
 from moe.placement.planners.solve import reference, solve
 from moe.placement.policy import ASSUMED
-from moe.placement.quotas import CopyLimits, Costs, at_home, outcome
+from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, outcome
 from moe.placement_map import PlacementMap
 from parallel.megatron.grad_buffers import add_with_next
 from tests.distributed import run
 from tests.moe.oracle import Case, largest_error, problem
-from tests.moe.placement.scattered import Scattered
+from tests.moe.placement.scattered import Scattered, slab_of
 from tests.tolerances import MOE
 
-SLOTS = 2
+REPLICA_SLOTS = 2
 TRAIN, AGAIN, EVALUATE = "train", "again", "evaluate"
 
 
@@ -37,17 +37,19 @@ def _step(kinds: list[str], dtype: torch.dtype, block_rows: int | None = None) -
     rank, ranks = group.rank(), group.size()
     case = Case(routing="skewed", dtype=dtype)
     num_home, plan = case.num_experts // ranks, Plan(2, 2, "recompute", 1)
-    placement = LayerPlacement(group, case.num_experts, Scattered(), Costs(), CopyLimits(SLOTS, ranks), block_rows)
-    most, plain = 0, copies.Messages
+    placement = LayerPlacement(
+        group, case.num_experts, Scattered(), Costs(), ReplicaLimits(REPLICA_SLOTS, ranks), block_rows
+    )
+    most, plain = 0, replicas.Messages
 
     class Counted(Messages):
         def __init__(self, group: Any, sends: Any, receives: Any) -> None:
             super().__init__(group, sends, receives)
             nonlocal most
-            pairs = sum(bool(parts) for side in (sends, receives) for parts in side.values())
+            pairs = sum(bool(tensors) for side in (sends, receives) for tensors in side.values())
             most = max(most, -(-len(self._works) // max(pairs, 1)))
 
-    copies.Messages = Counted  # type: ignore[misc]
+    replicas.Messages = Counted  # type: ignore[misc]
     result: dict[str, Any] = {}
     for name, placed in (("home", None), ("placed", placement)):
         parameters = [each[rank * num_home : (rank + 1) * num_home].clone() for each in problem(case).parameters]
@@ -65,10 +67,10 @@ def _step(kinds: list[str], dtype: torch.dtype, block_rows: int | None = None) -
             if kind != EVALUATE:
                 routed_experts(*call).backward(given.output_grad)
         result[name] = [each.grad for each in slab.given]
-    copies.Messages = plain  # type: ignore[misc]
+    replicas.Messages = plain  # type: ignore[misc]
     result["tally"] = dict(zip(TALLY, placement.tally.tolist(), strict=True))
     result["most"], result["bytes"] = most, (slab.expert_bytes, slab.grad_bytes)
-    result["left"] = len(placement._owing) + len(placement.slots._written)  # type: ignore[union-attr]
+    result["left"] = len(placement._owing) + len(placement.replica_buffers._written)  # type: ignore[union-attr]
     return result
 
 
@@ -119,34 +121,34 @@ def test_no_expert_s_weights_are_copied_in_a_call() -> None:
     group: Any = torch.distributed.ProcessGroup(0, 1)
     fc1, fc2 = torch.randn(2, 8, 4), torch.randn(2, 4, 4)
     home = Slab(fc1, fc2, None, None, "swiglu")
-    slots = copies.CopySlots(group, 3, home)
-    weights = copies.CallCopies(slots, [], [], []).weights(home)
-    assert weights.home is home and weights.num_experts == 5
-    places = {slots.weights.untyped_storage().data_ptr()}
+    buffers = replicas.ReplicaBuffers(group, 3, home)
+    weights = replicas.CallReplicas(buffers, [], [], []).weights(home)
+    assert weights.primaries is home and weights.num_experts == 5
+    addresses = {buffers.weights.untyped_storage().data_ptr()}
     for number in range(2, 5):
-        slab, place = weights.slot(number)
-        assert {each[place].untyped_storage().data_ptr() for each in slab.tensors} == places
+        slab, index = slab_of(weights, number)
+        assert {each[index].untyped_storage().data_ptr() for each in slab.tensors} == addresses
         assert slab.fc1.is_contiguous()  # as the host's kernels need them
-        assert slab.fc1[place].data_ptr() == slots.weights[number - 2].data_ptr()
+        assert slab.fc1[index].data_ptr() == buffers.weights[number - 2].data_ptr()
 
 
 def test_a_held_copy_costs_nothing_more_and_blocks_cost_each_time() -> None:
     """Planners charge what is sent: with a copy held a small gain is a gain, as its gradient will travel anyway; where
     blocks' gradients travel in each call it is none."""
-    counts_RE, limits = np.full((2, 8), 512), CopyLimits(slots=2, ranks_per_node=2)
+    counts_RE, limits = np.full((2, 8), 512), ReplicaLimits(replica_slots=2, ranks_per_node=2)
     counts_RE[:, 0] += 150
-    held = PlacementMap(8, 2, copies=((0, 1),))
+    held = PlacementMap(8, 2, replicas=((0, 1),))
     costs = ASSUMED["cuda"]
     for plan in (solve, reference):
         once, blocks = costs.of_call(trains=True), costs.of_call(trains=True, block_rows=256)
         quotas_ER = plan(counts_RE, held, once, limits)
         assert quotas_ER[0, 1] > 0
-        before = outcome(at_home(counts_RE, held), held, once, limits).seconds
+        before = outcome(at_primaries(counts_RE, held), held, once, limits).seconds
         assert outcome(quotas_ER, held, once, limits).seconds < before
         assert plan(counts_RE, held, blocks, limits)[0, 1] == 0
         assert outcome(quotas_ER, held, blocks, limits).seconds > before
-    assert costs.of_call(trains=True).copy_in_node == costs.copy_in_node + costs.grad_in_node
-    assert costs.of_call(trains=False).copy_in_node == costs.copy_in_node
+    assert costs.of_call(trains=True).replica_in_node == costs.replica_in_node + costs.grad_in_node
+    assert costs.of_call(trains=False).replica_in_node == costs.replica_in_node
 
 
 def test_a_part_without_a_buffer_is_left_to_the_caller() -> None:

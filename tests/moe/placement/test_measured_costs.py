@@ -1,19 +1,17 @@
-"""Measured costs of placement: medians of rounds, believed where a machine may have them, and kept as they were asked
-for."""
+"""Measured costs of placement: medians of rounds, used if they are plausible, and kept for later starts."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moe.placement.measure import LARGE, ROUNDS, SMALL, Measured, implausible, judged, peer_of
+from moe.placement.cost_measurement import LARGE, ROUNDS, SMALL, Measured, grade, implausible, peer_of
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import Costs
-from training.callbacks.moe import home_moves
-from training.callbacks.moe.home_moves import HomeMoves
+from training.callbacks.moe import expert_migration
+from training.callbacks.moe.expert_migration import ExpertMigration
 
 pytestmark = pytest.mark.fast
 
@@ -21,10 +19,10 @@ CPU = ASSUMED["cpu"]
 US = 1e-6
 
 
-def rounds(piece: int, in_node: int, between: int) -> list[list[float]]:
+def rounds(overhead: int, in_node: int, between: int) -> list[list[float]]:
     """Of a machine on which an assignment takes 2 us."""
     trips = in_node, between, 3 * in_node, 3 * between
-    row = [2 * US * (piece + SMALL), 2 * US * (piece + LARGE), *(2 * US * trip for trip in trips)]
+    row = [2 * US * (overhead + SMALL), 2 * US * (overhead + LARGE), *(2 * US * trip for trip in trips)]
     return [list(row) for _ in range(ROUNDS)]
 
 
@@ -32,7 +30,7 @@ def test_a_busy_moment_changes_nothing() -> None:
     measured = rounds(10, 400, 900)
     for spoiled in measured[:4]:
         spoiled[:] = [1.0, 0.0, 30.0, 1e-9, 40.0, 1e-9]
-    found = judged(measured, CPU)
+    found = grade(measured, CPU)
     assert (
         found.costs == Costs(10, 400, 900, 1200, 2700)
         and found.assignment == pytest.approx(2 * US)
@@ -43,21 +41,21 @@ def test_a_busy_moment_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        (rounds(10, 273_080, 0), "1092320 for a copy inside a node, where 1 to 16384 was expected"),
-        (rounds(10, 0, 273_080), "1092320 for a copy between nodes"),
-        (rounds(100_000, 400, 0), "100000 for a piece, where 0 to 512 was expected"),
+        (rounds(10, 273_080, 0), "1092320 for a replica inside a node, where 1 to 16384 was expected"),
+        (rounds(10, 0, 273_080), "1092320 for a replica between nodes"),
+        (rounds(100_000, 400, 0), "100000 for the overhead per expert, where 0 to 512 was expected"),
         ([[5 * US, 5 * US, US, 0.0, US, 0.0]] * ROUNDS, "512 assignments took 5e-06 s and 64 took 5e-06 s"),
         ([[5 * US, 4 * US, US, 0.0, US, 0.0]] * ROUNDS, "512 assignments took 4e-06 s and 64 took 5e-06 s"),
         (rounds(0, 1, 0), None),
         (rounds(0, 400, 0), None),
     ],
 )
-def test_what_no_machine_has_is_not_believed(measured: list[list[float]], said: str | None) -> None:
-    found = judged(measured, CPU)
+def test_implausible_costs_are_not_used(measured: list[list[float]], said: str | None) -> None:
+    found = grade(measured, CPU)
     assert found.problem is None if said is None else found.problem is not None and found.problem.startswith(said)
 
 
-def test_a_copy_inside_a_node_stays_there() -> None:
+def test_a_replica_inside_a_node_stays_there() -> None:
     assert [peer_of(rank, 1, 2) for rank in range(4)] == [1, 0, 3, 2]
     assert [peer_of(rank, -2, 4) for rank in range(4)] == [2, 3, 0, 1]
 
@@ -68,41 +66,47 @@ def test_what_is_assumed_is_plausible() -> None:
 
 def test_costs_are_those_that_the_config_asks_for_at_each_start(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Measured] = []
-    monkeypatch.setattr(home_moves, "measure", lambda *_: measured.pop())
-    monkeypatch.setattr(home_moves, "layers_of", lambda _: {})
+    monkeypatch.setattr(expert_migration, "measure", lambda *_: measured.pop())
+    monkeypatch.setattr(expert_migration, "layers_of", lambda _: {})
 
     def start(asked: str, state: dict[str, Any] | None, ranks: int = 2) -> tuple[dict[str, Any], str]:
         said: list[str] = []
-        moves = HomeMoves()
+        callback = ExpertMigration()
         if state is not None:
-            moves.load_state_dict(state)
-        moves._ranks, moves._ranks_per_node = ranks, ranks
+            callback.load_state_dict(state)
+        callback._ranks, callback._ranks_per_node = ranks, ranks
         config = SimpleNamespace(moe=SimpleNamespace(placement=SimpleNamespace(costs=asked)))
         device = SimpleNamespace(type="cpu")
         topology = SimpleNamespace(device=device, expert=SimpleNamespace(group=None))
         run: Any = SimpleNamespace(
-            config=config, topology=topology, engine=SimpleNamespace(bare_chunks=[]), say=said.append
+            config=config, topology=topology, engine=SimpleNamespace(bare_chunks=[]), log=said.append
         )
-        moves._reckon(run)
-        kept = {"expert_ranks": ranks, "costs": asdict(moves._costs), "costs_asked": moves._asked, "device": "cpu"}
+        callback._set_costs(run)
+        kept = {
+            "expert_ranks": ranks,
+            "costs": callback._costs.as_dict(),
+            "costs_asked": callback._asked,
+            "device": "cpu",
+        }
         return kept, " ".join(said)
 
     first, second, noise = Costs(10, 400, 400), Costs(12, 500, 500), Costs(0, 1_092_322, 1_092_322)
     state, said = start("assumed", None)
-    assert state["costs"] == asdict(CPU) and said == ""
+    assert state["costs"] == CPU.as_dict() and said == ""
     measured.append(Measured(first, 2 * US, None))
     state, said = start("measured", state)  # though an earlier start assumed
-    assert state["costs"] == asdict(first)
-    assert "with 10 of an expert's assignments for a piece, 400 for a copy inside a node and 400 between nodes" in said
+    assert state["costs"] == first.as_dict()
+    assert [state["costs"][name] for name in ("piece", "copy_in_node", "copy_between")] == [10, 400, 400]
+    assert "10 assignments for the overhead per expert, 400 for a replica inside a node and 400 between nodes" in said
     state, said = start("measured", state)  # and keeps them
-    assert state["costs"] == asdict(first) and "measured at an earlier start" in said
+    assert state["costs"] == first.as_dict() and "measured at an earlier start" in said
     measured.append(Measured(second, 2 * US, None))
     state, said = start("measured", state, ranks=4)
-    assert state["costs"] == asdict(second) and not measured
+    assert state["costs"] == second.as_dict() and not measured
     state, said = start("assumed", state, ranks=4)
-    assert state["costs"] == asdict(CPU) and "assumed, no longer those measured" in said
+    assert state["costs"] == CPU.as_dict() and "assumed, no longer those measured" in said
     measured.append(Measured(noise, 2 * US, "too much"))
     state, said = start("measured", state, ranks=4)
-    assert state["costs"] == asdict(CPU) and "not plausible: too much" in said
+    assert state["costs"] == CPU.as_dict() and "not plausible: too much" in said
     state, said = start("measured", state, ranks=4)  # a run repeats, also with these
-    assert state["costs"] == asdict(CPU) and "assumed, as none that are plausible were measured" in said
+    assert state["costs"] == CPU.as_dict() and "assumed, as the measured ones were not plausible" in said

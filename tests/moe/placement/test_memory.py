@@ -14,10 +14,10 @@ from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts
 from moe.placement.live import LayerPlacement
 from moe.placement.planners.solve import solve
-from moe.placement.quotas import CopyLimits, Costs
+from moe.placement.quotas import Costs, ReplicaLimits
 from tests.distributed import run
 
-RANKS, HOME, SLOTS, TOKENS, HIDDEN, WIDTH, CAP = 4, 4, 2, 1500, 16, 24, 1.05
+RANKS, HOME, REPLICA_SLOTS, TOKENS, HIDDEN, WIDTH, CAP = 4, 4, 2, 1500, 16, 24, 1.05
 
 
 def _held(skew: float) -> dict[str, Any]:
@@ -32,19 +32,19 @@ def _held(skew: float) -> dict[str, Any]:
     shapes = (HOME, 2 * WIDTH, HIDDEN), (HOME, HIDDEN, WIDTH)
     fc1, fc2 = (torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes)
     weights, result = Slab(fc1, fc2, None, None, "swiglu"), dict[str, Any]()
-    limits = CopyLimits(SLOTS, RANKS)
+    limits = ReplicaLimits(REPLICA_SLOTS, RANKS)
     placement = LayerPlacement(group, RANKS * HOME, solve, Costs(), limits, max_load=CAP)
     for name, placed in (("static", None), ("placed", placement)):
         probs = torch.rand(TOKENS, RANKS * HOME, generator=generator).requires_grad_()
         setting = Setting(FlatAllToAll(group), assignments_per_token=1, placement=placed)
         output = routed_experts(x, probs, routing_map, weights, Plan(2, 2), setting)
         call: Any = output.grad_fn.call  # type: ignore[union-attr]
-        rows = sum(call.forward_sizes.received_rows)
-        kept = call.rows._buffer.nbytes + call.arrived.preactivations._buffer.nbytes
-        result[name] = {"rows": rows, "kept": kept}
+        received_rows = sum(call.forward_sizes.received_rows)
+        kept = call.dispatched_rows._buffer.nbytes + call.arrived.preactivations._buffer.nbytes
+        result[name] = {"rows": received_rows, "kept": kept}
         output.sum().backward()
-    assert placement.slots is not None
-    result["slots"] = placement.slots.nbytes
+    assert placement.replica_buffers is not None
+    result["slots"] = placement.replica_buffers.nbytes
     return result
 
 
@@ -55,10 +55,10 @@ def test_the_busiest_rank_holds_its_rows_and_slots(skew: float) -> None:
     for each in ranks:
         for name in ("static", "placed"):
             assert each[name]["kept"] == each[name]["rows"] * row + spare
-        assert each["slots"] in (SLOTS * 4 * 3 * HIDDEN * WIDTH, SLOTS * 8 * 3 * HIDDEN * WIDTH)
+        assert each["slots"] in (REPLICA_SLOTS * 4 * 3 * HIDDEN * WIDTH, REPLICA_SLOTS * 8 * 3 * HIDDEN * WIDTH)
         assert each["placed"]["rows"] <= CAP * TOKENS + 1
-    at_home, placed = (max(each[name]["rows"] for each in ranks) for name in ("static", "placed"))
+    at_primaries, placed = (max(each[name]["rows"] for each in ranks) for name in ("static", "placed"))
     mean = sum(each["static"]["rows"] for each in ranks) / RANKS
-    assert at_home > 1.5 * mean and mean == TOKENS
+    assert at_primaries > 1.5 * mean and mean == TOKENS
     # Costs nothing, a copy is made for any gain: the activations are those of perfect balance.
-    assert placed * row <= 1.02 * mean / at_home * (at_home * row)
+    assert placed * row <= 1.02 * mean / at_primaries * (at_primaries * row)

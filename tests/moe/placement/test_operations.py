@@ -13,14 +13,13 @@ import torch
 from moe import route
 from moe.experts.weights import Slab
 from moe.placement.live import LayerPlacement
-from moe.placement.moves import slot_moves, trade
-from moe.placement.planners.homes import plan_homes, swapped
-from moe.placement.quotas import CopyLimits, Costs
+from moe.placement.migration import exchange_tensors, num_migrated, plan_migrations, rank_migrations
+from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import PlacementMap
 from tests.distributed import run
-from tests.moe.placement.scattered import Scattered
+from tests.moe.placement.scattered import Scattered, slab_of
 
-OPERATIONS, EXPERTS, SLOTS, TOKENS, TOP_K = 1000, 8, 2, 24, 2
+OPERATIONS, EXPERTS, REPLICA_SLOTS, TOKENS, TOP_K = 1000, 8, 2, 24, 2
 
 
 @cache
@@ -35,10 +34,12 @@ def _operate() -> tuple[int, int, int]:
     group = torch.distributed.group.WORLD
     assert group is not None
     rank, ranks = group.rank(), group.size()
-    placement = LayerPlacement(group, EXPERTS, Scattered(), Costs(), CopyLimits(SLOTS, ranks))
+    placement = LayerPlacement(group, EXPERTS, Scattered(), Costs(), ReplicaLimits(REPLICA_SLOTS, ranks))
     alike, own = np.random.default_rng(5), torch.Generator().manual_seed(rank)
-    owned = [torch.stack(parts) for parts in zip(*(_values(e, 0) for e in placement.map.experts_of(rank)), strict=True)]
-    version = calls = copies = moved = 0
+    owned = [
+        torch.stack(values) for values in zip(*(_values(e, 0) for e in placement.map.experts_of(rank)), strict=True)
+    ]
+    version = calls = replicas = moved = 0
     for _ in range(OPERATIONS):
         operation = alike.choice(["call", "step", "move"], p=[0.7, 0.15, 0.15])
         here = placement.map.experts_of(rank)
@@ -46,42 +47,44 @@ def _operate() -> tuple[int, int, int]:
             home = Slab(owned[0], owned[1], None, None, "gelu")
             chosen = torch.rand(TOKENS, EXPERTS, generator=own).topk(TOP_K).indices
             routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(1, chosen, True)
-            _, taken = placement.place(route.choose(routing_map, TOP_K), routing_map, home, keep=False)
+            _, taken = placement.plan_call(route.choose(routing_map, TOP_K), routing_map, home, keep=False)
             taken.fetch(home)
             taken.wait()
             weights, held = taken.weights(home), placement.held(rank)
-            assert weights.num_experts == len(here) + SLOTS
+            assert weights.num_experts == len(here) + REPLICA_SLOTS
             for number, expert in enumerate([*here, *held]):
                 if expert is not None:
-                    slab, place = weights.slot(number)
+                    slab, index = slab_of(weights, number)
                     fc1, fc2 = _values(expert, version)[:2]
-                    assert torch.equal(slab.fc1[place], fc1) and torch.equal(slab.fc2[place], fc2)
-            calls, copies = calls + 1, copies + len(taken._used)
+                    assert torch.equal(slab.fc1[index], fc1) and torch.equal(slab.fc2[index], fc2)
+            calls, replicas = calls + 1, replicas + len(taken._used)
         elif operation == "step":
             version += 1
             placement.begin_passes()
-            for slot, expert in enumerate(here):
+            for expert_slot, expert in enumerate(here):
                 for tensor, value in zip(owned, _values(expert, version), strict=True):
-                    tensor[slot] = value
+                    tensor[expert_slot] = value
         else:
-            after = plan_homes(alike.integers(0, 1000, EXPERTS), placement.map, int(alike.choice([1, 2, ranks])))
-            moves = slot_moves(placement.map, after, rank)
-            trade(group, torch.device("cpu"), [(tensor[move.slot], move) for move in moves for tensor in owned])
-            moved += swapped(placement.map, after)
+            after = plan_migrations(alike.integers(0, 1000, EXPERTS), placement.map, int(alike.choice([1, 2, ranks])))
+            moves = rank_migrations(placement.map, after, rank)
+            exchange_tensors(
+                group, torch.device("cpu"), [(tensor[move.expert_slot], move) for move in moves for tensor in owned]
+            )
+            moved += num_migrated(placement.map, after)
             placement.map = after
             placement.begin_passes()
-        for slot, expert in enumerate(placement.map.experts_of(rank)):
+        for expert_slot, expert in enumerate(placement.map.experts_of(rank)):
             values = _values(expert, version)
-            assert all(torch.equal(tensor[slot], value) for tensor, value in zip(owned, values, strict=True))
+            assert all(torch.equal(tensor[expert_slot], value) for tensor, value in zip(owned, values, strict=True))
     everywhere: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(everywhere, placement.map.experts_of(rank))
     assert sorted(expert for of_rank in everywhere for expert in of_rank) == list(range(EXPERTS))
-    return calls, copies, moved
+    return calls, replicas, moved
 
 
 def test_a_thousand_operations_lose_nothing() -> None:
-    calls, copies, moved = run(_operate, 4)[0]
-    assert calls > 600 and copies > 300 and moved > 100
+    calls, replicas, moved = run(_operate, 4)[0]
+    assert calls > 600 and replicas > 300 and moved > 100
 
 
 LOADS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
@@ -95,15 +98,15 @@ LOADS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
 @pytest.mark.parametrize("per_node", [1, 2, 8])
 def test_homes_move_only_where_it_pays(name: str, per_node: int) -> None:
     loads_E, placement = LOADS[name](np.random.default_rng(2)), PlacementMap(32, 8)
-    after = plan_homes(loads_E, placement, per_node)
-    assert plan_homes(loads_E, after, per_node) == after == plan_homes(loads_E, placement, per_node)
-    assert (after.home_slots == placement.home_slots).all()
+    after = plan_migrations(loads_E, placement, per_node)
+    assert plan_migrations(loads_E, after, per_node) == after == plan_migrations(loads_E, placement, per_node)
+    assert (after.primary_slots == placement.primary_slots).all()
     assert sorted(expert for rank in range(8) for expert in after.experts_of(rank)) == list(range(32))
 
     def busiest(each: PlacementMap) -> int:
-        return int(np.bincount(each.home_ranks // per_node, loads_E).max())
+        return int(np.bincount(each.primary_ranks // per_node, loads_E).max())
 
-    assert (swapped(placement, after) > 0) == (name == "skewed")
+    assert (num_migrated(placement, after) > 0) == (name == "skewed")
     assert name != "skewed" or per_node == 8 or busiest(after) < busiest(placement)
 
 

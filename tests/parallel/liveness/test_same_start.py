@@ -18,7 +18,7 @@ from configs.compose import compose
 from configs.schema import KEYS, ConfigError
 from parallel.liveness import same_start
 from parallel.liveness.same_start import Facts
-from tests.test_rooms import ROOT, TABLE
+from tests.test_packages import ROOT, TABLE
 from tests.waits import LONG
 
 SAME = {"optimizer.lr": "0.1", "file a.py": "00", "version of torch": "2"}
@@ -74,8 +74,8 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 @pytest.mark.fast
 def test_facts_are_all_keys_but_those_that_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for room in same_start.SOURCE:
-        (tmp_path / room / "deep").mkdir(parents=True)
+    for package in same_start.SOURCE:
+        (tmp_path / package / "deep").mkdir(parents=True)
     monkeypatch.setattr(same_start, "ROOT", tmp_path)
     for name in ("train.py", "moe/deep/a.py", "moe/a.h", "moe/notes.md"):
         (tmp_path / name).write_text(name)
@@ -98,13 +98,13 @@ def test_one_other_key_ends_both_ranks_with_its_name(tmp_path: Path) -> None:
     """Without a launcher, which would end the other rank: each ends by itself."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "train.py", "model=gpt_tiny", f"run_dir={tmp_path / 'run'}"]
     ranks = [
         subprocess.Popen(
             [*command, f"training.seed={1 + rank}"],
             cwd=ROOT,
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            env={**os.environ, **environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -25,7 +25,11 @@ def sources() -> dict[str, Path]:
     import megatron.core
 
     theirs = Path(megatron.core.__path__[0]) / "extensions" / "transformer_engine.py"
-    ours = [path for room in ("models", "moe", "parallel", "optim", "training") for path in (ROOT / room).rglob("*.py")]
+    ours = [
+        path
+        for package in ("models", "moe", "parallel", "optim", "training")
+        for path in (ROOT / package).rglob("*.py")
+    ]
     return {"megatron/core/extensions/transformer_engine.py": theirs} | {
         str(path.relative_to(ROOT)): path for path in ours if "transformer_engine" in path.read_text(encoding="utf-8")
     }

@@ -12,19 +12,17 @@ import pytest
 from benchmarks.clock_backtest import FOLDER
 from configs.schema import ConfigError
 from simulator import backtest
-from simulator.clock.files import load
-from simulator.clock.hardware import Hardware
-from simulator.fit import __main__ as command
-from simulator.fit.fitting import fit, kendall, mean_error, predicted
-from simulator.fit.rows import COLUMNS, MeasuredStep, read_rows
-from simulator.fit.runs import read_run
+from simulator import fit as command
+from simulator.clock.hardware import Hardware, load_hardware
+from simulator.fit import fit, kendall, mean_error, predicted
+from simulator.measured_steps import COLUMNS, MeasuredStep, read_rows, read_run
 
 SINGLE, MULTI = FOLDER / "single_node.csv", FOLDER / "multi_node.csv"
 
 
 @pytest.fixture(scope="module")
 def stated() -> Hardware:
-    return load("a100_8x").as_stated()
+    return load_hardware("a100_8x").as_stated()
 
 
 def _few(number: int, seed: int) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
@@ -68,7 +66,7 @@ def test_kendall_s_tau() -> None:
     assert kendall([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]) == pytest.approx(4 / 6)
 
 
-def _rows(path: Path, **changes: str) -> Path:
+def _write_rows(path: Path, **changes: str) -> Path:
     with MULTI.open(newline="") as file:
         line = next(iter(csv.DictReader(file)))
     names = {short: column for column, short in COLUMNS.items()}
@@ -93,7 +91,7 @@ def _rows(path: Path, **changes: str) -> Path:
 )
 def test_rows_that_cannot_be_are_refused(changes: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_rows(_rows(tmp_path / "rows.csv", **changes))
+        read_rows(_write_rows(tmp_path / "rows.csv", **changes))
 
 
 def test_files_without_the_columns_are_refused(tmp_path: Path) -> None:
@@ -112,19 +110,19 @@ def _run(main: object, line: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
 def test_commands_write_a_file_and_hold_it_to_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, rows = tmp_path / "mine.yaml", tmp_path / "few.csv"
-    rows.write_text("".join(SINGLE.read_text().splitlines(keepends=True)[:13]))
-    line = [str(rows), "--hardware", str(made)]
+    made, row_file = tmp_path / "mine.yaml", tmp_path / "few.csv"
+    row_file.write_text("".join(SINGLE.read_text().splitlines(keepends=True)[:13]))
+    line = [str(row_file), "--hardware", str(made)]
     assert _run(command.main, line, monkeypatch) == 0
     first = made.read_text()
     assert _run(command.main, line, monkeypatch) == 0
     assert made.read_text() == first and (tmp_path / "mine.yaml.old").read_text() == first  # nothing is lost
     assert _run(command.main, line, monkeypatch) == 0
     assert (tmp_path / "mine.yaml.old2").exists()
-    (error,) = load(str(made)).errors
+    (error,) = load_hardware(str(made)).errors
     assert error["count"] == 12 and error["mean_absolute_error_percent"] < 8
     capsys.readouterr()
-    assert _run(backtest.main, [str(rows), "--hardware", str(made), "--json", "--rows"], monkeypatch) == 0
+    assert _run(backtest.main, [str(row_file), "--hardware", str(made), "--json", "--rows"], monkeypatch) == 0
     lines = capsys.readouterr().out.splitlines()
     found = json.loads(lines[-1])
     assert found["mean_absolute_error_percent"] == pytest.approx(error["mean_absolute_error_percent"], abs=0.01)

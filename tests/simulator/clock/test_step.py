@@ -10,15 +10,14 @@ import pytest
 from configs.compose import compose
 from configs.schema import Config
 from models import blueprint
-from simulator.clock.axes import DENSE_COPIES, Group, collective, exchange, groups, send
-from simulator.clock.files import load
-from simulator.clock.hardware import Hardware
+from simulator.clock.axes import DENSE_REPLICAS, Group, collective, exchange, groups, send
+from simulator.clock.hardware import Hardware, load_hardware
 from simulator.clock.loop import Loop
+from simulator.clock.passes import Fold
 from simulator.clock.predict import StepClock, least_seconds, predict_step
-from simulator.clock.schedule import Schedule
+from simulator.clock.schedule import Schedule, StepWork
 from simulator.clock.stages import stage_rest
-from simulator.clock.work import Fold
-from simulator.context.rows import shared_rows
+from simulator.context.shared_rows import shared_rows
 
 VOCAB = 1000
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
@@ -41,7 +40,7 @@ def a_config(model: str, overrides: list[str]) -> Config:
 
 @pytest.fixture(scope="module")
 def hardware() -> Hardware:
-    return load("a100_8x")
+    return load_hardware("a100_8x")
 
 
 def test_tasks_wait_for_their_resource_and_for_others() -> None:
@@ -50,11 +49,11 @@ def test_tasks_wait_for_their_resource_and_for_others() -> None:
     sent = loop.add("link", "state", {"pipeline": 1.0}, [first])
     loop.add("compute", "beside", {"products": 0.5})
     last = loop.add("compute", "last", {"products": 1.0}, [sent])
-    late = loop.add("disk", "written", {"disk": 3.5}, [first], goes_on=True)
+    late = loop.add("disk", "written", {"disk": 3.5}, [first], overlaps_next=True)
     assert loop.run() == 4.0  # the disk goes on beside the next step
     assert [task.start for task in loop.tasks] == [0.0, 2.0, 2.0, 3.0, 2.0]
     assert loop.tasks[last].end == 4.0 and loop.tasks[late].end == 5.5
-    assert loop.beside() == {"disk": {"disk": 3.5}}
+    assert loop.overlapping() == {"disk": {"disk": 3.5}}
 
 
 def test_tasks_that_wait_for_each_other_are_named() -> None:
@@ -68,10 +67,10 @@ def test_tasks_that_wait_for_each_other_are_named() -> None:
 def test_groups_lie_in_nodes_as_ranks_are_laid_out() -> None:
     config = a_config("gpt_moe_tiny", ["parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=4"])
     found = groups(config, 32, 8)
-    assert found["tensor"] == Group(2, 2, 4) and found["tensor"].place == "inside"
-    assert found[DENSE_COPIES] == Group(8, 4, 2) and found[DENSE_COPIES].place == "between"
+    assert found["tensor"] == Group(2, 2, 4) and found["tensor"].link == "inside"
+    assert found[DENSE_REPLICAS] == Group(8, 4, 2) and found[DENSE_REPLICAS].link == "between"
     assert found["expert"] == Group(4, 4, 2) and found["pipeline"] == Group(2, 1, 8)
-    assert groups(config, 32, 32)[DENSE_COPIES].place == "inside"
+    assert groups(config, 32, 32)[DENSE_REPLICAS].link == "inside"
 
 
 def test_a_card_is_shared_by_the_groups_of_a_node(hardware: Hardware) -> None:
@@ -119,10 +118,9 @@ def test_equal_stages_wait_for_the_pipeline_alone(hardware: Hardware) -> None:
     config.training.micro_batch_size = 1
     clock = StepClock(config, stages, VOCAB, hardware)
     rest = stage_rest(config, VOCAB, stages, hardware, clock.groups, clock.recipe, None)
-    parts = clock._parts([replace(of, tied={}, update={}) for of in rest])
+    rest = [replace(of, tied={}, update={}) for of in rest]
     one = clock.chunks()[1]  # of a stage without embedding and head
-    parts = replace(parts, chunks=[one] * stages, send=0.0)
-    schedule = Schedule(config, parts, micro_batches)
+    schedule = Schedule(config, StepWork([one] * stages, rest, 0.0, "inside", True, True, True), micro_batches)
     both = sum(one[0].forward.values()) + sum(one[0].backward.values())
     assert schedule.end == pytest.approx((micro_batches + stages - 1) * both)
     assert schedule.reasons()["bubble"] == pytest.approx((stages - 1) * both)

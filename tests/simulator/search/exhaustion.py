@@ -5,8 +5,7 @@ from __future__ import annotations
 from configs.schema import Config
 from simulator.clock.hardware import Hardware
 from simulator.search.explore import Candidate, simplicity
-from simulator.search.limits import capacity, memory_limits
-from simulator.search.memory import LayoutSizer
+from simulator.search.sizer import LayoutSizer, memory_limits
 from simulator.search.space import LayoutSpace, is_legal
 from simulator.search.timer import LayoutTimer
 
@@ -17,7 +16,7 @@ def every_fitting(
     """How many candidates the rules allow, and those that fit, each timed."""
     limits = memory_limits(config, world_size, hardware)
     space = LayoutSpace(config, world_size, fixed, hardware.kind, int(hardware["ranks_per_node"]))
-    sizer = LayoutSizer(space, vocab_size, capacity(limits))
+    sizer = LayoutSizer(space, vocab_size, limits.capacity)
     number, found = 0, []
     for group in space.groups():
         for cell in space.cells(group):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from configs import derived
 from configs.schema import Config
 from models.blueprint import padded_vocab_size
-from optim.arrangement.arrange import Arrangement
+from optim.arrangement.buckets import Arrangement
 from simulator.clock.hardware import FIGURES, Figure, Hardware
 from simulator.clock.prediction import Prediction
 from simulator.communication import bytes_per_step
@@ -61,8 +61,8 @@ def _passes(config: Config, world_size: int, vocab_size: int, hardware: Hardware
     padded = padded_vocab_size(vocab_size, config.parallel.tensor)
     tokens = config.training.global_batch_size * config.model.sequence_length
     flops = executed_flops_per_token(config, padded, hardware.kind) * tokens / world_size
-    rows = derived.rows_of_rank(config)
-    efficiency = rows / (rows + 64)
+    sequence_rows = derived.rank_sequence_rows(config)
+    efficiency = sequence_rows / (sequence_rows + 64)
     sent = bytes_per_step(config, vocab_size, world_size, hardware.kind)
     exchanged = max(stage["tensor_parallel"] + stage["context_exchange"] + stage["expert_all_to_all"] for stage in sent)
     layers = {"none": 0.0, "selective": 0.05, "full": 0.3}[config.training.recompute]

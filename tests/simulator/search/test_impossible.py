@@ -9,7 +9,7 @@ import pytest
 
 from configs.compose import compose
 from configs.schema import ConfigError
-from simulator.search.impossible import Asked, refusal
+from simulator.search.impossible import Asked, no_layout_error
 from simulator.search.search import search_layout
 from tests.simulator.search.machines import SIMPLE, machine
 
@@ -67,6 +67,6 @@ def test_it_says_how_much_is_missing_on_which_tier() -> None:
     given = ["optimizer.state_device=device", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1"]
     config = compose([DENSE, *given])
     fixed = frozenset(each.partition("=")[0] for each in given)
-    message = str(refusal(Asked(config, 2, VOCAB, machine(device__memory=2.1e6 / 0.9), fixed)))
+    message = str(no_layout_error(Asked(config, 2, VOCAB, machine(device__memory=2.1e6 / 0.9), fixed)))
     assert re.search(r"needs [\d.]+ MiB of the device, [\d.]+ MiB more than 90% of the device's memory", message)
     assert "Try optimizer.state_device=" in message

@@ -13,10 +13,10 @@ from configs.schema import Config, ConfigError
 from configs.validate import validate
 from configs.values import as_typed
 from simulator.memory import rank_memory
-from simulator.search.clock_timer import clock_timer
-from simulator.search.limits import capacity, memory_limits
+from simulator.search.answer import answer_text
 from simulator.search.search import layout_explorer, search_layout
-from simulator.search.words import text
+from simulator.search.sizer import memory_limits
+from simulator.search.timer import clock_timer
 from tests.simulator.search.exhaustion import best_of, every_fitting
 from tests.simulator.search.machines import SIMPLE, machine
 
@@ -98,8 +98,8 @@ def test_bounds_never_drop_the_best(case: str, timer: object) -> None:
     assert (explorer.best.cell, explorer.best.saving) == (best.cell, best.saving)
     counts = explorer.counts()
     assert counts.candidates == number
-    parts = (counts.bounded_by_time, counts.bounded_by_memory, counts.too_large, counts.timed)
-    assert sum(parts) == number and min(parts) >= 0
+    outcomes = (counts.bounded_by_time, counts.bounded_by_memory, counts.too_large, counts.timed)
+    assert sum(outcomes) == number and min(outcomes) >= 0
 
 
 def test_the_answer_is_what_a_run_takes() -> None:
@@ -116,24 +116,24 @@ def test_the_answer_is_what_a_run_takes() -> None:
             assert choice == as_typed(key, get(layout.config, key)) != as_typed(key, get(answer.best.config, key))
     seconds = [layout.prediction.seconds for layout in answer.runners_up]
     assert seconds == sorted(seconds)
-    room = capacity(answer.limits)
+    capacity = answer.limits.capacity
     for layout in [answer.best, *answer.runners_up]:
         typed = compose([*start, *layout.overrides])
         validate(typed, 4)
         assert typed == layout.config
-        memory = rank_memory(typed, VOCAB, 4, "cuda", rooms=room)
+        memory = rank_memory(typed, VOCAB, 4, "cuda", capacity=capacity)
         assert layout.memory.device == max(rank.total for rank in memory) <= answer.limits.device
         assert layout.prediction.seconds >= answer.best.prediction.seconds * (1 - 1e-9)
     assert len({tuple(layout.overrides) for layout in [answer.best, *answer.runners_up]}) == 1 + len(answer.runners_up)
-    shown = text(answer)
+    shown = answer_text(answer)
     lines = [line for line in shown.splitlines() if " s (" in line]
     assert len(lines) == 1 + len(answer.runners_up) and all("+-4.2%" in line for line in lines)
     assert all(layout.why for layout in answer.runners_up) and not answer.best.why
     saved = json.loads(json.dumps(answer.as_dict()))
     assert saved["best"]["overrides"] == answer.best.overrides and saved["back_tests"][0]["count"] == 20
     again = search_layout(config, 4, VOCAB, hardware, fixed)
-    assert text(again) == shown
-    assert "not held to measured steps" in text(replace(answer, errors=()))
+    assert answer_text(again) == shown
+    assert "not held to measured steps" in answer_text(replace(answer, errors=()))
 
 
 def test_given_keys_stay() -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run that is going: lines with a time stamp, and on a terminal a progress bar below them."""
+"""Console output of a run in progress: a progress bar on a terminal, lines with a time stamp in a log."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import io
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from training.run import Callback, Metrics, Run
+
 MAX_COLUMNS = 100  # of the bar's line, however wide the terminal is
 BAR_COLUMNS = 10  # of the bar itself
 REDRAW_SECONDS = 0.1
+LOG_EVERY_SECONDS = 5.0
+WINDOW = 50  # steps that rates are means over
 
 
 def stamp() -> str:
-    """Now, as lines about steps begin."""
+    """Return the current time as lines about steps begin with it."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -25,7 +31,7 @@ class Bar:
     """A progress bar on the last line of the terminal of standard error, until `close`.
 
     Meanwhile sys.stdout and sys.stderr are replaced: whatever this process prints, from any thread, logger or library,
-    comes out in whole lines above the bar.
+    appears in whole lines above the bar.
     """
 
     def __init__(self, total: int, done: int):
@@ -38,20 +44,20 @@ class Bar:
         self._before = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = self._streams  # type: ignore[assignment]
 
-    def show(self, done: int, parts: Sequence[str], *, now: bool = False) -> None:
-        """Draw the bar at `done` with as many of the parts, the important ones first, as the line holds; `now`: even if
-        just drawn."""
+    def show(self, done: int, fields: Sequence[str], *, now: bool = False) -> None:
+        """Draw the bar at `done` with the first `fields` that fit into the line, the most important one first; with
+        `now` also if it was drawn less than REDRAW_SECONDS ago."""
         if not now and time.monotonic() - self._shown < REDRAW_SECONDS:
             return
         self._shown = time.monotonic()
         self._bar.n, self._bar.ncols = done, self._columns()
-        self._bar.set_description_str(fitting(parts, self._bar.ncols - BAR_COLUMNS - len("100%|| ")))  # which draws
+        self._bar.set_description_str(fitting(fields, self._bar.ncols - BAR_COLUMNS - len("100%|| ")))  # which draws
 
     def close(self) -> None:
-        """Leave the bar as it is and give the streams back."""
+        """Leave the bar as it is and put the streams back."""
         for name, stream, before in zip(("stdout", "stderr"), self._streams, self._before):
             stream.finish()
-            if getattr(sys, name) is stream:  # else someone replaced it meanwhile, and takes ours away
+            if getattr(sys, name) is stream:  # else other code replaced it meanwhile, and removes ours
                 setattr(sys, name, before)
         self._bar.close()
 
@@ -64,18 +70,18 @@ class Bar:
         return min(MAX_COLUMNS, columns or 80) - 1
 
 
-def fitting(parts: Sequence[str], columns: int) -> str:
-    """The first parts, as many as `columns` hold with bars between."""
-    line = parts[0] if parts else ""
-    for part in parts[1:]:
-        if len(line) + len(" | ") + len(part) > columns:
+def fitting(fields: Sequence[str], columns: int) -> str:
+    """Join the first fields with bars, as many as fit into `columns` characters."""
+    line = fields[0] if fields else ""
+    for field in fields[1:]:
+        if len(line) + len(" | ") + len(field) > columns:
             break
-        line += f" | {part}"
+        line += f" | {field}"
     return line[:columns]
 
 
 class _Above(io.TextIOBase):
-    """A stream whose lines come out above a bar. What does not end in a newline waits for it."""
+    """A stream that writes its lines above a bar. Text without a newline at its end is held back until one follows."""
 
     def __init__(self, stream: TextIO, bar: Any):
         self._stream, self._bar, self._rest = stream, bar, ""
@@ -91,7 +97,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Write what still waits."""
+        """Write the text that is held back."""
         if self._rest:
             self.write("\n")
 
@@ -113,3 +119,69 @@ class _Above(io.TextIOBase):
 
     def __getattr__(self, name: str) -> Any:  # buffer, mode and what else a text stream has
         return getattr(self._stream, name)
+
+
+class ProgressLine(Callback):
+    """Shows loss, gradient norm, tokens/s, MFU, memory and the remaining time, on the main rank. Rates are means over
+    the last WINDOW steps. Where experts are placed, also the busiest rank's load divided by the mean rank's; with
+    activation offload, the MiB of layer inputs on the host."""
+
+    def __init__(self) -> None:
+        self._bar: Bar | None = None
+        self._last_line = 0.0
+        self._recent: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # tokens and seconds of a step
+        self._warm = False
+
+    def on_start(self, run: Run) -> None:
+        if run.is_main and run.config.logging.progress and sys.stderr.isatty():
+            self._bar = Bar(run.config.training.steps, run.progress.step)
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        if not run.is_main or not run.config.logging.progress:
+            return
+        if not self._warm and self._recent:  # the first step of a process includes its start
+            self._recent.clear()
+            self._warm = True
+        self._recent.append((metrics["tokens"], metrics["step_seconds"]))
+        step, steps = metrics["step"], run.config.training.steps
+        eta = round((steps - step) * sum(seconds for _, seconds in self._recent) / len(self._recent))
+        to_go = f"eta {timedelta(seconds=eta)}"
+        if self._bar is not None:
+            self._bar.show(
+                step,
+                [f"{step:>{len(str(steps))}}/{steps}", to_go, *self._fields(metrics)],
+                now=run.is_last_step,
+            )
+            return
+        now = time.monotonic()
+        if now - self._last_line >= LOG_EVERY_SECONDS or run.is_last_step or step == 1:
+            self._last_line = now
+            run.log(" | ".join([f"{stamp()} step {step}/{steps}", *self._fields(metrics), to_go]))
+
+    def on_rollback(self, run: Run) -> None:
+        if self._bar is not None:
+            steps = run.config.training.steps
+            self._bar.show(run.progress.step, [f"{run.progress.step}/{steps}", "went back"], now=True)
+
+    def _fields(self, metrics: Metrics) -> list[str]:
+        rate = sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)
+        fields = [
+            f"loss {metrics['loss']:.4f}",
+            f"{rate:,.0f} tok/s",
+            f"grad {metrics['grad_norm']:.3f}",
+            f"lr {metrics['learning_rate']:.2e}",
+        ]
+        if metrics.get("mfu") is not None:
+            fields.append(f"MFU {metrics['mfu'] * rate / metrics['tokens_per_second']:.1%}")
+        fields.append(f"{metrics['peak_memory_bytes'] / 2**30:.2f} GiB")
+        placed, offloaded = (metrics.get(key) or {} for key in ("placement", "memory"))
+        if placed.get("placed") is not None:
+            fields.append(f"busiest rank {placed['placed']:.2f}x")
+        if "layer_inputs_host" in offloaded:
+            fields.append(f"offload {offloaded['layer_inputs_host'] / 2**20:,.0f} MiB")
+        return fields
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -10,11 +10,11 @@ from training.run import Callback, Metrics, Run
 
 
 class MetricsFile(Callback):
-    """Appends each step's metrics on the main rank; a resumed run first drops the lines of steps that it will take
-    again, and says which steps a damaged file lacks.
+    """Appends each step's metrics on the main rank; a resumed run first drops the lines of steps that it repeats, and
+    logs which steps a damaged file lacks.
 
-    A run whose steps cannot be put on record ends. Only where its own unfinished checkpoint fills the disk that one
-    gives way first.
+    A run whose steps cannot be recorded ends. But if its own unfinished checkpoint fills the disk, that is cancelled
+    first.
     """
 
     follows = (
@@ -22,18 +22,18 @@ class MetricsFile(Callback):
         "GlobalAuxLoss",
         "MoELayers",
         "ExpertPlacement",
-        "HomeMoves",
+        "ExpertMigration",
         "Environment",
         "Evaluation",
         "StepTimes",
-        "GradientParts",
-        "MemoryTiers",
-        "OptimizerTiers",
+        "GradientNorms",
+        "MemoryUsage",
+        "OptimizerOffload",
     )
 
     def __init__(self) -> None:
         self._log: Log | None = None
-        self._waiting: list[str] = []  # lines that found no room
+        self._waiting: list[str] = []  # lines that could not be written yet
 
     def on_start(self, run: Run) -> None:
         """Raises WriteError."""
@@ -41,7 +41,7 @@ class MetricsFile(Callback):
             return
         path = run.run_dir / "metrics.jsonl"
         if (line := cut_steps(path, run.progress.step)) is not None:
-            events.say(run.run_dir, events.INCOMPLETE, line)
+            events.log(run.run_dir, events.INCOMPLETE, line)
         self._log, self._waiting = Log(path), []
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
@@ -56,16 +56,16 @@ class MetricsFile(Callback):
                 raise
             run.saver.cancel(f"it gave its room to {self._log.path.name}")
             if len(self._waiting) == 1:
-                run.say(f"{error} The checkpoint that is being written gives its room back")
+                run.log(f"{error} The checkpoint that is being written gives its room back")
 
     def flush(self) -> None:
-        """Have every step on record. Raises WriteError."""
+        """Write all waiting lines. Raises WriteError."""
         while self._log is not None and self._waiting:
             self._log.write(self._waiting[0])
             del self._waiting[0]
 
     def sync(self) -> None:
-        """Have every step that was written on the disk. Raises WriteError."""
+        """Flush the written lines to the disk. Raises WriteError."""
         log = self._log
         if log is not None:
             log.sync()

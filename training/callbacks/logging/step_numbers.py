@@ -1,22 +1,28 @@
-"""What a step's numbers mean: model FLOPs utilisation, and how even the experts' load was."""
+"""Numbers that are derived from a step and added to its metrics: model FLOPs utilisation, the experts' loads,
+percentiles of the step time, and gradient norms by part of the model."""
 
 from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
 
 from configs import derived
 from simulator.flops import training_flops_per_token
 from training.report.metrics import expert_load, peak_flops
 from training.run import Callback, Metrics, Run
 
+WINDOW = 200  # steps that the percentiles of the step time are of
+PERCENTILES = (50, 95, 99)
+
 
 class StepNumbers(Callback):
-    """Adds `mfu`, where the device's peak is known, `attended_share`, where documents are separate, and
-    `tokens_per_expert`, for an MoE model."""
+    """Adds `mfu` (if the peak is known), `attended_share` (separate documents) and `tokens_per_expert` (MoE)."""
 
     def on_start(self, run: Run) -> None:
-        # Operations per token are a line over the share of pairs that attend, which separate documents change in every
-        # step.
+        # The operations per token are linear in the share of pairs that attend, which separate documents change in
+        # every step.
         nothing, everything = (training_flops_per_token(run.config, run.vocab_size, share) for share in (0.0, 1.0))
-        self._flops_beside, self._flops_of_pairs = nothing, everything - nothing
+        self._flops_without_pairs, self._flops_of_pairs = nothing, everything - nothing
         self._share = derived.attended_share(run.config)
         self._peak_flops = peak_flops(run.config, run.topology.device)
 
@@ -26,7 +32,40 @@ class StepNumbers(Callback):
         if share is not None:
             metrics["attended_share"] = share
         if self._peak_flops is not None:
-            flops = self._flops_beside + self._flops_of_pairs * (self._share if share is None else share)
+            flops = self._flops_without_pairs + self._flops_of_pairs * (self._share if share is None else share)
             metrics["mfu"] = flops * metrics["tokens_per_second"] / (self._peak_flops * run.topology.world_size)
         if run.result.tokens_per_expert is not None:
             metrics["tokens_per_expert"] = expert_load(run.result.tokens_per_expert)
+
+
+class StepTimes(Callback):
+    """Adds `step_seconds_percentiles` (p50, p95, p99) over the last WINDOW steps of this process: they show what a mean
+    hides, such as stragglers, garbage collection and a slow file system."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        seconds = metrics["step_seconds"]
+        self._recent.append(seconds)
+        insort(self._sorted, seconds)
+        if len(self._recent) > WINDOW:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        metrics["step_seconds_percentiles"] = {
+            f"p{percent}": nearest_rank(self._sorted, percent) for percent in PERCENTILES
+        }
+
+
+def nearest_rank(ordered: list[float], percent: int) -> float:
+    """The smallest value that `percent` % of the values, in ascending order, do not exceed."""
+    return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
+
+
+class GradientNorms(Callback):
+    """Adds `grad_norm_by_part`: the gradient norm before clipping of the embedding, attention, experts, router and so
+    on. Their squares add up to the square of `grad_norm`."""
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        # A step whose gradients overflowed (fp16) is skipped before its norm is known.
+        metrics["grad_norm_by_part"] = run.engine.norms.by_component if metrics["updated"] else {}

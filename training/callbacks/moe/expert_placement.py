@@ -1,15 +1,20 @@
-"""What the placement of experts comes to, step by step."""
+"""The result of expert placement in each step, and the reaction to a limit of load that no plan keeps."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from configs import derived
+from configs.schema import KEYS, Config
 from memory.transfer import to_device
 from moe.layer import layers_of
 from moe.placement.live import TALLY
+from training.resilience import events
+from training.resilience.health import RejectedRun
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
@@ -17,19 +22,19 @@ NAME = "placement"
 
 
 class ExpertPlacement(Callback):
-    """Adds `placement`, of a step's calls of all MoE layers; null where none was planned:
+    """Adds `placement`, from a step's calls of all MoE layers; numbers are null if no call was planned:
 
-    * `at_home` and `placed`: the busiest rank's assignments by the mean rank's, a mean over calls, without copies and
-      with them; `ranks_at_home` and `ranks_placed`: those of each rank of an expert group;
-    * `predicted_gain`: the busiest rank's time without copies by that with them, as the planner reckons, with what
-      copies cost; `measured_gain`: its assignments without by those with them;
-    * `copies`: of experts, whose weights travelled; `returned`: gradients of copies that went home, once a copy and
-      step, or block by block in each call; `sent_bytes`: what ranks sent of both, and `charged_bytes`: what the planner
-      charged for them;
-    * with `moe.placement.max_load`: `over_calls`, calls whose busiest rank was over it, and `over_worst`, that of the
-      worst one by the mean rank's; null where there was none.
+    * `at_home` and `placed`: the busiest rank's assignments over the mean rank's, without replicas and with them, mean
+      over calls; `ranks_at_home` and `ranks_placed`: the same for each rank of an expert group;
+    * `predicted_gain`: the busiest rank's time without replicas over that with them, as estimated by the planner,
+      including the cost of replicas; `measured_gain`: the same ratio of assignments;
+    * `copies`: replicas whose weights were sent; `returned`: gradients of replicas that were returned, once per replica
+      and step, or block by block in each call; `sent_bytes`: bytes that ranks sent of both; `charged_bytes`: bytes that
+      the planner charged for them;
+    * with `moe.placement.max_load`: `over_calls`, calls whose busiest rank was above it, and `over_worst`, the greatest
+      load over the mean rank's among them; null if there was none.
 
-    `at_home`, `placed` and `copies` of each layer stand in `moe_layers`.
+    `at_home`, `placed` and `copies` of each layer are in `moe_layers`.
     """
 
     follows = ("MoELayers",)
@@ -49,7 +54,7 @@ class ExpertPlacement(Callback):
             return to_device(table.clone(), device)
 
         run.engine.sums.register(NAME, summed)
-        # Every rank of a group counts a call, with expert tensor parallelism several groups do.
+        # Every rank of a group counts a call; with expert tensor parallelism several groups do.
         self._counted = size * derived.expert_tensor_size(run.config)
         self._has_limit = run.config.moe.placement.max_load is not None
         worst = torch.zeros(run.topology.world_size, dtype=torch.float64)
@@ -88,3 +93,86 @@ class ExpertPlacement(Callback):
     def after_step(self, run: Run, metrics: Metrics) -> None:
         metrics[NAME] = self._numbers
         metrics["moe_layers"] |= self._by_layer
+
+
+MOST_SLOTS = int(KEYS["moe.placement.extra_slots"].high or 0)
+
+
+class LoadLimit(Callback):
+    """Logs once in a run that calls of a step are above the limit of load.
+
+    With `moe.placement.over_limit=stop` it saves and ends the run on all ranks, and again at each start with the same
+    settings. save_now: writes a checkpoint.
+    """
+
+    follows = ("ExpertPlacement", "MetricsFile")
+
+    name = "load_limit"
+
+    def __init__(self, save_now: Callable[[Run], None]) -> None:
+        self._save_now = save_now
+        self._reported: float | None = None  # the limit that was reported
+        self._stopped: dict[str, Any] = {}  # settings with which the run was stopped, and the reason
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._reported is None else {"said": self._reported, "stopped": self._stopped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._reported, self._stopped = state["said"], state.get("stopped", {})
+
+    def on_start(self, run: Run) -> None:
+        """Raise RejectedRun if the run was stopped with these settings.
+
+        A launcher that restarts failed runs must not continue it step by step.
+        """
+        if run.config.moe.placement.over_limit == "stop" and self._stopped.get("asked") == _settings(run.config):
+            raise RejectedRun(f"{self._stopped['text']}. {self._stopped['advice']}", run.progress.step)
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        """Raises RejectedRun."""
+        found, asked, step = metrics["placement"], run.config.moe.placement, run.progress.step
+        if not found["over_calls"]:
+            return
+        stops = asked.over_limit == "stop" and not run.is_last_step
+        if self._reported == asked.max_load and not stops:
+            return
+        self._reported = asked.max_load
+        worst = math.ceil(100 * found["over_worst"]) / 100
+        text = (
+            f"moe.placement.max_load ({asked.max_load}) is not kept: in step {step} no plan with "
+            f"moe.placement.extra_slots={asked.extra_slots} was found that keeps it in {found['over_calls']} calls, "
+            f"the worst with {worst} times the mean rank's assignments on one rank"
+        )
+        advice = f"moe.placement.max_load={worst}"
+        if (most := min(derived.experts_of_other_ranks(run.config), MOST_SLOTS)) > asked.extra_slots:
+            advice += f", or more moe.placement.extra_slots (at most {most})"
+        if stops:
+            advice = f"To go on, set {advice}, or moe.placement.over_limit=warn."
+            self._stopped = {"asked": _settings(run.config), "text": text, "advice": advice}
+            if derived.may_save(run.config):
+                self._save_now(run)
+                saved = f"The run is saved after step {run.progress.step}"
+            else:
+                saved = "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
+            text += f". {saved}. {advice}"
+        else:
+            goes_on = "This was the last step" if run.is_last_step else "The run goes on"
+            text += f". {goes_on}; said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
+            run.log(text)
+        if run.is_main:
+            events.record(run.run_dir, "over_limit", text, step=step)
+        if stops:
+            raise RejectedRun(text, step)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """Return the settings that decide whether a limit can be kept."""
+    placement = config.moe.placement
+    return {
+        "max_load": placement.max_load,
+        "extra_slots": placement.extra_slots,
+        "policy": placement.policy,
+        "bitwise": placement.bitwise,
+        "block_rows": placement.block_rows,
+        "expert": config.parallel.expert,
+    }

@@ -1,5 +1,4 @@
-"""MoE layers that plan themselves: measures costs once, then decides for each layer by what its router did in the last
-step."""
+"""Planning of MoE layers: costs are measured once, then each layer's plan follows from its routing in the last step."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from typing import Any
 
 from configs.files import SideLog
 from configs.schema import ConfigError
-from moe.alltoall import factory
+from moe.alltoall.hierarchical import exchange_kinds, shared_exchange
 from moe.chunk_plan import LayerLoad, Plan
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.live import ran
 from moe.planning import inputs
 from moe.planning.costs import Decision
-from moe.planning.measure import measure_layer
+from moe.planning.layer_measurement import measure_layer
 from moe.planning.planner import Planner
 from moe.planning.trial import PlanChoice, Trial
 from parallel.costs import measure
@@ -26,12 +25,12 @@ from training.callbacks.moe.expert_placement import NAME as PLACEMENT
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
-MEASURE_AFTER = 5  # steps that a decision is measured over
+MEASURE_AFTER = 5  # steps over which a decision is measured
 
 
 @dataclass
 class _Pending:
-    """A decision that is in force and not yet measured."""
+    """A decision in force that is not yet measured."""
 
     layer: MixtrainMoELayer
     decision: Decision
@@ -39,16 +38,19 @@ class _Pending:
 
 
 class ExpertPlanning(Callback):
-    """Sets each MoE layer's plan where the config says auto, and writes `plans.jsonl`: every decision with its
-    prediction, and what was then measured. In the first steps, plans that are predicted to be about as fast are tried.
-    Later pipeline stages write files of their own, `plans_stage1.jsonl` and so on."""
+    """Sets each MoE layer's plan where the config says auto, and writes all decisions to `plans.jsonl`.
+
+    A decision is written with its prediction, and later with the measured times. In the first steps, plans that are
+    predicted to be about equally fast are tried. Later pipeline stages write files of their own, `plans_stage1.jsonl`
+    and so on.
+    """
 
     def __init__(self) -> None:
         self._log: SideLog | None = None
-        self._planners: dict[str, Planner] = {}  # by the all-to-all whose costs they know
+        self._planners: dict[str, Planner] = {}  # by name of the all-to-all
         self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
         self.decisions: dict[int, Decision] = {}  # by layer: the one in force
-        # by layer: seconds of a call under the decision in force, once known
+        # by layer: measured seconds of a call with the decision in force
         self.measured: dict[int, dict[str, float]] = {}
         self._pending: dict[int, _Pending] = {}
 
@@ -63,13 +65,13 @@ class ExpertPlanning(Callback):
         self._shape, self._policy = inputs.layer_shape(config, device), inputs.trial_policy(config)
         folder, group = Path(config.data.cache_dir) / "costs", first.ep_group
         kinds = (
-            factory.kinds(group) if config.moe.all_to_all == "auto" and group.size() > 1 else [config.moe.all_to_all]
+            exchange_kinds(group) if config.moe.all_to_all == "auto" and group.size() > 1 else [config.moe.all_to_all]
         )
         limits = inputs.limits(config, device, run.topology.world_size, run.topology.pipeline.rank)
         measured = {}
         for kind in kinds:
             if len(kinds) > 1:
-                first.exchange = factory.shared(group, kind)
+                first.exchange = shared_exchange(group, kind)
             measured[kind] = measure_layer(first, self._shape, folder)
             self._planners[kind] = Planner(measured[kind], limits)
         if run.topology.speaks_for_stage:
@@ -83,7 +85,12 @@ class ExpertPlanning(Callback):
         self._trial = Trial(close, len(self._layers), self._policy)
         self._decide(run, dict.fromkeys(self._layers, even))
         decision = self._pending[min(self._pending)].decision
-        run.say(f"MoE layers begin with {_describe(decision)}")
+        plan, prediction = decision.plan, decision.prediction
+        run.log(
+            f"MoE layers begin with {plan.degree} chunk(s) forward, {plan.backward_degree} backward, memory strategy "
+            f"{plan.memory_strategy}; predicted {1000 * prediction.forward:.1f} + {1000 * prediction.backward:.1f} ms "
+            f"and {prediction.memory / 2**20:.1f} MiB of buffers"
+        )
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         if not self._layers:
@@ -98,65 +105,58 @@ class ExpertPlanning(Callback):
                 )
                 del self._pending[number]
             elif steps == self._policy.steps - 1 and not self._trial.is_over:
-                pending.layer.timer.take()  # buffers were made
+                pending.layer.timer.take()  # that step allocated buffers
         if not self._trial.is_over and not self._pending:
-            self._learn(run)
+            group = next(iter(self._layers.values())).ep_group
+            seconds = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
+            agreed = measure.max_over_ranks(seconds, run.topology.device, group)
+            self._trial.took(list(zip(agreed[: len(self._layers)], agreed[len(self._layers) :], strict=True)))
+            if self._trial.is_over:
+                for kind, planner in self._planners.items():
+                    planner.learn(self._trial.factors(kind))
         assert run.result is not None and run.result.tokens_per_expert is not None
         start = time.perf_counter()
         self._decide(run, {number: self._load(run.result, number) for number in self._layers})
         metrics["moe_plan_seconds"] = time.perf_counter() - start
 
     def _load(self, result: StepResult, number: int) -> LayerLoad:
-        """The load of a layer's calls in the last step, with the placement that was in force."""
+        """Return the load of a layer's calls in the last step, with its placement."""
         layer = self._layers[number]
         if layer.placement is not None and PLACEMENT in result.sums:
             like = ran(result.sums[PLACEMENT][number].tolist(), self._shape.num_ranks)
             if like is not None:
                 return self._shape.placed(like)
         assert result.tokens_per_expert is not None
-        return self._shape.at_home(result.tokens_per_expert[number].tolist(), layer.experts.map)
+        return self._shape.at_primaries(result.tokens_per_expert[number].tolist(), layer.experts.map)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether there is nothing left to try."""
+    def is_final(self) -> bool:
+        """Whether the trial of plans is finished."""
         return not self._layers or self._trial.is_over
 
     def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[PlanChoice]:
-        """The answers of all planners. Raises ConfigError if nothing fits the memory budget."""
+        """Return the answers of all planners. Raises ConfigError if no plan fits the memory budget."""
         try:
             return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def _learn(self, run: Run) -> None:
-        """Tell the trial what its plan took, and at its end the planners what came of it."""
-        group = next(iter(self._layers.values())).ep_group
-        seconds = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
-        agreed = measure.max_over_ranks(seconds, run.topology.device, group)
-        self._trial.took(list(zip(agreed[: len(self._layers)], agreed[len(self._layers) :], strict=True)))
-        if self._trial.is_over:
-            for kind, planner in self._planners.items():
-                planner.learn(self._trial.factors(kind))
-
-    def _choose(self, load: LayerLoad) -> PlanChoice:
-        if not self._trial.is_over:
-            return self._trial.choice
-        choices = self._ask(lambda planner: [planner.decide(load)])
-        return min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
-
     def _decide(self, run: Run, loads: dict[int, LayerLoad]) -> None:
         if not self._trial.is_over:
             kind, decision = self._trial.choice
             if not all(self._planners[kind].fits(decision.plan, load) for load in loads.values()):
-                self._trial.stop()  # what is tried was chosen for an even load
+                self._trial.stop()  # its plans were chosen for an even load
         for number, load in loads.items():
-            kind, decision = self._choose(load)
+            choices = [self._trial.choice]
+            if self._trial.is_over:
+                choices = self._ask(lambda planner, load=load: [planner.decide(load)])  # type: ignore[misc]
+            kind, decision = min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
             if self._in_force.get(number) == (kind, decision.plan):
                 continue
             layer = self._layers[number]
             layer.plan = decision.plan
             if len(self._planners) > 1:
-                layer.exchange = factory.shared(layer.ep_group, kind)
+                layer.exchange = shared_exchange(layer.ep_group, kind)
             self._in_force[number] = kind, decision.plan
             self.decisions[number] = decision
             self.measured.pop(number, None)
@@ -177,12 +177,3 @@ class ExpertPlanning(Callback):
 
 def _as_dict(decision: Decision) -> dict[str, Any]:
     return {"plan": asdict(decision.plan), "predicted": asdict(decision.prediction)}
-
-
-def _describe(decision: Decision) -> str:
-    plan, prediction = decision.plan, decision.prediction
-    return (
-        f"{plan.degree} chunk(s) forward, {plan.backward_degree} backward, memory strategy {plan.memory_strategy}; "
-        f"predicted {1000 * prediction.forward:.1f} + {1000 * prediction.backward:.1f} ms and "
-        f"{prediction.memory / 2**20:.1f} MiB of buffers"
-    )

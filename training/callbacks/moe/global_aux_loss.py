@@ -1,4 +1,4 @@
-"""The load-balancing loss over the global batch: its value in each step, and the choices that the next one follows."""
+"""The load-balancing loss over the global batch: its value in each step, and the choices for the next step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GlobalAuxLoss(Callback):
         sums = run.result.sums[self.name]
         by_layer = values(sums)
         metrics[self.name] = float(by_layer.mean())
-        run.result.by_layer[self.name] = by_layer.tolist()
+        run.result.per_layer[self.name] = by_layer.tolist()
         if run.result.updated:  # else fp16 overflowed, and the choices may be those of numbers that are none
             self._choices = sums[0]
             self._balance.follow(self._choices)

@@ -1,5 +1,4 @@
-"""What each MoE layer did: its router's numbers, and how its calls ran beside what the planner predicted, from every
-pipeline stage."""
+"""Metrics of each MoE layer of all pipeline stages: its router's numbers, and predicted and measured times of calls."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from moe.layer import layers_of
 from training.callbacks.moe.expert_planning import ExpertPlanning
 from training.run import Callback, Metrics, Run
 
-MEASURE_EVERY = 50  # steps between measurements of layers that no planner looks after
+MEASURE_EVERY = 50  # steps between measurements of layers without a planner
 COLUMNS = (
     "degree",
     "backward_degree",
@@ -29,10 +28,10 @@ KINDS = ("none", "flat", "hierarchical")  # of all-to-all; "none": this rank has
 
 
 class MoELayers(Callback):
-    """Adds `moe_layers`: lists with an entry per MoE layer of the whole model, `layer` being its number from 0.
+    """Adds `moe_layers`: lists with an entry per MoE layer of the whole model; `layer` is its number from 0.
 
-    Plans and times are of the step that the line is about. Predictions are there when the planner chose; times, of one
-    call of the layer, once they were measured.
+    Plans and times are those of the line's step. Predictions exist if the planner chose; times, of one call of the
+    layer, once they were measured.
     """
 
     follows = ("ExpertPlanning",)
@@ -42,9 +41,9 @@ class MoELayers(Callback):
 
     def on_start(self, run: Run) -> None:
         self._numbers = [number for number, is_moe in enumerate(derived.moe_layer_pattern(run.config)) if is_moe]
-        # Of the ranks that hold a layer one speaks for it; the sum over all ranks is then the whole model's table.
+        # One rank of each layer fills its row; the sum over all ranks is the table of the whole model.
         self._layers = layers_of(run.engine.bare_chunks) if run.topology.speaks_for_stage else {}
-        self._rows: dict[int, list[float]] = {}
+        self._table_rows: dict[int, list[float]] = {}
         self._table = torch.zeros(
             run.config.model.num_layers, len(COLUMNS), dtype=torch.float64, device=run.topology.device
         )
@@ -54,8 +53,10 @@ class MoELayers(Callback):
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
-        rows = run.result.sums["moe_plans"][self._numbers]
-        lists: dict[str, list[Any]] = {name: column.tolist() for name, column in zip(COLUMNS, rows.t(), strict=True)}
+        layer_rows = run.result.sums["moe_plans"][self._numbers]
+        lists: dict[str, list[Any]] = {
+            name: column.tolist() for name, column in zip(COLUMNS, layer_rows.t(), strict=True)
+        }
         lists["degree"], lists["backward_degree"] = (
             [int(d) for d in lists["degree"]],
             [int(d) for d in lists["backward_degree"]],
@@ -64,13 +65,13 @@ class MoELayers(Callback):
         lists["all_to_all"] = [KINDS[int(i)] for i in lists["all_to_all"]]
         for name in COLUMNS[4:]:
             lists[name] = [seconds or None for seconds in lists[name]]
-        metrics["moe_layers"] = {"layer": self._numbers, **run.result.by_layer, **lists}
+        metrics["moe_layers"] = {"layer": self._numbers, **run.result.per_layer, **lists}
         if self._planning is None and (metrics["step"] % MEASURE_EVERY == 0 or not self._measured):
             self._measured = {number: layer.timer.take() for number, layer in self._layers.items()}
         self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the table up to date with the plans that the next step runs."""
+        """Update the table with the plans of the next step."""
         planning = self._planning
         for number, layer in self._layers.items():
             plan, decision = layer.plan, None if planning is None else planning.decisions.get(number)
@@ -79,6 +80,6 @@ class MoELayers(Callback):
             row: list[float] = [plan.degree, plan.backward_degree, list(STRATEGIES).index(plan.memory_strategy), kind]
             row += [0.0, 0.0] if decision is None else [decision.prediction.forward, decision.prediction.backward]
             row += [measured.get("forward", 0.0), measured.get("backward", 0.0)]
-            if self._rows.get(number) != row:
-                self._rows[number] = row
+            if self._table_rows.get(number) != row:
+                self._table_rows[number] = row
                 self._table[number] = torch.tensor(row, dtype=torch.float64)

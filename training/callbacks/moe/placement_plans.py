@@ -1,4 +1,4 @@
-"""Plans of placement, recorded and replayed."""
+"""Recording and replay of placement plans."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from configs.derived import may_save, num_micro_batches
 from configs.schema import ConfigError
 from moe.layer import layers_of
 from moe.placement.live import LayerPlacement
-from moe.placement.plans import PlanFile, PlanHeader, Plans, Recorded, Replayed, read_plans
-from parallel.refusal import raise_together
+from moe.placement.plans import PlanFile, PlanHeader, Plans, RecordedPlanner, ReplayedPlanner, read_plans
+from parallel.joint_errors import raise_together
 from training.resilience import events
-from training.resilience.health import RefusedRun
+from training.resilience.health import RejectedRun
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
 
 def plan_file(run: Run) -> str:
-    """The name of the file of this rank's pipeline stage and expert group: each group plans for itself."""
+    """Return the name of the file of this rank's pipeline stage and expert group; each group plans for itself."""
     return f"placement_{run.topology.pipeline.rank}_{run.topology.expert_data.rank}.plans"
 
 
 class RecordedPlans(Callback):
-    """Writes each training call's plan to `placement_STAGE_GROUP.plans`, a few bytes for each copy."""
+    """Writes each training call's plan to `placement_STAGE_GROUP.plans`, a few bytes per replica."""
 
     follows = ("ReplayedPlans",)
 
@@ -33,10 +33,10 @@ class RecordedPlans(Callback):
         self._file: PlanFile | None = None
 
     def on_start(self, run: Run) -> None:
-        """Raises ConfigError on every rank where a file is another run's."""
-        self._planners: dict[int, Recorded] = {}
+        """Raise ConfigError on every rank if a file belongs to another run."""
+        self._planners: dict[int, RecordedPlanner] = {}
         for number, placement in _placements(run).items():
-            placement.planner = self._planners[number] = Recorded(placement.planner)
+            placement.planner = self._planners[number] = RecordedPlanner(placement.planner)
         topology = run.topology
         self._writes = bool(self._planners) and topology.expert.rank == 0 and topology.expert_tensor.rank == 0
         problem = None
@@ -50,15 +50,15 @@ class RecordedPlans(Callback):
         if self._writes:
             self._file = PlanFile(run.run_dir / plan_file(run), str(run.facts["run"]), run.progress.step)
             if self._file.missing is not None:
-                events.say(run.run_dir, events.INCOMPLETE, self._file.missing)
+                events.log(run.run_dir, events.INCOMPLETE, self._file.missing)
 
     def before_step(self, run: Run) -> None:
         for planner in self._planners.values():
             planner.calls.clear()
-        self._header = _header(run)  # homes may move before the step is written
+        self._header = _header(run)  # experts may migrate before the step is written
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Others may run passes once more after this."""
+        """Keep the calls of this step: later callbacks may repeat passes."""
         self._calls = {number: list(planner.calls) for number, planner in self._planners.items()}
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
@@ -75,17 +75,18 @@ class RecordedPlans(Callback):
 
 
 class ReplayedPlans(Callback):
-    """Has every training call planned as a folder's files say. What is known before the steps is refused before them,
-    on all ranks; other homes when their step comes.
+    """Replays the plans of every training call from the files of a folder.
 
-    save_now: writes a checkpoint of the run as it is.
+    Files of another
+    run are an error before the first step, on all ranks; a different migration is an error when its step is reached.
+    save_now: writes a checkpoint.
     """
 
     def __init__(self, save_now: Callable[[Run], None]) -> None:
         self._save_now = save_now
 
     def on_start(self, run: Run) -> None:
-        """Raises ConfigError on every rank."""
+        """Raise ConfigError on every rank if the files do not fit the run."""
         folder, placements = run.config.moe.placement.replay, _placements(run)
         assert folder is not None
         path, problem = Path(folder) / plan_file(run), None
@@ -98,30 +99,30 @@ class ReplayedPlans(Callback):
         except ConfigError as error:
             problem = str(error)
         raise_together(problem)
-        said = [(str(path), each.run, each.step) for each in self._plans.headers]
+        own_headers = [(str(path), each.run, each.step) for each in self._plans.headers]
         everywhere: list[list[tuple[str, str, int]]] = [[] for _ in range(run.topology.world_size)]
-        dist.all_gather_object(everywhere, said)
-        whose = {run_id: name for each in everywhere for name, run_id, _ in each}
-        if len(whose) > 1:
-            texts = " and ".join(f"{name} is of run {run_id}" for run_id, name in sorted(whose.items()))
+        dist.all_gather_object(everywhere, own_headers)
+        files = {run_id: name for each in everywhere for name, run_id, _ in each}
+        if len(files) > 1:
+            texts = " and ".join(f"{name} is of run {run_id}" for run_id, name in sorted(files.items()))
             raise ConfigError(f"moe.placement.replay ({folder}) must be of one run: {texts}.")
-        # Steps at which homes may differ from the plans', on any rank.
-        self._new_homes = {step for each in everywhere for _, _, step in each}
-        self._planners: list[Replayed] = []
+        # Steps at which primaries may differ from those of the plans, on any rank.
+        self._header_steps = {step for each in everywhere for _, _, step in each}
+        self._planners: list[ReplayedPlanner] = []
         for number, placement in placements.items():
-            self._planners.append(Replayed(path, number, self._plans.calls.get(number, {})))
+            self._planners.append(ReplayedPlanner(path, number, self._plans.calls.get(number, {})))
             placement.planner = self._planners[-1]
 
     def before_step(self, run: Run) -> None:
-        """Raises RefusedRun on every rank, after a save, where homes are others than a file says."""
+        """Raise RejectedRun on every rank, after a save, if primaries differ from those of a file."""
         step, interval = run.progress.step + 1, run.config.moe.placement.interval
-        if step in self._new_homes or (interval > 0 and run.progress.step % interval == 0):
+        if step in self._header_steps or (interval > 0 and run.progress.step % interval == 0):
             try:
-                raise_together(self._plans.other_homes(_header(run)))
+                raise_together(self._plans.primaries_differ(_header(run)))
             except ConfigError as error:
                 if run.progress.step > 0 and may_save(run.config):
                     self._save_now(run)
-                raise RefusedRun(str(error), run.progress.step) from error
+                raise RejectedRun(str(error), run.progress.step) from error
         for planner in self._planners:
             planner.begin(step)
 
@@ -131,11 +132,12 @@ class ReplayedPlans(Callback):
 
 
 def _header(run: Run) -> PlanHeader:
-    """What the next step's plans are of."""
+    """Return the header of the next step's plans."""
     config, placements = run.config, _placements(run)
-    homes = {number: tuple(placement.map.home_ranks.tolist()) for number, placement in placements.items()}
-    experts, slots = config.moe.num_experts or 0, config.moe.placement.extra_slots
-    return PlanHeader(str(run.facts["run"]), run.progress.step + 1, config.parallel.expert, experts, slots, homes)
+    primaries = {number: tuple(placement.map.primary_ranks.tolist()) for number, placement in placements.items()}
+    experts, replica_slots = config.moe.num_experts or 0, config.moe.placement.extra_slots
+    step = run.progress.step + 1
+    return PlanHeader(str(run.facts["run"]), step, config.parallel.expert, experts, replica_slots, primaries)
 
 
 def _placements(run: Run) -> dict[int, LayerPlacement]:

@@ -1,4 +1,4 @@
-"""Routing counts of every call, for planners that are tried without a training."""
+"""Recording of the routing counts of every call, to evaluate planners without a training."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ import torch.distributed as dist
 from configs.schema import ConfigError
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.trace import TraceHeader, TraceWriter
-from parallel.refusal import raise_together
+from parallel.joint_errors import raise_together
 from training.resilience import events
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
 
 class RoutingTrace(Callback):
-    """Writes `routing.trace`: by step, MoE layer, micro-batch, rank and expert the assignments that the first expert
-    parallel group of a pipeline stage had. Later stages write files of their own, `routing_stage1.trace` and so on.
+    """Writes `routing.trace`: the assignments of a stage's first expert parallel group.
 
-    `python -m benchmarks.placement_replay` reads them. A step waits once more for the device."""
+    They are counted by step, MoE layer, micro-batch, rank and expert. Later pipeline stages write files of their own,
+    `routing_stage1.trace` and so on. `python -m benchmarks.placement_replay` reads them. Each step has one more wait
+    for the device.
+    """
 
     def __init__(self) -> None:
         self._layers: list[MixtrainMoELayer] = []
-        self._counts: dict[int, list[torch.Tensor]] = {}  # by layer: of each micro-batch [E]
+        self._counts: dict[int, list[torch.Tensor]] = {}  # by layer: counts [E] of each micro-batch
         self._writer: TraceWriter | None = None
 
     def on_start(self, run: Run) -> None:
-        """Raises ConfigError on every rank where the run's trace is of other experts, or none."""
+        """Raise ConfigError on every rank if the run's trace has another number of experts, or is not a trace."""
         layers = layers_of(run.engine.bare_chunks)
         self._layers = [layers[number] for number in sorted(layers)]
         for number, layer in enumerate(self._layers):
@@ -48,11 +50,11 @@ class RoutingTrace(Callback):
     def _open(self, run: Run) -> None:
         self._writer = TraceWriter(self._path, self._header, after=run.progress.step)
         for line in self._writer.missing:
-            events.say(self._path.parent, events.INCOMPLETE, line)
+            events.log(self._path.parent, events.INCOMPLETE, line)
 
     def _hook(self, number: int) -> Any:
         def count(router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
-            # Without gradients it is an evaluation, or the first of two passes under recompute.
+            # A pass without gradients is an evaluation, or the first of two passes under recompute.
             if torch.is_grad_enabled():
                 self._counts.setdefault(number, []).append(output[1].sum(dim=0, dtype=torch.int32))
 
@@ -62,7 +64,7 @@ class RoutingTrace(Callback):
         self._counts.clear()
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Others may run passes once more after this."""
+        """Keep the counts of this step: later callbacks may repeat passes."""
         if self._layers:
             self._own_LME = torch.stack([torch.stack(self._counts[number]) for number in range(len(self._layers))])
 
@@ -70,7 +72,7 @@ class RoutingTrace(Callback):
         if not self._layers:
             return
         own_LME, first = self._own_LME, self._layers[0]
-        if first.expert_tensor_group.size() > 1:  # its ranks compute for each other's tokens
+        if first.expert_tensor_group.size() > 1:  # its ranks share their tokens
             dist.all_reduce(own_LME, group=first.expert_tensor_group)
         ranks = first.ep_group.size()
         everywhere = own_LME.new_empty(ranks * len(own_LME), *own_LME.shape[1:])
@@ -80,7 +82,7 @@ class RoutingTrace(Callback):
             self._writer.append(run.progress.step, counts_LMRE)
 
     def on_rollback(self, run: Run) -> None:
-        """Steps that are taken again are written again."""
+        """Cut off the steps that will be repeated."""
         if self._writer is not None:
             self._writer.close()
             self._open(run)

@@ -1,4 +1,4 @@
-"""What stands above the curves and below them: facts of the run, its events, hosts and configuration."""
+"""Facts of the run, above the curves, and its events, hosts and configuration, below them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from training.report.sources import Line, RunFiles, finite
 
 MIB, GIB = 2**20, 2**30
 MAX_EVENTS = 400  # rows of the table
-STARTS = ("run_started", "run_goes_on")  # kinds of events with which a process begins
+STARTS = ("run_started", "run_goes_on")  # kinds of events that a process starts with
 
 
 def facts_of(source: RunFiles) -> list[list[str]]:
+    """Return names and values of the facts in the page's header."""
     config, metrics = source.config, source.metrics
     model, moe, layout, training = (config.get(key) or {} for key in ("model", "moe", "parallel", "training"))
     facts: list[tuple[str, str]] = []
@@ -82,30 +83,31 @@ def _hosts(source: RunFiles) -> list[Line]:
 
 
 def run_of(source: RunFiles) -> dict[str, Any]:
-    """Versions and hardware, a row each, and the text of config.yaml."""
-    rows: list[list[str]] = []
+    """Return rows with versions and hardware, and the text of config.yaml."""
+    table_rows: list[list[str]] = []
     if source.record.get("id"):
-        rows.append(["Run", str(source.record["id"])])
+        table_rows.append(["Run", str(source.record["id"])])
     versions = source.environment.get("versions")
-    rows += [[str(name), str(number)] for name, number in versions.items()] if isinstance(versions, dict) else []
+    table_rows += [[str(name), str(number)] for name, number in versions.items()] if isinstance(versions, dict) else []
     for host in _hosts(source):
         memory = finite(host.get("memory_bytes"))
         about = f"{_ranks_on(host['devices'])}; {host.get('cores')} cores of {host.get('processor')}"
-        rows.append([f"Host {host.get('host')}", about + (f"; {memory / GIB:.0f} GiB of memory" if memory else "")])
-    return {"rows": rows, "config": source.config_text}
+        table_rows.append(
+            [f"Host {host.get('host')}", about + (f"; {memory / GIB:.0f} GiB of memory" if memory else "")]
+        )
+    return {"rows": table_rows, "config": source.config_text}
 
 
 def wall_time(source: RunFiles) -> tuple[float, int]:
-    """Seconds from each start of the run to its last sign of life, added up, and how many starts there were; 0 where
-    none is on record."""
+    """Return the total seconds from each start to its last sign of life, and the number of recorded starts."""
     signs = sorted(
         (when, event.get("kind")) for event in source.events if (when := finite(event.get("time"))) is not None
     )
     starts = [when for when, kind in signs if kind in STARTS]
-    late = [finite(source.status.get("time")), finite(source.record.get("heartbeat")), *(when for when, _ in signs)]
+    ends = [finite(source.status.get("time")), finite(source.record.get("heartbeat")), *(when for when, _ in signs)]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], math.inf]):
-        total += max((when for when in late if when is not None and start <= when < end), default=start) - start
+        total += max((when for when in ends if when is not None and start <= when < end), default=start) - start
     return total, len(starts)
 
 
@@ -118,6 +120,7 @@ def _duration(seconds: float) -> str:
 
 
 def events_of(source: RunFiles) -> list[dict[str, Any]]:
+    """Return the newest MAX_EVENTS events, with the time as text."""
     result = []
     for event in source.events[-MAX_EVENTS:]:
         when = finite(event.get("time"))

@@ -1,4 +1,4 @@
-"""Pictures of the MoE layers: their experts' loads, and how their plans came true."""
+"""Pictures of the MoE layers: their experts' loads, and their plans compared with measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANK_PICTURES = (
 
 
 def _windows(metrics: list[Line], most: int) -> list[list[Line]]:
-    """The steps, cut into at most so many stretches of nearly the same length."""
+    """Split the steps into at most `most` stretches of nearly equal length."""
     count = min(most, len(metrics))
     return [metrics[i * len(metrics) // count : (i + 1) * len(metrics) // count] for i in range(count)]
 
@@ -45,7 +45,7 @@ def _layer_numbers(line: Line) -> list[int]:
 
 
 def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
-    """Pictures of a number of each MoE layer over the steps: the mean of each stretch of steps."""
+    """Return pictures of numbers of each MoE layer over the steps: the mean of each stretch of steps."""
     lines = _with_experts(metrics)
     if not lines:
         return None
@@ -55,10 +55,10 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
     for key, title, unit in LAYER_PICTURES:
         columns = []
         for window in windows:
-            rows = [_of_layers(line, key) for line in window]
-            columns.append([_mean([row[i] for row in rows if i < len(row)]) for i in range(len(numbers))])
+            values = [_layer_values(line, key) for line in window]
+            columns.append([_mean([row[i] for row in values if i < len(row)]) for i in range(len(numbers))])
         if key == "dropped_share" and not any(value for column in columns for value in column):
-            continue  # said below
+            continue  # a remark below the pictures says so
         if any(value is not None for column in columns for value in column):
             pictures.append({"key": key, "title": title, "unit": unit, "columns": columns})
     return {
@@ -68,7 +68,8 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
     }
 
 
-def _of_layers(line: Line, key: str) -> list[Any]:
+def _layer_values(line: Line, key: str) -> list[Any]:
+    """Return a number of a step for each MoE layer."""
     load, table = line["tokens_per_expert"], line.get("moe_layers") or {}
     if key == "max_over_mean":
         return load.get(key) or []
@@ -79,8 +80,7 @@ def _of_layers(line: Line, key: str) -> list[Any]:
 
 
 def ranks_of(source: RunFiles) -> dict[str, Any] | None:
-    """Pictures of the load of each rank of an expert group over the steps: the mean of each stretch of steps,
-    [stretch][rank]."""
+    """Return pictures of each rank's load in an expert group: means of stretches of steps, [stretch][rank]."""
     lines = [line for line in source.metrics if (line.get("placement") or {}).get("ranks_placed")]
     if not lines:
         return None
@@ -89,28 +89,28 @@ def ranks_of(source: RunFiles) -> dict[str, Any] | None:
     for key, title in RANK_PICTURES:
         columns = []
         for window in windows:
-            rows = [line["placement"].get(key) or [] for line in window]
-            columns.append([_mean([row[rank] for row in rows if rank < len(row)]) for rank in range(ranks)])
+            loads = [line["placement"].get(key) or [] for line in window]
+            columns.append([_mean([row[rank] for row in loads if rank < len(row)]) for rank in range(ranks)])
         pictures.append({"key": key, "title": title, "columns": columns})
     return {"windows": [[window[0]["step"], window[-1]["step"]] for window in windows], "pictures": pictures}
 
 
-def homes_of(source: RunFiles) -> dict[str, Any] | None:
-    """The rank that each expert is at home on, [stretch][layer][expert], as each stretch of steps ends; `first` is the
-    place of the layer that moved first, 0 where none did."""
+def primaries_of(source: RunFiles) -> dict[str, Any] | None:
+    """Return each expert's primary rank at the end of each stretch of steps, [stretch][layer][expert]; `first` is the
+    index of the layer whose experts moved first, 0 if none did."""
     lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
     if not lines:
         return None
     counts, ranks = lines[-1]["tokens_per_expert"]["counts"], (source.config.get("parallel") or {}).get("expert") or 1
-    start = homes = [[expert * ranks // len(layer) for expert in range(len(layer))] for layer in counts]
+    start = primaries = [[expert * ranks // len(layer) for expert in range(len(layer))] for layer in counts]
     windows = _windows(lines, max(1, min(MAX_WINDOWS, MAX_CELLS // max(sum(map(len, counts)), 1))))
     columns = []
     for window in windows:
         for line in window:
             found = line["placement"].get("homes")
-            homes = found if found and len(found) == len(counts) else homes
-        columns.append(homes)
-    changed = ([a != b for a, b in zip(homes, start, strict=True)] for homes in columns)
+            primaries = found if found and len(found) == len(counts) else primaries
+        columns.append(primaries)
+    changed = ([a != b for a, b in zip(column, start, strict=True)] for column in columns)
     return {
         "first": next((layers.index(True) for layers in changed if any(layers)), 0),
         "layers": _layer_numbers(lines[-1]),
@@ -125,8 +125,7 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
-    """Each expert's tokens by an even share, in percent: the mean of each stretch of steps,
-    [stretch][layer][expert]."""
+    """Return each expert's tokens, % of an even share: the mean of each stretch of steps, [stretch][layer][expert]."""
     lines = _with_experts(metrics)
     if not lines:
         return None
@@ -150,23 +149,23 @@ def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
 def plans_of(
     source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """How each layer runs now, and what was predicted and measured over the steps, added up over layers."""
-    rows: list[list[Any]] = []
+    """Return each layer's present plan, and a chart of predicted and measured seconds averaged over layers."""
+    table_rows: list[list[Any]] = []
     tables = [line["moe_layers"] for line in source.metrics if isinstance(line.get("moe_layers"), dict)]
     if tables and tables[-1].get("degree"):
         table = tables[-1]
         made = [line for line in source.plans if "load" in line]
         for i, layer in enumerate(table.get("layer") or range(len(table["degree"]))):
-            of_layer = [line for line in made if line.get("layer") == layer]
+            decisions = [line for line in made if line.get("layer") == layer]
             seconds = [
                 _entry(table, f"{kind}_{way}_seconds", i)
                 for way in ("forward", "backward")
                 for kind in ("predicted", "measured")
             ]
-            memory = (of_layer[-1].get("predicted") or {}).get("memory") if of_layer else None
+            memory = (decisions[-1].get("predicted") or {}).get("memory") if decisions else None
             words = [table.get(name, [""] * (i + 1))[i] for name in ("memory_strategy", "all_to_all")]
             numbers = [None if value is None else 1000 * value for value in seconds]
-            rows.append(
+            table_rows.append(
                 [
                     layer,
                     table["degree"][i],
@@ -174,7 +173,7 @@ def plans_of(
                     *words,
                     *numbers,
                     finite(memory),
-                    len(of_layer),
+                    len(decisions),
                 ]
             )
     series = []
@@ -185,7 +184,7 @@ def plans_of(
             series.append({"key": f"moe_{name}_seconds", "name": name})
     missing = None
     if not series:
-        planned = any(row[5] is not None for row in rows)
+        planned = any(row[5] is not None for row in table_rows)
         missing = (
             "No layer's time was measured yet."
             if planned
@@ -193,7 +192,7 @@ def plans_of(
         )
     title = "Calls of MoE layers, forward and backward: mean of the layers whose time is known"
     chart = {"title": title, "unit": "seconds", "log": False, "series": series, "missing": missing}
-    return {"rows": rows, "chart": chart, "decisions": sum("load" in line for line in source.plans)}
+    return {"rows": table_rows, "chart": chart, "decisions": sum("load" in line for line in source.plans)}
 
 
 def _entry(table: Line, key: str, i: int) -> float | None:
@@ -202,7 +201,7 @@ def _entry(table: Line, key: str, i: int) -> float | None:
 
 
 def _predicted_and_measured(line: dict[str, float | None]) -> tuple[float, float] | None:
-    """Seconds of a call, forward and backward: means over the layers of which both are known."""
+    """Return the predicted and measured seconds of a call, forward and backward: means over the layers with both."""
     keys = ("predicted_forward", "predicted_backward", "measured_forward", "measured_backward")
     layers = [name.rpartition("/")[2] for name in line if name.startswith("moe_layers/predicted_forward_seconds/")]
     known = []
@@ -212,6 +211,5 @@ def _predicted_and_measured(line: dict[str, float | None]) -> tuple[float, float
             known.append([time or 0.0 for time in times])
     if not known:
         return None
-    return sum(times[0] + times[1] for times in known) / len(known), sum(times[2] + times[3] for times in known) / len(
-        known
-    )
+    predicted, measured = (sum(times[i] + times[i + 1] for times in known) / len(known) for i in (0, 2))
+    return predicted, measured

@@ -1,0 +1,248 @@
+"""Overrides of the schema's defaults, on the command line and in preset files, checked before Hydra merges them: every
+mistake is reported in one line that names the field, its value and a value that works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
+
+from configs import files
+from configs.keys import Key
+from configs.schema import KEYS, ConfigError
+from configs.show import nearest, show
+from configs.values import as_typed, converted, one_line, refers, suggest, wrong_value
+
+CONFIG_DIR = Path(__file__).resolve().parent
+PRIMARY = "config"  # config.yaml
+UNQUOTED = "; unquoted, YAML reads on, off, yes and no as true or false, and 1e3 as a number"
+
+
+def _choices(group: str, config_dir: str | None = None) -> list[str]:
+    folders = [CONFIG_DIR / group, *([Path(config_dir) / group] if config_dir else [])]
+    return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+
+
+def presets_by_group(config_dir: str | None = None) -> dict[str, list[str]]:
+    """Return the groups of presets, each with its presets. The folder configs/hardware is no group: a key names its
+    files."""
+    folders = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir() and path.name not in KEYS)
+    return {group: presets for group in folders if (presets := _choices(group, config_dir))}
+
+
+def parse(text: str) -> Override:
+    """Return one override as Hydra reads it. Raises ConfigError if Hydra cannot."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = one_line(str(error).split("\n")[0])
+        if "=" not in text:
+            hint = f"write key=value, such as {_example(text)}" if re.fullmatch(r"[\w.]+", text) else "write key=value"
+        else:
+            hint = f"{reason}; quote special characters, such as {text.split('=', 1)[0]}=\"...\" inside '...'"
+        raise ConfigError(f"cannot read the override {text!r}: {hint}") from error
+
+
+def _example(key: str, wish: Any = None) -> str:
+    """Return `key=value` with a value that the key or group accepts, the wish if it does."""
+    if choices := presets_by_group().get(key):
+        return f"{key}={wish if isinstance(wish, str) and wish in choices else choices[0]}"
+    return as_typed(key, suggest(KEYS[key], wish)) if key in KEYS else f"{key}=value"
+
+
+def check_override(text: str, config_dir: str | None) -> Override:
+    """Return one override as Hydra reads it.
+
+    Raises:
+        ConfigError: for a key, group or choice that does not exist, or a form that a run does not support.
+    """
+    override = parse(text)
+    key = override.key_or_group
+    if not key:
+        raise ConfigError(f"cannot read the override {text!r}: write key=value")
+    if key == "hydra" or key.startswith(("hydra.", "hydra/")):
+        return override
+    if override.is_sweep_override():
+        values = text.partition("=")[2]
+        raise ConfigError(
+            f"{key} ({values}) has several values, which only a sweep takes. Try -m, or {key}={values.split(',')[0]}"
+        )
+    if override.is_delete():
+        raise ConfigError(f"{text}: a key cannot be removed. Try {_example(key)}")
+    groups = list(presets_by_group(config_dir))
+    if key in groups:
+        value = override.value()
+        if value is None and key not in ("model", "experiment"):
+            return override
+        check_choice(key, value, override.get_value_element_as_str(), config_dir)
+        if override.is_add():
+            raise ConfigError(f"{text}: the group {key} is already set. Try {key}={value}")
+        return override
+    if key not in KEYS:
+        inside = next((name for name in KEYS if name.startswith(f"{key}.")), None)
+        if inside is not None:
+            raise ConfigError(f"{key} is a section, not a key. Try {inside}=...")
+        raise ConfigError(unknown_key(key, groups, override.value()))
+    if override.is_add() and not override.is_force_add():
+        plain = text.lstrip("+")
+        raise ConfigError(f"{text}: + is for new keys, and {key} exists. Try {plain}")
+    return override
+
+
+def check_choice(group: str, choice: Any, shown: str, config_dir: str | None) -> None:
+    """Raise ConfigError for a choice that a group does not have. `shown` is the choice as written."""
+    choices = _choices(group, config_dir)
+    if not isinstance(choice, str) or choice not in choices:
+        close = nearest(str(choice), choices)
+        raise ConfigError(
+            f"{group} ({shown}) must be one of {', '.join(choices)}." + (f" Try {group}={close}." if close else "")
+        )
+
+
+def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> str:
+    """Return the message about an unknown key, with the key that was most likely meant: similar within its section,
+    else with the same last name anywhere, else with a similar name."""
+    names = list(KEYS)
+    section, _, last = key.rpartition(".")
+    siblings = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
+    by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
+    sibling = nearest(last, siblings)
+    close = (f"{section}.{sibling}" if sibling else None) or by_last.get(last)
+    if not close and not siblings:
+        close = nearest(key, [*names, *([] if section else groups or [])], cutoff=0.75) or by_last.get(
+            nearest(last, by_last) or ""
+        )
+    if close:
+        return f"{key} is no known key. Try {_example(close, wish)}."
+    if siblings:
+        return f"{key} is no known key. Keys of {section}: {', '.join(siblings)}."
+    tops = dict.fromkeys(name.partition(".")[0] for name in KEYS)
+    return f"{key} is no known key. Try python train.py --help; the sections are {', '.join(tops)}."
+
+
+def explain(error: Exception) -> str:
+    """Return one line for an error of Hydra or OmegaConf, which concerns Hydra's own keys or a shipped preset."""
+    current: BaseException | None = error
+    while current is not None:
+        if isinstance(current, OmegaConfBaseException):
+            key = (current.full_key or "").strip()
+            if isinstance(current, (ConfigKeyError, ConfigAttributeError)) and key.startswith("hydra"):
+                return f"{key} is no key of Hydra. Try --hydra-help."
+            message = one_line((current.msg or str(current)).split("\n")[0])
+            return f"{key}: {message}" if key else message
+        current = current.__cause__ or current.__context__
+    return one_line(str(error).split("\n")[0])
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """Return the keys and values of a YAML file, unresolved. Raises ConfigError if it is missing or no mapping."""
+    try:
+        files.read_yaml(path)  # rejects expanding aliases and special files; OmegaConf then reads numbers its own way
+        content = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (YAMLError, UnicodeDecodeError, ValueError, OmegaConfBaseException) as error:
+        raise ConfigError(f"cannot read {path}: {one_line(str(error))}") from error
+    mapping = OmegaConf.to_container(content) if OmegaConf.is_dict(content) else None
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    return mapping
+
+
+def check_mapping(content: Mapping[Any, Any], prefix: str = "") -> None:
+    """Check that a file's keys exist and that each value is legal by itself. Raises ConfigError, naming the key."""
+    for last, value in content.items():
+        name = f"{prefix}{last}"
+        if name in KEYS:
+            _check_value(KEYS[name], value)
+        elif any(other.startswith(f"{name}.") for other in KEYS):
+            if not isinstance(value, Mapping):
+                raise ConfigError(
+                    f"{name} ({show(value)}) must be a mapping of keys to values: it is a section, not a key"
+                )
+            check_mapping(value, f"{name}.")
+        else:
+            raise ConfigError(unknown_key(name))
+
+
+def _check_value(key: Key, value: Any) -> None:
+    try:
+        new = converted(key, value)
+    except ValueError as error:
+        unquoted = isinstance(value, (bool, float)) and str in key.kinds
+        raise ConfigError(wrong_value(key, show(value), UNQUOTED if unquoted else "", value)) from error
+    rule = None if refers(new) else key.broken_rule(new)
+    if rule is not None:
+        raise ConfigError(f"{key.name} ({show(value)}) must be {rule}. Try {as_typed(key.name, suggest(key, value))}.")
+
+
+def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path] = frozenset()) -> None:
+    """Check a preset of the user's folder and the presets that its defaults name; shipped ones are checked by tests.
+
+    Raises:
+        ConfigError: naming the file and the key.
+    """
+    path = Path(config_dir, group, f"{choice}.yaml")
+    if not path.is_file():
+        return
+    shown = f"{group}/{choice}.yaml"
+    if path in seen:
+        raise ConfigError(f"{shown}: its defaults lead back to itself")
+    if (CONFIG_DIR / group / path.name).is_file() and path.resolve() != (CONFIG_DIR / group / path.name).resolve():
+        raise ConfigError(
+            f"{shown} of --config-dir has the name of a shipped preset, which would be taken instead. Give it another "
+            "name"
+        )
+    content = read_mapping(path) if path.read_bytes().strip() else {}
+    try:
+        for own_group, own_choice in _defaults(content.pop("defaults", []), group):
+            check_choice(own_group, own_choice, own_choice, config_dir)
+            check_preset(config_dir, own_group, own_choice, seen | {path})
+        check_mapping(content, _package(path, group))
+    except ConfigError as error:
+        message = str(error)
+        raise ConfigError(message if ".yaml" in message.split(" ")[0] else f"{shown}: {message}") from error
+
+
+def _package(path: Path, group: str) -> str:
+    """Return the prefix of a preset's keys in the configuration; "": the keys are complete."""
+    found = re.search(r"^\s*#\s*@package\s+(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    package = found[1] if found else group
+    if package == "_global_":
+        return ""
+    if package == "experiment":
+        raise ConfigError(
+            "the first line must be # @package _global_, or its keys would belong to a section experiment, which is "
+            "none"
+        )
+    return f"{group if package == '_group_' else package}."
+
+
+def _defaults(entries: Any, group: str) -> list[tuple[str, str]]:
+    """Return the groups and choices that the defaults of a preset name."""
+    found = []
+    for entry in entries if isinstance(entries, list) else [entries]:
+        if entry == "_self_":
+            continue
+        (name, choice), *more = entry.items() if isinstance(entry, Mapping) and entry else ((group, entry),)
+        override = str(name).replace("/", "").split()
+        if more or not isinstance(choice, str) or not isinstance(entries, list):
+            raise ConfigError(
+                "defaults must be a list of `- override /model: NAME`, of names of other presets of the folder, or "
+                "_self_"
+            )
+        if isinstance(entry, Mapping) and override != ["override", "model"]:
+            other = override[-1] if override else str(name)
+            raise ConfigError(
+                f"defaults may override model alone, since {other}=... on the command line must win. Set {other}'s keys"
+            )
+        found.append((override[-1], choice))
+    return found

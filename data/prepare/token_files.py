@@ -1,0 +1,221 @@
+"""Token files of a source: made from text, or found and checked; or given by the user."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.checksums import read_summed
+from configs.files import writing_into
+from configs.schema import ConfigError, DataConfig
+from data import lock
+from data.corpus import Source
+from data.digest import digest_of, file_digest
+from data.indexed import IndexedTokens, documents
+from data.overlap import Texts
+from data.prepare.notes import other_ends, written_out
+from data.prepare.prepared import PreparedData, TokenFile, cache_key, source_identity
+from data.prepare.tokenize_source import tokenize_source
+from data.split import split_index
+from data.tokenizer import Tokenizer
+
+SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes", "digests")  # of done.json
+
+
+def add_tokenized(
+    prepared: PreparedData,
+    source: Source,
+    config: DataConfig,
+    family: str,
+    tokenizer: Tokenizer,
+    cache: Path,
+    documents_in_text: str,
+    show_progress: bool,
+    rebuild_damaged: bool,
+) -> None:
+    """Add a source of text to `prepared`; its token files are made if they are missing."""
+    folder = _folder(source, config, family, tokenizer, cache, documents_in_text)
+    done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
+    if done is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock.hold(folder / "lock", config.timeout_seconds):
+            done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
+            if done is None:
+                with _leftovers_deleted(folder), writing_into(folder):
+                    tokenize_source(source, config, family, tokenizer, folder, cache, documents_in_text, show_progress)
+                done = _find_done(folder, cache, config.timeout_seconds, False)
+                assert done is not None
+    for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
+        split += _token_file(folder, done, name, source)
+    prepared.texts.append(Texts(source.given, str(folder)))
+    digests = done["digests"]
+    splits = {
+        name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
+        for name in ("train", "valid")
+    }
+    prepared.identity["sources"].append(
+        source_identity(
+            source,
+            done["documents"],
+            splits["train"],
+            splits["valid"],
+            None,
+            done["text"],
+            documents_in_text if source.has_text_files else None,
+        )
+    )
+    control_tokens = {int(token): count for token, count in done["control_tokens"].items()}
+    if control_tokens:
+        prepared.notes.append(written_out(source.name, control_tokens, tokenizer))
+    prepared.notes += [*source.notes, *done["advice"]]
+    prepared.num_documents += done["documents"]
+    prepared.num_bytes += done["bytes"]
+    prepared.num_bad_lines += done["bad_lines"]
+    prepared.bad_lines += done["first_bad_lines"]
+    if done["bad_lines"]:
+        prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
+
+
+def finished(
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
+) -> list[TokenFile] | None:
+    """Return the token files that a source of text is trained on, without reading them; None if they are not made."""
+    folder = _folder(source, config, family, tokenizer, cache, config.documents_in_text)
+    done = _summary(folder)
+    return None if done is None else _token_file(folder, done, "train", source)
+
+
+def _token_file(folder: Path, done: dict[str, Any], name: str, source: Source) -> list[TokenFile]:
+    """Return the token file `name` of finished work; no file if it is empty."""
+    num_tokens = done["tokens"][name]
+    prefix, weight = str(folder / name), num_tokens if source.weight is None else source.weight
+    return [TokenFile(prefix, weight, num_tokens)] if num_tokens else []
+
+
+def _folder(
+    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, documents_in_text: str
+) -> Path:
+    """Return the folder of a source's token files."""
+    tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
+    named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
+    if tokenizer.rules:
+        named.append(tokenizer.rules)
+    inputs = [source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named]
+    if source.has_text_files:
+        inputs.append(documents_in_text)
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name)[:40]
+    return cache / "tokens" / f"{name}-{family}-{cache_key(*inputs)}"
+
+
+def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
+    """Return the summary of finished work, with the current digests of its files; None if it must be made.
+
+    Damaged files are made again if `rebuild_damaged`; else they raise ConfigError.
+    """
+    done = _summary(folder)
+    if done is None:
+        return None
+    written, done["digests"] = done["digests"], {}
+    for name, size in done["sizes"].items():
+        path = folder / name
+        actual = path.stat().st_size if path.exists() else None
+        if actual == size:
+            done["digests"][name] = file_digest(path, cache, timeout)
+            if done["digests"][name] == written[name]:
+                continue
+        if rebuild_damaged:
+            return None
+        found = (
+            "is missing" if actual is None else f"has {actual} bytes" if actual != size else f"has {size} other bytes"
+        )
+        raise ConfigError(
+            f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
+            "or run `python -m data.prepare` with the same data settings to make it again"
+        )
+    if rebuild_damaged:
+        try:
+            for name in ("train", "valid"):
+                IndexedTokens(folder / name)
+        except ConfigError:
+            return None
+    return done
+
+
+def _summary(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of finished work; None if there is none."""
+    try:
+        done = read_summed(folder / "done.json")
+    except (FileNotFoundError, ValueError):  # damaged: it is made again
+        return None
+    return done if all(key in done for key in SUMMARY_KEYS) else None  # else another file of this name
+
+
+@contextlib.contextmanager
+def _leftovers_deleted(folder: Path) -> Iterator[None]:
+    """After a failure of the disk, delete partly written files; finished shards stay for the next run."""
+    try:
+        yield
+    except OSError:
+        for leftover in folder.rglob("*.tmp*"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        raise
+
+
+SCANNED_AT_ONCE = 1 << 22
+SCANNED_TOKENS = 1 << 28  # of the user's token files, to check whether they fit the tokenizer
+
+
+def add_megatron(
+    prepared: PreparedData, source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
+) -> None:
+    """Add a source of token files to `prepared`. Raises ConfigError if they do not fit the tokenizer."""
+    assert source.megatron
+    tokens = IndexedTokens(source.megatron)
+    scanned = range(0, min(len(tokens.tokens), SCANNED_TOKENS), SCANNED_AT_ONCE)
+    largest = max((int(tokens.tokens[begin : begin + SCANNED_AT_ONCE].max()) for begin in scanned), default=0)
+    if largest >= tokenizer.vocab_size:
+        raise ConfigError(
+            f"data.tokenizer={config.tokenizer}: {source.megatron}.bin holds token {largest}, but this tokenizer has "
+            f"only {tokenizer.vocab_size} tokens; give the tokenizer that made the file"
+        )
+    # BERT's documents are sentences without an end token.
+    note = other_ends(source.megatron, tokens, tokenizer) if family == "gpt" else None
+    if note is not None:
+        prepared.notes.append(note)
+    files = {
+        suffix: file_digest(f"{source.megatron}.{suffix}", cache, config.timeout_seconds) for suffix in ("bin", "idx")
+    }
+    split = prepared.identity["split"]
+    splits = {}
+    found = token_files(source, tokens, split["fraction"])
+    for blend, name in ((prepared.train, "train"), (prepared.valid, "validation")):
+        splits[name] = {"tokens": found[name].num_tokens, "digest": digest_of(files, name, split)}
+        if found[name].num_tokens:
+            blend.append(found[name])
+    prepared.notes += source.notes
+    num_documents = max(len(tokens.document_bounds) - 1, 0)
+    prepared.num_documents += num_documents
+    prepared.identity["sources"].append(
+        source_identity(source, num_documents, splits["train"], splits["validation"], files)
+    )
+
+
+def token_files(source: Source, tokens: IndexedTokens, fraction: float) -> dict[str, TokenFile]:
+    """Return the terms of both splits, by name, of a source of token files; one may hold no token."""
+    assert source.megatron
+    index = (tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds))
+    *index_of_split, held_out = split_index(*index, fraction)
+    lengths = documents(*index_of_split)[1]
+    found = {}
+    for name, wanted in (("train", ~held_out), ("validation", held_out)):
+        num_tokens = int(lengths[wanted].sum())
+        weight = num_tokens if source.weight is None else source.weight
+        found[name] = TokenFile(source.megatron, weight, num_tokens, name, fraction)
+    return found

@@ -1,0 +1,265 @@
+"""Tokenization of a source shard by shard, and the merge of its shards into the files of train and validation."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from collections import Counter
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from configs.checksums import write_summed
+from configs.files import sync, write_text
+from configs.schema import ConfigError, DataConfig
+from data import overlap
+from data.corpus import Source, plan_shards
+from data.digest import file_digest
+from data.indexed import token_dtype, write_index
+from data.prepare.notes import SHOWN_BAD_LINES, advice, no_documents
+from data.prepare.worker_pool import run_jobs
+from data.split import DocumentSplit, cut_document, cut_position, split_documents
+from data.tokenizer import Tokenizer
+
+COPIED_TOKENS = 1 << 22  # at once
+MOST_TOKENS = 2**31 - 1  # of a sequence: an .idx file holds its length in 32 bits
+
+
+def tokenize_source(
+    source: Source,
+    config: DataConfig,
+    family: str,
+    tokenizer: Tokenizer,
+    folder: Path,
+    cache: Path,
+    documents_in_text: str,
+    show_progress: bool,
+) -> None:
+    """Unpack a source's files, tokenize the shards that are missing, and merge them into `folder`. One process at a
+    time may call this."""
+    shards_dir, unpacked_dir = folder / "parts", folder / "unpacked"
+    shards_dir.mkdir(exist_ok=True)
+    unpacked_dir.mkdir(exist_ok=True)
+    for leftover in [*shards_dir.glob("*.tmp*"), *unpacked_dir.glob("*.tmp*")]:
+        leftover.unlink(missing_ok=True)
+
+    packed = {file.path: str(unpacked_dir / f"{i:06d}") for i, file in enumerate(source.files) if file.compression}
+    settings = {"tokenizer": tokenizer.path, "text_key": config.text_key, "family": family}
+    workers = config.num_workers or len(os.sched_getaffinity(0))
+    jobs = [
+        {"unpack": path, "out": out, "size": os.path.getsize(path)}
+        for path, out in packed.items()
+        if not os.path.exists(out)
+    ]
+    run_jobs(jobs, settings, workers, config.timeout_seconds, "unpacking", 0, show_progress)
+
+    shards = plan_shards(source.files, packed, documents_in_text)
+    if not shards:
+        raise ConfigError(no_documents(source.name, 0, []))
+    outs = [shards_dir / f"{i:06d}.npz" for i in range(len(shards))]
+    sizes = [sum(span.size for span in shard) for shard in shards]
+    missing = [i for i, out in enumerate(outs) if not out.exists()]
+    jobs = [{"spans": [astuple(span) for span in shards[i]], "out": str(outs[i]), "size": sizes[i]} for i in missing]
+    ready = sum(sizes) - sum(sizes[i] for i in missing)
+    run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, show_progress)
+
+    index = read_index(outs, family, source.name)
+    split = split_documents(index.hashes, index.tokens(), config.validation_fraction, source.is_stdlib, index.texts)
+    (folder / "done.json").unlink(missing_ok=True)
+    done = _merge(outs, index, folder, tokenizer, family, split)
+    if not done["documents"]:
+        shutil.rmtree(folder)
+        raise ConfigError(no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
+    done["text"] = xxhash.xxh3_128_hexdigest(index.texts.tobytes())  # independent of the tokens and the split
+    done["advice"] = advice(source, packed, documents_in_text, done["documents"])
+    done["sizes"] |= overlap.write_texts(folder, index.texts, split.held_out, split.cuts)
+    done["digests"] = {name: file_digest(folder / name, cache, config.timeout_seconds) for name in done["sizes"]}
+    write_summed(folder / "done.json", done)
+    shutil.rmtree(shards_dir)
+    shutil.rmtree(unpacked_dir)
+
+
+@dataclass
+class DocumentIndex:
+    """The index of a source's documents.
+
+    lengths int32 [n]: tokens of the sequences. counts int64 [d]: sequences of each document. hashes uint64 [d]: of the
+    documents' names. texts uint64 [d]: hashes of their texts.
+    """
+
+    lengths: np.ndarray
+    counts: np.ndarray
+    hashes: np.ndarray
+    texts: np.ndarray
+    num_bytes: int
+    bad_lines: list[str]
+    control_tokens: Counter[int]  # special tokens in the texts
+
+    def bounds(self) -> np.ndarray:
+        """Return the first sequence of each document, then n: int64 [d + 1]."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
+
+    def tokens(self) -> np.ndarray:
+        """Return the number of tokens of each document: int64 [d]."""
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
+        return np.diff(ends[self.bounds()])
+
+
+def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
+    """Return the index of all shards, with the segments of a document joined. Raises ConfigError for one too long."""
+    lengths, counts, hashes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
+    texts = [np.zeros(0, np.uint64)]
+    text_hash = xxhash.xxh3_64()  # of a document in several shards, so far
+    num_bytes, bad, control = 0, list[str](), Counter[int]()
+    for shard in shards:
+        arrays = np.load(io.BytesIO(shard.read_bytes()))  # each array is read when it is asked for
+        own_lengths, own_counts, own_hashes, own_texts = (
+            arrays[key] for key in ("sequence_lengths", "sequences_per_document", "hashes", "texts")
+        )
+        num_bytes += int(arrays["num_bytes"])
+        bad += arrays["bad_lines"].tolist()
+        control.update(dict(arrays["control_tokens"].tolist()))
+        if arrays["goes_on"]:
+            if family == "gpt":  # a document is one sequence
+                before = next(array for array in reversed(lengths) if len(array))
+                joined = int(before[-1]) + int(own_lengths[0])
+                if joined > MOST_TOKENS:
+                    raise ConfigError(
+                        f"data.documents_in_text=file: a file of {name} is a document of {joined:,} tokens or more, "
+                        f"and a token file takes {MOST_TOKENS:,}; cut the file, or set "
+                        "data.documents_in_text=blank_line or line"
+                    )
+                before[-1], own_lengths = joined, own_lengths[1:]
+            else:
+                next(array for array in reversed(counts) if len(array))[-1] += own_counts[0]
+            text_hash.update(arrays["head"])
+            next(array for array in reversed(texts) if len(array))[-1] = text_hash.intdigest()
+            own_counts, own_hashes, own_texts = own_counts[1:], own_hashes[1:], own_texts[1:]
+        if len(tail := arrays["tail"]):
+            text_hash = xxhash.xxh3_64(tail)
+        lengths.append(own_lengths)
+        counts.append(own_counts)
+        hashes.append(own_hashes)
+        texts.append(own_texts)
+    all_lengths, all_counts = np.concatenate(lengths), np.concatenate(counts)
+    return DocumentIndex(
+        all_lengths, all_counts, np.concatenate(hashes), np.concatenate(texts), num_bytes, bad, control
+    )
+
+
+class ShardTokens:
+    """The tokens of all shards in a row, read when they are asked for."""
+
+    def __init__(self, shards: list[Path], dtype: type[np.generic]):
+        self._files = [shard.with_suffix(".bin") for shard in shards]
+        self._dtype = np.dtype(dtype)
+        sizes = [file.stat().st_size // self._dtype.itemsize for file in self._files]
+        self._ends = np.cumsum(np.array(sizes, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return tokens [begin, end)."""
+        found = [np.zeros(0, self._dtype)]
+        number = int(np.searchsorted(self._ends, begin, side="right"))
+        while begin < end:
+            stop = min(end, int(self._ends[number]))
+            first = begin - (int(self._ends[number - 1]) if number else 0)
+            found.append(
+                np.fromfile(self._files[number], self._dtype, count=stop - begin, offset=first * self._dtype.itemsize)
+            )
+            begin, number = stop, number + 1
+        return np.concatenate(found)
+
+
+class DocumentTokens:
+    """A document's tokens for `cut_position`, which reads a few that are close together."""
+
+    def __init__(self, tokens: ShardTokens, begin: int, length: int):
+        self._tokens, self._begin, self._length = tokens, begin, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        if not len(positions):
+            return self._tokens.read(0, 0)
+        first = int(positions.min())
+        return self._tokens.read(self._begin + first, self._begin + int(positions.max()) + 1)[positions - first]
+
+
+def _merge(
+    shards: list[Path], index: DocumentIndex, folder: Path, tokenizer: Tokenizer, family: str, split: DocumentSplit
+) -> dict[str, Any]:
+    """Write the documents to the files of train and valid. Return the summary, with the sizes of the files."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = ShardTokens(shards, dtype)
+    assert len(tokens) == index.lengths.sum(dtype=np.int64), folder
+    lengths, counts, held_out, cut_sequences = _cut(tokens, index, split, tokenizer)
+    in_valid = np.repeat(held_out, counts)
+    ends_of_sequences = np.cumsum(lengths, dtype=np.int64)
+    # Runs of sequences for the same file, in tokens; most documents are for train, so there are few.
+    changes = np.flatnonzero(np.diff(in_valid))
+    ends = [*ends_of_sequences[changes].tolist(), len(tokens)]
+    end_at: set[int] = set()  # positions in the shards' tokens after which a cut document needs an end token
+    if family == "gpt" and cut_sequences:  # a document is one sequence, which ends with end-of-document
+        end_at.update(ends_of_sequences[cut_sequences].tolist())
+        lengths = lengths.copy()
+        lengths[cut_sequences] += 1
+    names = ("train", "valid")
+    with contextlib.ExitStack() as stack:
+        bins = {name: stack.enter_context(open(folder / f"{name}.bin.tmp", "wb")) for name in names}
+        begin, wanted = 0, bool(len(in_valid) and in_valid[0])
+        for end in ends:
+            file = bins["valid" if wanted else "train"]
+            for position in range(begin, end, COPIED_TOKENS):
+                file.write(tokens.read(position, min(position + COPIED_TOKENS, end)).data)
+            if end in end_at:
+                file.write(np.array([tokenizer.eod], dtype).data)
+            begin, wanted = end, not wanted
+    written = {}
+    for name, wanted in (("train", False), ("valid", True)):
+        chosen = lengths[in_valid == wanted]
+        written[name] = int(chosen.sum(dtype=np.int64))
+        bounds = np.concatenate([np.zeros(1, np.int64), counts[held_out == wanted].cumsum()])
+        write_index(folder / f"{name}.idx.tmp", dtype, chosen, bounds)
+    files = [f"{name}.{suffix}" for name in names for suffix in ("bin", "idx")]
+    for written_file in files:
+        sync(folder / f"{written_file}.tmp")
+        os.rename(folder / f"{written_file}.tmp", folder / written_file)
+    write_text(folder / "bad_lines.txt", "".join(f"{line}\n" for line in index.bad_lines))
+    return {
+        "tokens": written,
+        "documents": len(index.hashes),
+        "bytes": index.num_bytes,
+        "bad_lines": len(index.bad_lines),
+        "first_bad_lines": index.bad_lines[:SHOWN_BAD_LINES],
+        "control_tokens": dict(index.control_tokens),
+        "sizes": {file: (folder / file).stat().st_size for file in files},
+    }
+
+
+def _cut(
+    tokens: ShardTokens, index: DocumentIndex, split: DocumentSplit, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+    """Cut the documents of `split.cuts`. Return the sequences' lengths, each document's number of sequences, which
+    documents are held out, and the last sequence of the first half of each cut document."""
+    lengths, held_out, bounds = index.lengths, split.held_out, index.bounds()
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    marks = (tokenizer.line_ends(), tokenizer.word_starts()) if split.cuts else None
+    cut_sequences: list[int] = []
+    for number in reversed(split.cuts):  # from the last, so that the numbers of the others stay
+        first, last, before = int(bounds[number]), int(bounds[number + 1]), len(lengths)
+        of_document = lengths[first:last]
+        content = DocumentTokens(tokens, int(starts[first]), int(of_document.sum(dtype=np.int64)))
+        position = cut_position(of_document, split.tail, content, marks)
+        starts, lengths, bounds = cut_document(starts, lengths, bounds, number, position)
+        held_out = np.insert(held_out, number + 1, True)
+        cut_sequences = [int(bounds[number + 1]) - 1, *(n + len(lengths) - before for n in cut_sequences)]
+    return lengths, np.diff(bounds), held_out, cut_sequences

@@ -1,0 +1,295 @@
+"""Conversion of sentencepiece models to Hugging Face's tokenizer.json, with the same tokens and the same texts.
+
+sentencepiece's changes to a text before it is tokenized become normalizers, and their inverses decoders.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from data.tokenizer.base import SPACE
+from data.tokenizer.formats.spec import merges_of
+from data.tokenizer.probes import PROBES
+
+CONFIG_ROLES = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
+    """Return the texts of tokenizer.json and tokenizer_config.json for the sentencepiece model at `path`, by name.
+
+    For `family` bert a text gets [CLS] and [SEP] around it, and may hold [MASK]; else no text of a prompt becomes a
+    special token. Raises NotConvertible for a model that has no equivalent.
+    """
+    from tokenizers import AddedToken, processors
+
+    proto = read_model(path)
+    kinds = type(proto).SentencePiece
+    special = (kinds.CONTROL, kinds.UNKNOWN)
+    symbols = [p.piece for p in proto.pieces if p.type == kinds.USER_DEFINED]
+    kind = _check(proto, symbols, kinds.UNUSED)
+    whole = Symbols(symbols, needs_whole_text(proto))
+    tokenizer = kind(proto, whole)
+    tokenizer.add_special_tokens(
+        [AddedToken(p.piece, special=True, normalized=False) for p in proto.pieces if p.type in special]
+    )
+    if not whole.stand_ins:
+        tokenizer.add_tokens([AddedToken(symbol, special=False, normalized=False) for symbol in symbols])
+    assert tokenizer.get_vocab_size() == len(proto.pieces)
+    _compare(path, proto, tokenizer, symbols)
+    # The special tokens by role, and that no text becomes one.
+    spec = proto.trainer_spec
+    ids = {"eos_token": spec.eos_id, "bos_token": spec.bos_id, "pad_token": spec.pad_id, "unk_token": spec.unk_id}
+    roles = {role: proto.pieces[i].piece for role, i in ids.items() if 0 <= i < len(proto.pieces)}
+    names = {p.piece for p in proto.pieces}
+    roles |= {role: name for role, name in CONFIG_ROLES.items() if name in names}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **roles,
+        "split_special_tokens": True,
+        "clean_up_tokenization_spaces": False,
+    }
+    if family == "bert":
+        around = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+        if any(token is None for _, token in around):
+            raise NotConvertible("it has no [CLS] and [SEP]")
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", around
+        )
+        settings["split_special_tokens"] = False
+    return {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
+
+
+def read_model(path: Path) -> Any:
+    """Return the content of a sentencepiece model's file. Raises NotConvertible."""
+    from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which comes with tensorboard
+
+    messages: Any = sentencepiece_model_pb2  # made at import: no type checker knows its content
+    proto = messages.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except Exception as error:  # protobuf's DecodeError has no name that all its versions share
+        raise NotConvertible(f"it is no sentencepiece model ({error})") from error
+    return proto
+
+
+def _check(proto: Any, symbols: list[str], unused: int) -> Any:
+    """Return the function that converts a model of this kind. Raises NotConvertible."""
+    trainer = proto.trainer_spec
+    kinds = {trainer.UNIGRAM: _unigram, trainer.BPE: _byte_pairs}
+    if trainer.model_type not in kinds:
+        raise NotConvertible("it is neither of the kind Unigram nor BPE")
+    if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
+        raise NotConvertible("it treats spaces in another way")
+    for symbol in symbols:
+        if SPACE in symbol or " " in symbol:
+            raise NotConvertible(f"it has the piece {symbol!r}")
+    for p in proto.pieces:
+        if p.type == unused:
+            raise NotConvertible(f"it has the piece {p.piece!r}, which is not to be used")
+    return kinds[trainer.model_type]
+
+
+def _compare(path: Path, proto: Any, tokenizer: Any, symbols: list[str]) -> None:
+    """Raise NotConvertible if the two give different tokens, except for splits of equal likelihood."""
+    import sentencepiece
+
+    by_score = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
+    model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    tokenizer.encode_special_tokens = True
+    for text in (*PROBES, *(f"{symbol}a {symbol}{symbol}\n{symbol}" for symbol in symbols[:20])):
+        if keeps_text(proto):  # U+2581, too, which the model takes for a space
+            text = text.replace(SPACE, "")
+        splits = model.encode(text), tokenizer.encode(text).ids
+        likelihoods = [sum(proto.pieces[i].score for i in ids) for ids in splits]  # logarithms; scores are float32
+        if splits[0] != splits[1] and not (by_score and math.isclose(*likelihoods)):
+            raise NotConvertible(f"the text {text[:40]!r} would have other tokens")
+    tokenizer.encode_special_tokens = False
+
+
+# Code points that Unicode keeps out of texts ("noncharacters") stand for symbols, which must be neither cut nor
+# composed. U+FDD0 and U+FDD1 are in STAND_INS. Private ones follow if a model has more symbols.
+BETWEEN = "\ufdef"
+NONCHARACTERS = [chr(point) for point in range(0xFDD2, 0xFDEF)]
+PRIVATE = 0x100000
+# Rules of sentencepiece that compose characters as Unicode does.
+COMPOSING = ("nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
+# Positions where the library would take more than one character at a time: between two marks; next to characters
+# outside ASCII, as it looks up whole graphemes and loses parts of them.
+BETWEEN_MARKS = r"(?<=\p{Mn})(?=\p{Mn})"
+# Before a mark that Unicode would order before the one above the letter; letters with horns may combine with it.
+BEFORE_LOWER_MARKS = "(?<=[^\\x00-\\x7f\u01a0\u01a1\u01af\u01b0])(?=[\u0316-\u0319\u031b-\u0333\u0339-\u033c])"
+NEXT_TO_OTHERS = r"(?<=[^\x00-\x7f])(?=[\s\S])|(?<=[\s\S])(?=[^\x00-\x7f])|(?<=\r)(?=\n)"
+
+
+class NotConvertible(ValueError):
+    """The reason, as a clause, why a sentencepiece model has no equivalent tokenizer.json."""
+
+
+class Symbols:
+    """User-defined symbols of a model: strings that are kept as they are in a text, and never cut.
+
+    The tokenizers library can cut a text at such symbols, too, but then treats the spans between them as texts, each
+    with a prefix of its own. So if a model adds a prefix or removes spaces, one character stands for each symbol.
+    """
+
+    def __init__(self, symbols: Sequence[str], whole_text: bool):
+        self.stand_ins: dict[str, str] = {}
+        if not whole_text:
+            return
+        pool = itertools.chain(NONCHARACTERS, map(chr, itertools.count(PRIVATE)))
+        self.stand_ins = dict(zip(sorted(symbols, key=len, reverse=True), pool, strict=False))
+        begins: dict[str, list[str]] = {}
+        for symbol in symbols:
+            for length in range(1, len(symbol)):
+                begins.setdefault(symbol[:length], []).append(symbol)
+        for first in symbols:
+            for begin in range(1, len(first)):
+                for second in begins.get(first[begin:], ()):
+                    text = replaced = first[:begin] + second
+                    for stood_for, stand_in in self.stand_ins.items():  # as the normalizers do
+                        replaced = replaced.replace(stood_for, stand_in)
+                    if replaced != self._from_the_left(text):
+                        raise NotConvertible(f"its symbols {first!r} and {second!r} overlap")
+
+    def _from_the_left(self, text: str) -> str:
+        """Replace the longest symbol at the first position, and so on, as sentencepiece does."""
+        found, position = "", 0
+        while position < len(text):
+            symbol = next((symbol for symbol in self.stand_ins if text.startswith(symbol, position)), text[position])
+            found, position = found + self.stand_ins.get(symbol, symbol), position + len(symbol)
+        return found
+
+
+def needs_whole_text(proto: Any) -> bool:
+    """Whether the changes to a text depend on its begin and end."""
+    return bool(proto.normalizer_spec.add_dummy_prefix or proto.normalizer_spec.remove_extra_whitespaces)
+
+
+def keeps_text(proto: Any) -> bool:
+    """Whether a model's tokens spell the text character by character, as those of the models trained here do."""
+    changed = proto.normalizer_spec.precompiled_charsmap or needs_whole_text(proto)
+    return proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM and not changed
+
+
+def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
+    """Return the normalizers that change a text as the model does, except for spaces. Raises NotConvertible."""
+    from tokenizers import Regex, normalizers
+
+    spec = proto.normalizer_spec
+    steps: list[Any] = [normalizers.Replace(symbol, stand_in) for symbol, stand_in in symbols.stand_ins.items()]
+    prefix = [normalizers.Prepend(" ")] if spec.add_dummy_prefix else []
+    if not spec.remove_extra_whitespaces:
+        steps += prefix  # also for a text that becomes empty
+    if spec.precompiled_charsmap:
+        if spec.name not in COMPOSING:
+            raise NotConvertible(f"its normalization rules ({spec.name or 'without a name'}) are its own")
+        remove_separators = normalizers.Replace(BETWEEN, "")
+        # One mark at a time, up to three per letter, in the given order: sentencepiece does not sort them.
+        marks = Regex(f"{BETWEEN_MARKS}|{BEFORE_LOWER_MARKS}")
+        compose = [normalizers.Replace(marks, BETWEEN), normalizers.NFC(), remove_separators] * 3
+        separate = normalizers.Replace(Regex(NEXT_TO_OTHERS), BETWEEN)
+        lookup = normalizers.Precompiled(spec.precompiled_charsmap)
+        steps += [*compose, separate, lookup, remove_separators, *compose]
+    if spec.remove_extra_whitespaces:
+        ends = Regex(rf"\A +|[ {SPACE}]+\z")
+        steps += [normalizers.Replace(Regex(" {2,}"), " "), normalizers.Replace(ends, ""), *prefix]
+    return steps
+
+
+def _decoders(proto: Any, symbols: Symbols) -> tuple[list[Any], list[Any]]:
+    """Return the decoders that undo the normalizers: those before bytes are joined, and those after."""
+    from tokenizers import decoders
+
+    first = [decoders.Replace(stand_in, symbol) for symbol, stand_in in symbols.stand_ins.items()]
+    return first, [decoders.Strip(content=" ", left=1)] if proto.normalizer_spec.add_dummy_prefix else []
+
+
+def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
+    """Return the `tokenizers.Tokenizer`, without added tokens, of a BPE model. Raises NotConvertible."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    kinds = type(proto).SentencePiece
+    scores = {p.piece: -p.score for p in proto.pieces if p.type == kinds.NORMAL}
+    by_score: dict[float, list[str]] = {}
+    for token, score in scores.items():
+        if len(token) > 1:
+            if not set(token) <= scores.keys():
+                raise NotConvertible(f"its piece {token!r} has a character that is no piece")
+            by_score.setdefault(score, []).append(token)
+    # Tokens of equal score: sentencepiece makes them from left to right, whichever is first, and the library one kind
+    # after the other. Runs of one character are equal in both.
+    for tied in by_score.values():
+        if len(tied) > 1 and len(set("".join(tied))) > 1:
+            raise NotConvertible(f"its pieces {tied[0]!r} and {tied[1]!r} have the same score")
+    vocabulary = {symbols.stand_ins.get(p.piece, p.piece): i for i, p in enumerate(proto.pieces)}
+    model = models.BPE(
+        vocabulary,
+        merges_of(scores),
+        unk_token=proto.pieces[proto.trainer_spec.unk_id].piece,
+        fuse_unk=True,
+        byte_fallback=proto.trainer_spec.byte_fallback,
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    steps = [*_normalizers(proto, symbols), normalizers.Replace(" ", SPACE)]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    first, last = _decoders(proto, symbols)
+    together = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*first, *together, *last])
+    return tokenizer
+
+
+# Stand-ins of these characters in a Unigram model's vocabulary and in normalized texts, so that no text matches the
+# tokens "<0x41>" or "[SEP]": code points that Unicode keeps out of texts ("noncharacters").
+STAND_INS = {"<": "\ufdd0", "[": "\ufdd1"}
+
+
+def _unigram(proto: Any, symbols: Symbols) -> Any:
+    """Return the `tokenizers.Tokenizer`, without added tokens, of a Unigram model. Raises NotConvertible."""
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    kinds = type(proto).SentencePiece
+    special = (kinds.CONTROL, kinds.UNKNOWN)
+    for p in proto.pieces:
+        odd = p.type == kinds.USER_DEFINED and any(character in p.piece for character in STAND_INS)
+        if odd or any(stand_in in p.piece for stand_in in STAND_INS.values()):
+            raise NotConvertible(f"it has the piece {p.piece!r}")
+    texts = [
+        p.piece if p.type in (*special, kinds.BYTE) else symbols.stand_ins.get(_escaped(p.piece), _escaped(p.piece))
+        for p in proto.pieces
+    ]
+    first, last = [], []  # decoders before bytes are joined, and after
+    for character, stand_in in STAND_INS.items():
+        byte = f"<0x{ord(character):02X}>"
+        if any(stand_in in text for text in texts):
+            last.append(decoders.Replace(stand_in, character))
+        elif byte in texts:  # the character is encoded as a byte, which no other character contains
+            texts[texts.index(byte)] = stand_in
+            first.append(decoders.Replace(stand_in, byte))
+    scores = [(text, p.score) for text, p in zip(texts, proto.pieces, strict=True)]
+    fallback = proto.trainer_spec.byte_fallback
+    tokenizer = tokenizers.Tokenizer(models.Unigram(scores, unk_id=proto.trainer_spec.unk_id, byte_fallback=fallback))
+    steps = _normalizers(proto, symbols)
+    if not keeps_text(proto):
+        steps.append(normalizers.Replace(SPACE, " "))
+    steps += [normalizers.Replace(old, new) for old, new in STAND_INS.items()]
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    before, after = _decoders(proto, symbols)
+    together = [decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*before, *first, *together, *last, *after])
+    return tokenizer
+
+
+def _escaped(token: str) -> str:
+    for old, new in STAND_INS.items():
+        token = token.replace(old, new)
+    return token.replace(SPACE, " ")

@@ -1,1 +1,0 @@
-"""How rows are dealt: pieces are packed, change places, and are cut."""

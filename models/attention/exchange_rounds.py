@@ -1,0 +1,359 @@
+"""Exchange schedule of context parallelism: the slices that a rank computes over its own rows, then rounds over rows of
+other ranks.
+
+A rank holds the rows of a micro-batch that sequence_sharding.py assigns to it. It receives only the key rows that some
+of its queries attend to: in each round from the owners at certain distances before it, so that each rank sends to as
+many ranks as it receives from. Rounds are short, so that their rows arrive while earlier ones compute. The schedule is
+made on the host by numpy, alike on all ranks, from the starts of documents. Rows are counted through the micro-batch,
+or through a rank's own rows in their order. A cp_rank may be a group of ranks that exchange heads (see
+sequence_sharding.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from models.attention.mask_slices import ANTI_CAUSAL, CAUSAL, FULL, Slices, windowed
+from models.attention.sequence_sharding import SequenceSharding
+
+OWN = -1  # the round in which a rank computes with its own keys
+# At least ROUNDS rounds if each has ROUND_ROWS rows: the first round's rows arrive while a rank has only its own keys
+# to compute with, and the gradients of the last round's rows return while it has nothing left to compute.
+ROUNDS, ROUND_ROWS = 8, 1024
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Consecutive segments of documents, int64 `[segments]`: rows of each, and the number of keys, from its first row
+    on, that each of its rows attends to; None: each row attends to itself and the rows before it."""
+
+    lengths: np.ndarray
+    keys: np.ndarray | None = None
+
+    @property
+    def first(self) -> np.ndarray:
+        """The first row of each segment."""
+        return np.cumsum(self.lengths) - self.lengths
+
+
+@dataclass(frozen=True, eq=False)
+class ExchangeRound:
+    """One round of a rank: the rows it exchanges and the slices it computes with them.
+
+    slices: its query rows over `num_keys` rows that arrive, in the order of their owners. sends: the rank's own rows
+    that each other rank receives, by rank. receives: the number of rows received, by rank.
+    """
+
+    slices: Slices
+    num_keys: int
+    sends: dict[int, np.ndarray]
+    receives: dict[int, int]
+
+
+class _Spans(NamedTuple):
+    """Rows [begin, end) of a segment on one rank, int64 `[spans]` each, in the order of the rows; `own`: the index of
+    `begin` among the rank's rows."""
+
+    segment: np.ndarray
+    cp_rank: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    own: np.ndarray
+
+    def only(self, chosen: np.ndarray) -> _Spans:
+        """Return the spans that a mask or indices select."""
+        return _Spans(*(column[chosen] for column in self))
+
+
+class _Transfers(NamedTuple):
+    """Rows [begin, end) that a rank receives from an owner, int64 `[transfers]` each.
+
+    own: the index of `begin` among the owner's rows. chunk: all rows from this owner to this rank are numbered in
+    chunks of a round's rows.
+    """
+
+    cp_rank: np.ndarray
+    owner: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    own: np.ndarray
+    chunk: np.ndarray
+
+    @property
+    def num_rows(self) -> np.ndarray:
+        """The number of rows of each transfer."""
+        return self.end - self.begin
+
+    def only(self, chosen: np.ndarray) -> _Transfers:
+        """Return the transfers that a mask or indices select."""
+        return _Transfers(*(column[chosen] for column in self))
+
+
+class _Keys(NamedTuple):
+    """Key rows [begin, end) that a rank has in a round, stored from `buffer` on: int64 `[runs]`, in row order."""
+
+    number: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    buffer: np.ndarray
+
+
+class _Squares(NamedTuple):
+    """Pairs of query and key rows of spans, int64 `[squares]` each: kind, first query row among the rank's rows and
+    number, first key row of the micro-batch and number."""
+
+    kind: np.ndarray
+    query: np.ndarray
+    queries: np.ndarray
+    key: np.ndarray
+    keys: np.ndarray
+
+
+class ExchangeSchedule:
+    """The rows that each rank receives from each other rank, in rounds, for attention with this sliding window (None:
+    without).
+
+    A round brings at most `round_rows` rows, or the rows of ROUNDS equal rounds if these are more, and never more than
+    a rank holds.
+    """
+
+    def __init__(
+        self, segments: Segments, sharding: SequenceSharding, window: int | None = None, round_rows: int = ROUND_ROWS
+    ) -> None:
+        self._segments, self._first, self._window = segments, segments.first, window
+        self._cp_size = sharding.cp_size
+        self.rows_per_rank = int(segments.lengths.sum()) // sharding.cp_size
+        order = np.argsort(sharding.first, kind="stable")
+        begins = np.union1d(sharding.first, self._first)
+        ends = np.append(begins[1:], segments.lengths.sum())
+        cp_rank = sharding.cp_rank[order][np.searchsorted(sharding.first[order], begins, side="right") - 1]
+        segment = np.searchsorted(self._first, begins, side="right") - 1
+        by_rank = np.lexsort((begins, cp_rank))
+        own = np.empty_like(begins)
+        sizes = (ends - begins)[by_rank]
+        own[by_rank] = np.cumsum(sizes) - sizes
+        own -= cp_rank * self.rows_per_rank
+        is_whole = np.bincount(segment, minlength=len(self._first))[segment] == 1
+        spans = _Spans(segment, cp_rank, begins, ends, own)
+        self._whole, self._cut = spans.only(is_whole), spans.only(~is_whole)
+        receiver, low, high = self._needed()
+        run, span = _pairs(
+            np.searchsorted(self._cut.end, low, side="right"), np.searchsorted(self._cut.begin, high, side="left")
+        )
+        at = self._cut.only(span)
+        begin, end = np.maximum(at.begin, low[run]), np.minimum(at.end, high[run])
+        found = _Transfers(receiver[run], at.cp_rank, begin, end, at.own + begin - at.begin, np.zeros_like(run))
+        self._transfers = found.only(found.cp_rank != found.owner)
+        most = int(self.received.sum(1).max(initial=0))
+        self._round_rows = max(1, min(self.rows_per_rank, max(round_rows, -(-most // ROUNDS))))
+        self._transfers = _in_chunks(self._transfers, self._round_rows)
+
+    @property
+    def ahead(self) -> int:
+        """The number of later rounds whose rows may be in flight during a round, alike for all ranks: with the current
+        round's rows they are at most twice a rank's rows."""
+        return max(1, 2 * self.rows_per_rank // self._round_rows - 1)
+
+    @property
+    def received(self) -> np.ndarray:
+        """Rows that each rank receives from each owner, int64 `[ranks, owners]`."""
+        found = np.zeros((self._cp_size, self._cp_size), np.int64)
+        np.add.at(found, (self._transfers.cp_rank, self._transfers.owner), self._transfers.num_rows)
+        return found
+
+    def rounds(self, cp_rank: int) -> tuple[Slices, list[ExchangeRound]]:
+        """Return a rank's slices over its own keys, and its rounds; all ranks have the same number of rounds."""
+        number = self._round_of_transfer()
+        count = int(number.max(initial=OWN)) + 1
+        keys, receives = self._arriving(cp_rank, number, count)
+        slices = self._slices(cp_rank, keys, count)
+        sends = self._sends(cp_rank, number, count)
+        rounds = [
+            ExchangeRound(each, sum(coming.values()), going, coming)
+            for each, going, coming in zip(slices[1:], sends, receives, strict=True)
+        ]
+        # Over its own keys: the slices of segments that the rank holds whole, then those of cut segments.
+        here = self._whole.only(self._whole.cp_rank == cp_rank)
+        own, lengths, sample = here.own, here.end - here.begin, np.zeros_like(here.own)
+        if self._segments.keys is None:
+            whole = Slices(np.full(len(own), CAUSAL), sample, own, lengths, own, lengths)
+            if self._window is not None and len(own):
+                whole = windowed(whole, self._window)
+        else:
+            whole = Slices(np.full(len(own), FULL), sample, own, lengths, own, self._segments.keys[here.segment])
+        return Slices(*(np.concatenate(pair) for pair in zip(whole.columns, slices[0].columns))), rounds
+
+    # -- transfers -----------------------------------------------------------------------------------------------------
+
+    def _needed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the rows of cut segments that ranks attend to, as runs: rank, first row, end."""
+        order = np.lexsort((self._cut.begin, self._cut.cp_rank))  # so that the segments of each rank are in order
+        segment, cp_rank, begin, end, _ = self._cut.only(order)
+        low = self._first[segment]
+        if self._window is not None:
+            low = np.maximum(low, begin - self._window + 1)
+        begins = np.ones(len(segment), bool)  # starts a new run instead of extending the previous one
+        begins[1:] = (cp_rank[1:] != cp_rank[:-1]) | (segment[1:] != segment[:-1])
+        if self._segments.keys is not None:
+            return cp_rank[begins], low[begins], low[begins] + self._segments.keys[segment[begins]]
+        begins[1:] |= low[1:] > end[:-1]
+        return cp_rank[begins], low[begins], end[np.roll(begins, -1)]
+
+    def _round_of_transfer(self) -> np.ndarray:
+        """Return the round of each transfer, int64 `[transfers]`.
+
+        Chunks from all owners at the same distance form a unit; consecutive units share a round while no rank receives
+        more than a round's rows.
+        """
+        found = self._transfers
+        cp_rank, owner, chunk, num_rows = found.cp_rank, found.owner, found.chunk, found.num_rows
+        number_of_chunks = int(chunk.max(initial=0)) + 1
+        unit = (cp_rank - owner) % self._cp_size * number_of_chunks + chunk
+        of_unit = np.zeros((self._cp_size * number_of_chunks, self._cp_size), np.int64)
+        np.add.at(of_unit, (unit, cp_rank), num_rows)
+        round_of_unit = np.full(len(of_unit), OWN)
+        number, filled = OWN, np.zeros(0, np.int64)
+        for each in np.flatnonzero(of_unit.any(1)).tolist():
+            if number == OWN or (filled + of_unit[each]).max() > self._round_rows:
+                number, filled = number + 1, np.zeros(self._cp_size, np.int64)
+            filled = filled + of_unit[each]
+            round_of_unit[each] = number
+        return round_of_unit[unit]
+
+    def _arriving(self, cp_rank: int, number: np.ndarray, count: int) -> tuple[_Keys, list[dict[int, int]]]:
+        """Return the keys of cut segments that a rank has, and the number of rows received per owner, both by round."""
+        here = np.flatnonzero(self._transfers.cp_rank == cp_rank)
+        here = here[np.lexsort((self._transfers.begin[here], self._transfers.owner[here], number[here]))]
+        coming, number = self._transfers.only(here), number[here]
+        behind = np.cumsum(coming.num_rows)
+        rounds = np.searchsorted(number, number)  # the first transfer of the same round
+        buffer = behind - coming.num_rows - (behind - coming.num_rows)[rounds]
+        receives: list[dict[int, int]] = [{} for _ in range(count)]
+        for each, owner, num_rows in zip(number.tolist(), coming.owner.tolist(), coming.num_rows.tolist()):
+            receives[each][owner] = receives[each].get(owner, 0) + num_rows
+        own = self._cut.only(self._cut.cp_rank == cp_rank)
+        keys = _Keys(
+            np.concatenate([np.full(len(own.begin), OWN), number]),
+            np.concatenate([own.begin, coming.begin]),
+            np.concatenate([own.end, coming.end]),
+            np.concatenate([own.own, buffer]),
+        )
+        order = np.argsort(keys.begin, kind="stable")
+        return _Keys(*(column[order] for column in keys)), receives
+
+    def _sends(self, cp_rank: int, number: np.ndarray, count: int) -> list[dict[int, np.ndarray]]:
+        """Return, by round, the own rows that a rank sends to each other rank, in order."""
+        here = np.flatnonzero(self._transfers.owner == cp_rank)
+        here = here[np.lexsort((self._transfers.own[here], self._transfers.cp_rank[here], number[here]))]
+        going, number = self._transfers.only(here), number[here]
+        behind = np.cumsum(going.num_rows)
+        own_rows = np.arange(int(going.num_rows.sum())) + np.repeat(going.own - behind + going.num_rows, going.num_rows)
+        last = np.append((number[1:] != number[:-1]) | (going.cp_rank[1:] != going.cp_rank[:-1]), True)[: len(number)]
+        found: list[dict[int, np.ndarray]] = [{} for _ in range(count)]
+        begin = 0
+        for each, other, end in zip(number[last].tolist(), going.cp_rank[last].tolist(), behind[last].tolist()):
+            found[each][other] = own_rows[begin:end]
+            begin = end
+        return found
+
+    # -- slices of segments that are cut -------------------------------------------------------------------------------
+
+    def _slices(self, cp_rank: int, keys: _Keys, count: int) -> list[Slices]:
+        """Return a rank's slices of cut segments: over its own keys, then of each round."""
+        squares = self._squares(self._cut.only(self._cut.cp_rank == cp_rank))
+        square, run = _pairs(
+            np.searchsorted(keys.end, squares.key, side="right"),
+            np.searchsorted(keys.begin, squares.key + squares.keys, side="left"),
+        )
+        kind, query, queries, key, num_keys = (column[square] for column in squares)
+        low = np.maximum(keys.begin[run], key)
+        num_rows = np.minimum(keys.end[run], key + num_keys) - low
+        number, buffer = keys.number[run], keys.buffer[run] + low - keys.begin[run]
+        # The keys of a causal square are rows of the rank that has its queries.
+        assert (num_rows == num_keys)[kind == CAUSAL].all(), "a rank has the keys of the causal squares of its queries"
+        blocks = np.stack([number, kind, query, queries, buffer, num_rows])
+        # Row i of an anti-causal square attends to keys i to the last: those before `low` attend to all of these.
+        is_anti, before = kind == ANTI_CAUSAL, low - key
+        above = is_anti & (before > 0)
+        full = np.stack([number, np.full_like(kind, FULL), query, before, buffer, num_rows])[:, above]
+        blocks[2, is_anti] += before[is_anti]
+        blocks[3, is_anti] = num_rows[is_anti]
+        return _by_round(np.concatenate([blocks, full], axis=1), count)
+
+    def _squares(self, runs: _Spans) -> _Squares:
+        """Return all pairs of query and key rows of spans."""
+        first, num_rows = self._first[runs.segment], runs.end - runs.begin
+        if self._segments.keys is not None:
+            return _Squares(np.full_like(num_rows, FULL), runs.own, num_rows, first, self._segments.keys[runs.segment])
+        if self._window is None:
+            causal = _Squares(np.full_like(num_rows, CAUSAL), runs.own, num_rows, runs.begin, num_rows)
+            full = _Squares(np.full_like(num_rows, FULL), runs.own, num_rows, first, runs.begin - first)
+            return _nonempty([causal, full])
+        # The segment's rows in blocks of a window, as in `windowed`: of each block the rows inside the span.
+        window = self._window
+        run, number = _pairs((runs.begin - first) // window, -((first - runs.end) // window))
+        block = first[run] + number * window
+        begin, end = np.maximum(block, runs.begin[run]), np.minimum(block + window, runs.end[run])
+        own, num_rows = runs.own[run] + begin - runs.begin[run], end - begin
+        # Row i of these attends to the rows from `before` + i on; the block's last row to none before the block.
+        before = begin - window + 1
+        reach = np.where(block > first[run], np.minimum(end, block + window - 1) - begin, 0)
+        behind = before + reach
+        return _nonempty(
+            [
+                _Squares(np.full_like(num_rows, FULL), own, num_rows, block, begin - block),
+                _Squares(np.full_like(num_rows, CAUSAL), own, num_rows, begin, num_rows),
+                _Squares(np.full_like(num_rows, ANTI_CAUSAL), own, reach, before, reach),
+                _Squares(np.full_like(num_rows, FULL), own, reach, behind, np.where(reach > 0, block - behind, 0)),
+            ]
+        )
+
+
+def _pairs(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return each i paired with every number from `begin[i]` up to but not including `end[i]`."""
+    count = np.maximum(end - begin, 0)
+    left = np.repeat(np.arange(len(count)), count)
+    return left, np.arange(len(left)) + np.repeat(begin - np.cumsum(count) + count, count)
+
+
+def _in_chunks(transfers: _Transfers, chunk_rows: int) -> _Transfers:
+    """Cut transfers so that the rows from one owner to one rank are in chunks of `chunk_rows` rows."""
+    transfers = transfers.only(np.lexsort((transfers.begin, transfers.owner, transfers.cp_rank)))
+    cp_rank, owner, begin, end, own, _ = transfers
+    is_first = np.ones(len(cp_rank), bool)
+    is_first[1:] = (cp_rank[1:] != cp_rank[:-1]) | (owner[1:] != owner[:-1])
+    before = np.cumsum(end - begin) - (end - begin)
+    before = before - before[np.flatnonzero(is_first)[np.cumsum(is_first) - 1]]
+    cut, chunk = _pairs(before // chunk_rows, -(-(before + end - begin) // chunk_rows))
+    skipped = np.maximum(chunk * chunk_rows - before[cut], 0)
+    last = np.minimum((chunk + 1) * chunk_rows - before[cut], (end - begin)[cut])
+    return _Transfers(cp_rank[cut], owner[cut], begin[cut] + skipped, begin[cut] + last, own[cut] + skipped, chunk)
+
+
+def _nonempty(blocks: list[_Squares]) -> _Squares:
+    """Return all squares that have a pair."""
+    columns = [np.concatenate(column) for column in zip(*blocks)]
+    has = (columns[2] > 0) & (columns[4] > 0)
+    return _Squares(*(column[has] for column in columns))
+
+
+def _by_round(blocks: np.ndarray, count: int) -> list[Slices]:
+    """Return blocks (round, kind, first query row, number, first key row, number, `[6, blocks]`) as slices of one
+    sample, by round; full blocks of the same queries with adjacent keys are merged."""
+    blocks = blocks[:, np.lexsort((blocks[4], blocks[3], blocks[2], blocks[1], blocks[0]))]
+    number, kind, query, queries, key, keys = blocks
+    same = (blocks[:4, 1:] == blocks[:4, :-1]).all(0) & (kind[1:] == FULL) & (key[1:] == (key + keys)[:-1])
+    begins = np.flatnonzero(np.append(True, ~same)[: len(key)])
+    merged = blocks[:, begins]
+    if len(begins):
+        merged[5] = np.add.reduceat(keys, begins)
+    merged = merged[:, np.lexsort((merged[3], merged[1], merged[4], merged[2], merged[0]))]
+    ends = np.searchsorted(merged[0], np.arange(OWN, count), side="right").tolist()
+    found = []
+    for begin, end in zip([0, *ends], ends):
+        _, kind, query, queries, key, keys = merged[:, begin:end]
+        found.append(Slices(kind, np.zeros_like(kind), query, queries, key, keys))
+    return found

@@ -1,0 +1,189 @@
+"""The attention mask as a list of slices: each a run of query rows, a run of key rows of one sample, and which of their
+pairs count.
+
+Documents, padding and sliding windows are lists of slices. They are made on the host, once per micro-batch, from the
+starts of its documents; neither torch nor a device is needed. Rows of a sample are counted from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+# Kinds. Causal: query row i of a square attends to key rows 0 to i. Anti-causal: it attends to key rows i to the last.
+FULL, CAUSAL, ANTI_CAUSAL = range(3)
+# Query rows below which torch's CPU kernels take longer in half precision than in fp32: in the backward pass up to 9
+# times as long, and longer still at the first call with a length.
+SHORT, SHORT_BACKWARD = 128, 768
+
+
+class SliceShape(NamedTuple):
+    """The shape that slices of one batch have in common: kind, query rows, key rows."""
+
+    kind: int
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """The slices of a micro-batch, int64 `[n]` each: kind, sample, first query row and number, first key row and
+    number.
+
+    Raises ValueError for a slice without a query or key row, and for a causal slice that is not square.
+    """
+
+    kind: np.ndarray
+    sample: np.ndarray
+    query: np.ndarray
+    queries: np.ndarray
+    key: np.ndarray
+    keys: np.ndarray
+
+    def __post_init__(self) -> None:
+        # An empty slice kills the process: torch's CPU kernel divides by its length.
+        if min(self.queries.min(initial=1), self.keys.min(initial=1)) < 1:
+            raise ValueError("a slice must have at least one query row and one key row")
+        if ((self.kind != FULL) & (self.queries != self.keys)).any():
+            raise ValueError("a causal slice has as many query rows as key rows")
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @property
+    def pairs(self) -> int:
+        """The number of query-key pairs that count."""
+        return int(self._pairs.sum())
+
+    @property
+    def _pairs(self) -> np.ndarray:
+        square, halves = self.queries * self.keys, self.queries * (self.queries + 1) // 2
+        return np.where(self.kind == FULL, square, halves)
+
+    def halves(self) -> list[Slices]:
+        """Return two lists of slices with about equal numbers of pairs, cutting the largest slice if needed; one list
+        if nothing can be cut."""
+        most = int(np.argmax(self._pairs)) if len(self) else 0
+        found = self._with_cut(most) if len(self) and 2 * self._pairs[most] > self.pairs else self
+        middle = np.cumsum(found._pairs) - found._pairs / 2
+        is_first = middle <= found._pairs.sum() / 2
+        return [found.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
+
+    def _with_cut(self, number: int) -> Slices:
+        """Return the same pairs with one slice cut at half its query rows: a causal square into a full square of half
+        its pairs and two causal ones."""
+        kind, sample, query, queries, key, keys = (int(column[number]) for column in self.columns)
+        above = queries // 2
+        if above == 0 or kind == ANTI_CAUSAL:
+            return self
+        below = query + above, queries - above
+        if kind == FULL:
+            new_slices = [(FULL, sample, query, above, key, keys), (FULL, sample, *below, key, keys)]
+        else:
+            new_slices = [
+                (FULL, sample, *below, key, above),
+                (CAUSAL, sample, query, above, key, above),
+                (CAUSAL, sample, *below, key + above, queries - above),
+            ]
+        columns = zip(self.columns, np.array(new_slices, dtype=np.int64).T)
+        return Slices(*(np.concatenate([each[:number], cut, each[number + 1 :]]) for each, cut in columns))
+
+    def only(self, chosen: np.ndarray) -> Slices:
+        """Return the slices that a mask or indices select."""
+        return Slices(*(column[chosen] for column in self.columns))
+
+    @property
+    def columns(self) -> tuple[np.ndarray, ...]:
+        """The six arrays, in the order of the fields."""
+        return self.kind, self.sample, self.query, self.queries, self.key, self.keys
+
+    def batches(self) -> Iterator[tuple[SliceShape, Slices]]:
+        """Yield the slices grouped by shape, each group in the order of its rows."""
+        shapes = np.stack([self.kind, self.queries, self.keys], axis=1)
+        found, inverse = np.unique(shapes, axis=0, return_inverse=True)
+        for number, shape in enumerate(found):
+            yield SliceShape(*map(int, shape)), self.only(np.flatnonzero(inverse.reshape(-1) == number))
+
+    def launches(self) -> list[Slices]:
+        """Return the slices in few groups, each of one kind and with every query row and key row in at most one slice,
+        in the order of rows: the input of a kernel that takes cumulative lengths."""
+        groups: list[_Group] = []
+        order = np.lexsort((self.key, self.query, self.sample)).tolist()
+        column_lists = [column.tolist() for column in self.columns]
+        for i in order:
+            kind, sample, query, queries, key, keys = (column[i] for column in column_lists)
+            spans = (sample, query, query + queries), (sample, key, key + keys)
+            for group in groups:
+                if group.kind == kind and not any(runs.meet(*span) for runs, span in zip(group.sides, spans)):
+                    break
+            else:
+                group = _Group(kind, [], (_Runs(), _Runs()))
+                groups.append(group)
+            group.members.append(i)
+            for runs, span in zip(group.sides, spans):
+                runs.add(*span)
+        return [self.only(np.array(group.members)) for group in groups]
+
+
+class _Runs:
+    """Runs of rows, by sample."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, list[tuple[int, int]]] = {}
+        self._ends: dict[int, int] = {}
+
+    def meet(self, sample: int, begin: int, end: int) -> bool:
+        """Whether rows [begin, end) of the sample overlap a run."""
+        if begin >= self._ends.get(sample, 0):  # always so if runs are added in the order of their rows
+            return False
+        return any(first < end and begin < last for first, last in self._of[sample])
+
+    def add(self, sample: int, begin: int, end: int) -> None:
+        """Add a run."""
+        self._of.setdefault(sample, []).append((begin, end))
+        self._ends[sample] = max(self._ends.get(sample, 0), end)
+
+
+class _Group(NamedTuple):
+    kind: int
+    members: list[int]
+    sides: tuple[_Runs, _Runs]  # runs of query rows and of key rows
+
+
+def of_documents(positions: np.ndarray) -> Slices:
+    """Return a causal square for each segment of a document. positions: of each token in its segment, int64 `[b, s]`; a
+    segment starts at position 0 and at the start of a sample."""
+    b, s = positions.shape
+    begins = positions == 0
+    begins[:, 0] = True
+    sample, first = np.nonzero(begins)
+    flat = sample * s + first
+    lengths = np.diff(np.append(flat, b * s))
+    return Slices(np.full(len(flat), CAUSAL), sample, first, lengths, first, lengths)
+
+
+def windowed(slices: Slices, window: int) -> Slices:
+    """Return causal squares as slices in which a row attends to the last `window` rows only, including itself.
+
+    Rows are cut into blocks of a window: a row attends to its block up to itself, and in the previous block to the rows
+    after its own position.
+    """
+    assert (slices.kind == CAUSAL).all(), "a window slides over causal squares"
+    blocks: list[tuple[int, int, int, int, int, int]] = []
+    for _, sample, query, length, _, _ in zip(*(column.tolist() for column in slices.columns)):
+        for begin in range(0, length, window):
+            size, at = min(window, length - begin), query + begin
+            blocks.append((CAUSAL, sample, at, size, at, size))
+            reach = min(size, window - 1)  # the last row of a full block attends to no row before the block
+            if begin and reach:
+                # Row i of the block attends to rows i + 1 to the last of the previous block: an anti-causal square
+                # with its first rows, and all keys after that square.
+                before = at - window + 1
+                blocks.append((ANTI_CAUSAL, sample, at, reach, before, reach))
+                if reach < window - 1:
+                    blocks.append((FULL, sample, at, reach, before + reach, window - 1 - reach))
+    columns = np.array(blocks, dtype=np.int64).reshape(-1, 6).T
+    return Slices(*(np.ascontiguousarray(column) for column in columns))

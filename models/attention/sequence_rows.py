@@ -1,0 +1,254 @@
+"""The sequence rows of a micro-batch that a rank holds: which attend to which, and the angles by which they rotate.
+
+Rows of all samples are sharded over the context ranks (sequence_sharding.py): a rank's rows, in order, are one sample.
+MicroBatchRows takes the place of Megatron-core's packed_seq_params, so that a recomputed layer has it too. Shapes: b
+samples, s tokens of a sample, r rows of a rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from configs import derived
+from configs.schema import Config
+from memory.transfer import to_device
+from models.attention import mask_slices
+from models.attention.exchange_rounds import ExchangeSchedule, Segments
+from models.attention.mask_slices import FULL, Slices
+from models.attention.row_exchange import HeadExchange, RowExchange
+from models.attention.sequence_sharding import shard_sequence, window_work
+from models.attention.slice_attention import SlicePlan
+from models.pointwise.rotary import Rotary, tables
+from parallel.megatron.router import RouterRows
+from parallel.topology import Axis
+
+SLICES = "slices"  # key of a batch
+# Tensors of a batch that are `[b, s]`.
+ALONG_THE_SEQUENCE = ("tokens", "labels", "loss_mask", "types", "padding_mask", "positions", "segment_lengths")
+
+
+class RowSlices(ABC):
+    """A micro-batch's slices, made once on the host and used by all layers of all model chunks.
+
+    `num_samples` samples of `length` tokens. `is_long`: which tokens are in segments longer than the length at which
+    rotary frequencies change, bool on the host; None: there is no such length.
+    """
+
+    def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None) -> None:
+        self.num_samples, self.length, self.is_long = num_samples, length, is_long
+        self._longest = int(found.queries.max())
+        self._plans: dict[int | None, SlicePlan] = {}
+
+    def plan(self, window: int | None) -> SlicePlan:
+        """Return the plan of layers in which a row attends to the last `window` rows of its slice (None: to all)."""
+        if window is not None and window >= self._longest:
+            window = None
+        if window not in self._plans:
+            self._plans[window] = self._make(window)
+        return self._plans[window]
+
+    @abstractmethod
+    def _make(self, window: int | None) -> SlicePlan:
+        """Make the plan of a window."""
+
+
+class BatchSlices(RowSlices):
+    """All of a micro-batch's slices on one rank."""
+
+    def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None = None) -> None:
+        super().__init__(found, num_samples, length, is_long)
+        self.found = found
+
+    def _make(self, window: int | None) -> SlicePlan:
+        found = self.found if window is None else mask_slices.windowed(self.found, window)
+        return SlicePlan(found, self.length, self.num_samples)
+
+
+class ShardedSlices(RowSlices):
+    """This rank's share of a micro-batch's slices that context ranks share. `sequence_rows`: int64 `[r]`, the rows that
+    it holds, counted through the micro-batch."""
+
+    def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
+        """`heads`: ranks of a cp_rank, which exchange heads; `work`: as in models/attention/sequence_sharding.py."""
+        found = whole.found
+        keys = found.keys if found.kind[0] == FULL else None
+        self._segments, self._context, self._heads = Segments(found.queries, keys), context, heads
+        self._cp_rank, head = divmod(context.rank, heads)
+        self._sharding = shard_sequence(found.queries, context.size // heads, work=work, keys=keys)
+        here = self._sharding.sequence_rows(self._cp_rank)
+        size = len(here) // heads
+        self._num_rows, self.sequence_rows = len(here), torch.from_numpy(here[head * size : (head + 1) * size])
+        is_long = None if whole.is_long is None else whole.is_long.flatten()[self.sequence_rows].unsqueeze(0)
+        super().__init__(found, whole.num_samples, whole.length, is_long)
+
+    def _make(self, window: int | None) -> SlicePlan:
+        schedule = ExchangeSchedule(self._segments, self._sharding, window)
+        own, rounds = schedule.rounds(self._cp_rank)
+        exchanges = [(each.slices, RowExchange(each, self._context, self._heads)) for each in rounds]
+        heads = HeadExchange(self._context, self._heads) if self._heads > 1 else None
+        return SlicePlan(own, self._num_rows, 1, exchanges, heads, schedule.ahead)
+
+
+def document_slices(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
+    """Return slices of a micro-batch with separate documents. positions: int64 `[b, s]` on the host, of each token in
+    its segment of a document."""
+    b, s = positions.shape
+    found = mask_slices.of_documents(positions.numpy())
+    is_long = None
+    if switches_at is not None:
+        is_long = torch.from_numpy(np.repeat(found.queries > switches_at, found.queries).reshape(b, s))
+    return BatchSlices(found, b, s, is_long)
+
+
+def padding_slices(padding_mask: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
+    """Return slices in which all tokens of a sample attend to its real ones, which are its first: bool `[b, s]` on the
+    host, True = real."""
+    num_samples, length = padding_mask.shape
+    num_keys = padding_mask.sum(1).clamp(min=1).numpy()
+    is_long = None if switches_at is None else torch.full((num_samples, length), length > switches_at)
+    sample, zeros = np.arange(num_samples), np.zeros(num_samples, np.int64)
+    found = Slices(np.full(num_samples, FULL), sample, zeros, np.full(num_samples, length), zeros, num_keys)
+    return BatchSlices(found, num_samples, length, is_long)
+
+
+def is_sharded(context: Axis | None) -> TypeGuard[Axis]:
+    """Whether other ranks hold rows of the micro-batch."""
+    return context is not None and context.size > 1
+
+
+def cut_batch(batch: dict[str, Any], sequence_rows: torch.Tensor) -> dict[str, Any]:
+    """Return a micro-batch with these rows only, int64 `[r]` through its samples: tensors `[b, s]` become `[1, r]`."""
+    return {
+        name: value.flatten()[sequence_rows].unsqueeze(0) if name in ALONG_THE_SEQUENCE else value
+        for name, value in batch.items()
+    }
+
+
+def gather_rows(own_values: torch.Tensor, sequence_rows: torch.Tensor, context: Axis, num_samples: int) -> torch.Tensor:
+    """Return the values of all rows of a micro-batch, in its order, on all context ranks: `[b, s, ...]`. A collective
+    call. own_values: `[r, ...]`; sequence_rows: int64 `[r]`, of this rank."""
+    values = [torch.empty_like(own_values) for _ in range(context.size)]
+    sequence_rows = sequence_rows.to(own_values.device)
+    numbers = [torch.empty_like(sequence_rows) for _ in range(context.size)]
+    dist.all_gather(values, own_values.contiguous(), group=context.group)
+    dist.all_gather(numbers, sequence_rows, group=context.group)
+    flat = torch.cat(values)
+    whole = torch.empty_like(flat)
+    whole[torch.cat(numbers)] = flat
+    return whole.unflatten(0, (num_samples, -1))
+
+
+def position_ids(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token of whole samples int64 `[b, s]`: int64 of the same shape."""
+    return torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0).expand_as(tokens)
+
+
+def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, context: Axis | None) -> dict[str, Any]:
+    """Return a micro-batch with its slices, whose plans for all layers are made; if context ranks share it, with this
+    rank's rows only."""
+    found: RowSlices = whole
+    if is_sharded(context):
+        pattern, longest = derived.window_pattern(config), int(whole.found.queries.max())
+        work = window_work(pattern, config.model.sliding_window, longest)
+        sharded = ShardedSlices(whole, context, derived.context_heads(config), work)
+        found, batch = sharded, cut_batch(batch, sharded.sequence_rows)
+    for window in {config.model.sliding_window if slides else None for slides in derived.window_pattern(config)}:
+        found.plan(window)
+    return {**batch, SLICES: found}
+
+
+@functools.lru_cache(maxsize=8)
+def joined_slices(num_samples: int, length: int) -> BatchSlices:
+    """Return slices of samples in which each token attends to itself and all tokens before it."""
+    positions = np.broadcast_to(np.arange(length), (num_samples, length))
+    return BatchSlices(mask_slices.of_documents(positions), num_samples, length)
+
+
+class MicroBatchRows:
+    """A micro-batch's rows on this rank's device. `slices`: which rows attend to which; None: each to itself and all
+    rows of its sample before it."""
+
+    qkv_format = "rows"  # anything but "thd", for which Megatron-core has a branch of its own
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        rotary: Rotary | None = None,
+        slices: RowSlices | None = None,
+        positions: torch.Tensor | None = None,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """tokens: int64 `[b, s]` on the device. positions: the same, of each token in its segment; None: in its sample.
+        tensor_group: tensor ranks whose layers have different rows each; None: all have all rows."""
+        self.slices, self._tensor_group = slices, tensor_group
+        self._rotary, self._positions = rotary, positions
+        self._shape, self._device = tokens.shape, tokens.device
+        self._length = tokens.size(1) if slices is None else slices.length
+        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._angles: torch.Tensor | None = None
+
+    def plan(self, window: int | None) -> SlicePlan:
+        """Return the plan of layers with this sliding window; None: without."""
+        slices = joined_slices(*self._shape) if self.slices is None else self.slices
+        return slices.plan(window)
+
+    @functools.cached_property
+    def routed(self) -> RouterRows | None:
+        """The rows that the routers of experts receive; None: all of the micro-batch."""
+        if not isinstance(self.slices, ShardedSlices):
+            return None
+        ids = to_device(self.slices.sequence_rows, self._device)
+        if self._tensor_group is not None:
+            ids = ids.chunk(self._tensor_group.size())[self._tensor_group.rank()]
+        return RouterRows(ids, self.slices.num_samples, self.slices.length)
+
+    @property
+    def factor(self) -> float:
+        """The factor of cosines and sines."""
+        return 1.0 if self._rotary is None else self._rotary.factor
+
+    @property
+    def angles(self) -> torch.Tensor | None:
+        """The angle of each row: fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
+        if self._angles is None and self._rotary is not None:
+            self._angles = self._all_angles(self._rotary)
+            if self._positions is not None:
+                self._angles = self._angles[self._index].squeeze(2)
+        return self._angles
+
+    def tables(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and signed sines of each row, `[s, 1 or b, 1, 1, rotating channels]`: see `tables` of
+        models/pointwise/rotary.py."""
+        assert self._rotary is not None
+        if (dtype, factor) not in self._tables:
+            both = tables(self._all_angles(self._rotary), dtype, factor)
+            if self._positions is not None:
+                both = both[0][self._index].squeeze(2), both[1][self._index].squeeze(2)
+            self._tables[dtype, factor] = both
+        return self._tables[dtype, factor]
+
+    def _all_angles(self, rotary: Rotary) -> torch.Tensor:
+        make = rotary.of_length if self._positions is None else rotary.of_segments
+        return make(self._length, self._device)
+
+    @functools.cached_property
+    def _index(self) -> torch.Tensor:
+        """The index of the angle of each row, int64 `[s, b]`."""
+        assert self._positions is not None
+        index = self._positions
+        if self.slices is not None and self.slices.is_long is not None:
+            index = index + to_device(self.slices.is_long, self._device) * self._length
+        return index.t()
+
+
+def sequence_parallel_group(config: TransformerConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
+    """Return the tensor ranks that hold different rows between the products of layers; None: all hold all rows."""
+    return groups.tp if config.sequence_parallel else None

@@ -1,0 +1,621 @@
+"""Evening out of the rows of a micro-batch over the ranks of context parallelism: equal rows, level work, few exchanged
+rows.
+
+The ledger lists the row spans of each rank. Ranks swap whole spans until each has its rows; where no swap does it,
+spans are cut. Pairs of ranks then redistribute their spans: whole groups and one cut, the cheapest that keeps work
+level. Every choice among the longest groups is tried, each with every span that could be cut: the rows that a rank
+still lacks are the span's first or last rows, or rows inside it where the work fits.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+SpansBySize = dict[int, list[tuple[int, "RowSpan"]]]  # rank and span, by the span's number of rows
+TakenSpans = tuple[tuple[int, "RowSpan"], ...]  # rank and span
+
+MOST_CUTS = 128  # cuts inside a span that are tried
+MOST_TRIED = 20_000  # sums of spans that are tried for a rank
+FEW_RANKS = 8
+MOST_FREE = 10  # span groups of two ranks that are redistributed; one of them may be cut
+MOST_PAIRS, FEW_PAIRS = 160, 8  # pairs of ranks that are rebalanced to exchange fewer rows
+MOST_SPANS = 60_000  # pairs of ranks times spans
+MOST_LEVELLED = 40  # pairs of ranks that are rebalanced to even out work
+MOST_TRADED = 8  # steps of balance_work per rank
+MOST_SPLIT = 26  # spans of two ranks of which every choice is tried
+MOST_SPLITS = 4  # selections of MOST_SPLIT spans that are tried where there are more
+
+
+class RowSpan(NamedTuple):
+    """Consecutive rows of a segment that one rank holds."""
+
+    num_rows: int
+    work: int
+    segment: int
+    begin: int
+
+
+class RowWork:
+    """Work of a segment's rows, as an integer.
+
+    causal: work of the first i rows of a segment, int64 [longest + 1]; None: i(i + 1) / 2. keys: work of each row, by
+    segment; None: causal.
+    """
+
+    def __init__(self, causal: np.ndarray | None, keys: list[int] | None) -> None:
+        self.causal, self.keys = causal, keys
+        self.keys_of = None if keys is None else np.array(keys, dtype=np.int64)
+
+    def of(self, segment: int, begin: int, end: int) -> int:
+        if self.keys is not None:
+            return self.keys[segment] * (end - begin)
+        if self.causal is None:
+            return (end * (end + 1) - begin * (begin + 1)) // 2
+        return int(self.causal[end]) - int(self.causal[begin])
+
+    def of_each(self, segment: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+        """Return `of` for arrays, int64 [m]."""
+        if self.keys_of is not None:
+            return self.keys_of[segment] * (end - begin)
+        if self.causal is None:
+            return (end * (end + 1) - begin * (begin + 1)) // 2
+        return self.causal[end] - self.causal[begin]
+
+    def first_rows(self, low: np.ndarray, high: np.ndarray, num_rows: np.ndarray, work: np.ndarray) -> np.ndarray:
+        """Return the first row, between low and high, from which the next `num_rows` rows of a causal segment have at
+        least this work; all int64 [m]."""
+        if self.keys is None and self.causal is None:
+            return np.clip(-((num_rows * (num_rows + 1) // 2 - work) // num_rows), low, high)
+        while (low < high).any():
+            middle = (low + high) // 2
+            enough = self.of_each(middle, middle, middle + num_rows) >= work
+            low, high = np.where(enough | (low >= high), low, middle + 1), np.where(enough, middle, high)
+        return low
+
+
+class ShardLedger:
+    """Ledger of the row spans that each rank holds while rows are evened out.
+
+    missing: rows that each rank still lacks; negative where it has too many. work: of each rank. spans: those that may
+    change ranks. fixed: spans of a segment of which the rank holds several. limit: the most work that a rank should
+    have.
+    """
+
+    def __init__(self, cp_size: int, rows_per_rank: int, limit: int, work: RowWork) -> None:
+        self.rows_per_rank, self.limit = rows_per_rank, limit
+        self.missing = [rows_per_rank] * cp_size
+        self.work = [0] * cp_size
+        self.spans: list[list[RowSpan]] = [[] for _ in range(cp_size)]
+        self.fixed: list[list[RowSpan]] = [[] for _ in range(cp_size)]
+        self.keys = work.keys
+        self.work_of, self.works_of, self.first_rows = work.of, work.of_each, work.first_rows
+
+    def cut_cost(self, segment: int, row: int) -> int:
+        """Return the exchanged rows if the rows of a segment from `row` on are held by another rank."""
+        return row if self.keys is None else self.keys[segment]
+
+    def span(self, segment: int, begin: int, end: int) -> RowSpan:
+        return RowSpan(end - begin, self.work_of(segment, begin, end), segment, begin)
+
+    def held(self, cp_rank: int) -> list[RowSpan]:
+        """Return all spans of a rank."""
+        return [*self.spans[cp_rank], *self.fixed[cp_rank]]
+
+    def add(self, cp_rank: int, span: RowSpan, *, fixed: bool = False) -> None:
+        (self.fixed if fixed else self.spans)[cp_rank].append(span)
+        self.missing[cp_rank] -= span.num_rows
+        self.work[cp_rank] += span.work
+
+    def move(self, source: int, target: int, spans: Iterable[RowSpan]) -> None:
+        for span in spans:
+            self.spans[source].remove(span)
+            self.missing[source] += span.num_rows
+            self.work[source] -= span.work
+            self.add(target, span)
+
+    def replace(self, cp_rank: int, spans: list[RowSpan]) -> None:
+        """Replace all spans of a rank."""
+        times: dict[int, int] = {}
+        for span in spans:
+            times[span.segment] = times.get(span.segment, 0) + 1
+        self.spans[cp_rank] = [span for span in spans if times[span.segment] == 1]
+        self.fixed[cp_rank] = [span for span in spans if times[span.segment] > 1]
+        self.missing[cp_rank] = self.rows_per_rank - sum(span.num_rows for span in spans)
+        self.work[cp_rank] = sum(span.work for span in spans)
+
+    def fits(self, one: int, other: int, moved: int) -> bool:
+        """Whether this much work may move from one rank to the other without adding to an excess over the limit."""
+        before = max(self.work[one], self.work[other], self.limit)
+        return self.work[one] - moved <= before and self.work[other] + moved <= before
+
+
+# -- pairs of ranks ---------------------------------------------------------------------------------------------------
+
+
+class SpanGroup(NamedTuple):
+    """Spans of one segment that stay together; a group of one span may be cut."""
+
+    num_rows: int
+    work: int
+    spans: tuple[RowSpan, ...]
+    owner: int  # 0 and 1; 2: both
+
+
+class PairSplit(NamedTuple):
+    """The groups that the first of two ranks holds, and rows `begin` to `end` of a cut group (none if both are 0)."""
+
+    over: int  # work over the limit
+    cost: int  # exchanged rows of the cut
+    units: int  # bits
+    cut: int
+    begin: int
+    end: int
+
+
+def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool:
+    """Redistribute the spans of two ranks where that exchanges fewer rows or brings work closer to the limit; return
+    whether it did.
+
+    At most `most` groups change ranks. Both ranks keep their number of rows.
+    """
+    units, kept = _units(ledger, one, other, most)
+    if not units:
+        return False
+    wanted = ledger.rows_per_rank - ledger.missing[one] - sum(unit.num_rows for unit in kept[0])
+    both = ledger.work[one] + ledger.work[other]
+    outside = sum(unit.work for unit in kept[0])
+    choice = _best(ledger, units, wanted, both - ledger.limit - outside, ledger.limit - outside)
+    if choice is None:
+        return False
+    before = _over(ledger, one, other), exchange_cost(ledger, one) + exchange_cost(ledger, other)
+    held = [ledger.held(each) for each in (one, other)]
+    found: tuple[list[RowSpan], list[RowSpan]] = ([], [])
+    for owner in (0, 1):
+        found[owner].extend(span for unit in kept[owner] for span in unit.spans)
+    for number, unit in enumerate(units):
+        if number == choice.cut:
+            (span,) = unit.spans
+            end = span.begin + span.num_rows
+            for owner, begin, last in (
+                (1, span.begin, choice.begin),
+                (0, choice.begin, choice.end),
+                (1, choice.end, end),
+            ):
+                if begin < last:
+                    found[owner].append(ledger.span(span.segment, begin, last))
+        else:
+            found[0 if choice.units >> number & 1 else 1].extend(unit.spans)
+    ledger.replace(one, merge_adjacent(ledger, found[0]))
+    ledger.replace(other, merge_adjacent(ledger, found[1]))
+    after = _over(ledger, one, other), exchange_cost(ledger, one) + exchange_cost(ledger, other)
+    if after < before:
+        return True
+    ledger.replace(one, held[0])
+    ledger.replace(other, held[1])
+    return False
+
+
+def merge_adjacent(ledger: ShardLedger, spans: list[RowSpan]) -> list[RowSpan]:
+    """Return the spans in order, with adjacent spans of a segment merged."""
+    found: list[RowSpan] = []
+    for span in sorted(spans, key=lambda span: (span.segment, span.begin)):
+        if found and found[-1].segment == span.segment and found[-1].begin + found[-1].num_rows == span.begin:
+            found[-1] = ledger.span(span.segment, found[-1].begin, span.begin + span.num_rows)
+        else:
+            found.append(span)
+    return found
+
+
+def exchange_cost(ledger: ShardLedger, cp_rank: int) -> int:
+    """Return the key rows that a rank receives for its rows."""
+    needed: dict[int, int] = {}
+    cost = 0
+    for span in ledger.held(cp_rank):
+        end = span.begin + span.num_rows
+        if ledger.keys is None:
+            cost -= span.num_rows
+            if needed.get(span.segment, 0) < end:
+                needed[span.segment] = end
+        else:
+            key_rows = ledger.keys[span.segment]
+            cost -= max(min(end, key_rows) - span.begin, 0)
+            needed[span.segment] = key_rows
+    return cost + sum(needed.values())
+
+
+def _over(ledger: ShardLedger, one: int, other: int) -> int:
+    return max(ledger.work[one] - ledger.limit, ledger.work[other] - ledger.limit, 0)
+
+
+def _units(
+    ledger: ShardLedger, one: int, other: int, most: int
+) -> tuple[list[SpanGroup], tuple[list[SpanGroup], list[SpanGroup]]]:
+    """Return the groups that may change ranks (the longest, and those of both ranks), and those that each keeps."""
+    by_segment: dict[int, list[tuple[RowSpan, int]]] = {}
+    for owner, cp_rank in enumerate((one, other)):
+        for span in ledger.held(cp_rank):
+            by_segment.setdefault(span.segment, []).append((span, owner))
+    units = []
+    for found in by_segment.values():
+        if len(found) == 1:
+            span, owner = found[0]
+            units.append(SpanGroup(span.num_rows, span.work, (span,), owner))
+            continue
+        owners = {owner for _, owner in found}
+        spans = merge_adjacent(ledger, [span for span, _ in found])
+        if len(owners) == 1:
+            groups = [(tuple(spans), owners.pop())]
+        else:  # a merged span with rows of both ranks belongs to both
+            whose = dict(found)
+            groups = [((span,), whose.get(span, 2)) for span in spans]
+        for group, owner in groups:
+            units.append(
+                SpanGroup(sum(span.num_rows for span in group), sum(span.work for span in group), group, owner)
+            )
+    units.sort(key=lambda unit: (unit.owner < 2, -unit.num_rows, unit.spans))
+    kept: tuple[list[SpanGroup], list[SpanGroup]] = ([], [])
+    if units[most:] and units[most].owner == 2:
+        return [], kept
+    shared = sum(unit.owner == 2 for unit in units)
+    longest, shortest = most - (most - shared) // 2, (most - shared) // 2
+    last = max(len(units) - shortest, longest)
+    for unit in units[longest:last]:
+        kept[unit.owner].append(unit)
+    return units[:longest] + units[last:], kept
+
+
+@functools.cache
+def _choices(number: int) -> np.ndarray:
+    """Return every subset of `number` groups: bool [2 ** number, number]."""
+    return (np.arange(2**number)[:, None] >> np.arange(number) & 1).astype(bool)
+
+
+def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, high: int) -> PairSplit | None:
+    """Return the cheapest choice that has `wanted` rows and work from `low` to `high`, or as close as possible."""
+    number = len(units)
+    num_rows = np.array([unit.num_rows for unit in units], dtype=np.int64)
+    work = np.array([unit.work for unit in units], dtype=np.int64)
+    whole = np.array([len(unit.spans) == 1 for unit in units])
+    choices = _choices(number)
+    lacking = wanted - choices @ num_rows
+    its_work = choices @ work
+    best: PairSplit | None = None
+    exact = np.flatnonzero(lacking == 0)
+    if len(exact):
+        over = _outside(its_work[exact], low, high)
+        first = int(np.argmin(over))
+        best = PairSplit(int(over[first]), 0, int(exact[first]), -1, 0, 0)
+        if not best.over:
+            return best
+    chosen, cut = np.nonzero(~choices & whole & (lacking[:, None] > 0) & (lacking[:, None] < num_rows))
+    if not len(chosen):
+        return best
+    begins = np.array([unit.spans[0].begin for unit in units], dtype=np.int64)[cut]
+    segments = np.array([unit.spans[0].segment for unit in units], dtype=np.int64)[cut]
+    ends, missing = begins + num_rows[cut], lacking[chosen]
+    lower, upper = low - its_work[chosen], high - its_work[chosen]
+    first_work = ledger.works_of(segments, begins, begins + missing)
+    last_work = ledger.works_of(segments, ends - missing, ends)
+    if ledger.keys is None:
+        first_cost, last_cost = begins + missing, ends - missing
+    else:
+        first_cost = last_cost = np.array(ledger.keys, dtype=np.int64)[segments]
+    for cost, at, found in ((first_cost, begins, first_work), (last_cost, ends - missing, last_work)):
+        over = _outside(found, lower, upper)
+        i = int(np.lexsort((cost, over))[0])
+        choice = PairSplit(int(over[i]), int(cost[i]), int(chosen[i]), int(cut[i]), int(at[i]), int(at[i] + missing[i]))
+        best = choice if best is None or choice < best else best
+    if ledger.keys is not None or best is None:
+        return best
+    # Inside: the first row from which the missing rows have enough work.
+    inside = np.flatnonzero((first_work < lower) & (last_work > upper) & ((best.over > 0) | (first_cost < best.cost)))
+    inside = inside[np.argsort(first_cost[inside], kind="stable")[:MOST_CUTS]]
+    if not len(inside):
+        return best
+    at = ledger.first_rows(begins[inside], ends[inside] - missing[inside], missing[inside], lower[inside])
+    found = ledger.works_of(segments[inside], at, at + missing[inside])
+    over, cost = _outside(found, lower[inside], upper[inside]), at + missing[inside]
+    i = int(np.lexsort((cost, over))[0])
+    k = int(inside[i])
+    choice = PairSplit(int(over[i]), int(cost[i]), int(chosen[k]), int(cut[k]), int(at[i]), int(at[i] + missing[k]))
+    return choice if choice < best else best
+
+
+def _outside(work: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) -> np.ndarray:
+    """Return the distance of work from a range."""
+    return np.maximum(np.maximum(low - work, work - high), 0)
+
+
+# -- equal rows --------------------------------------------------------------------------------------------------------
+
+
+def equalize_rows(ledger: ShardLedger) -> None:
+    """Give every rank exactly its rows: by swaps of whole spans, then by cuts."""
+    open_ranks = sorted(range(len(ledger.missing)), key=lambda cp_rank: (len(ledger.spans[cp_rank]), cp_rank))
+    while len(open_ranks) > 1 and any(ledger.missing[cp_rank] for cp_rank in open_ranks):
+        cp_rank = open_ranks.pop(0)
+        if not ledger.missing[cp_rank]:
+            continue
+        if len(open_ranks) > 1:
+            if not _swap_spans(ledger, cp_rank, open_ranks) and len(open_ranks) < 4:
+                _repartition(ledger, cp_rank, min(open_ranks, key=lambda other: (ledger.missing[other], other)))
+        elif not _swap_spans(ledger, cp_rank, open_ranks):
+            _repartition(ledger, cp_rank, open_ranks[0])
+    _cut_surplus(ledger)
+
+
+def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
+    """Swap spans between a rank and others so that the rank has its rows; return False if no swap does."""
+    surplus = -ledger.missing[cp_rank]
+    found: SpansBySize = {}
+    for other in others:
+        for span in ledger.spans[other]:
+            found.setdefault(span.num_rows, []).append((other, span))
+    own = list({span.num_rows: span for span in ledger.spans[cp_rank]}.values())
+    for given, taken in _candidates(own, found, surplus):
+        moves = _allowed_moves(ledger, cp_rank, given, taken)
+        if moves is not None:
+            for source, target, spans in moves:
+                ledger.move(source, target, spans)
+            return True
+    return False
+
+
+def _candidates(
+    own: list[RowSpan], found: SpansBySize, surplus: int
+) -> Iterator[tuple[tuple[RowSpan, ...], TakenSpans]]:
+    """Yield the spans that a rank may give and take so that it gives `surplus` rows more than it takes: one for one,
+    then two for one, then one for two."""
+    most = 8  # spans of equal length that are tried
+    for span in (None, *own):
+        wanted = (span.num_rows if span else 0) - surplus
+        given = (span,) if span else ()
+        if wanted == 0:
+            for other in found.get(0, ()) or ():
+                yield given, (other,)
+            yield given, ()
+        for one in found.get(wanted, ())[:most]:
+            yield given, (one,)
+    for i, first in enumerate(own[:40]):
+        for second in own[i + 1 : 40]:
+            for one in found.get(first.num_rows + second.num_rows - surplus, ())[:2]:
+                yield (first, second), (one,)
+    lengths = sorted(found)
+    tried = 0
+    for span in (None, *own):
+        wanted = (span.num_rows if span else 0) - surplus
+        given = (span,) if span else ()
+        for num_rows in lengths[: bisect_left(lengths, (wanted + 1) // 2)]:
+            tried += 1
+            if tried > MOST_TRIED // 16:
+                return
+            if wanted - num_rows in found:
+                yield given, (found[num_rows][0], found[wanted - num_rows][0])
+
+
+def _allowed_moves(
+    ledger: ShardLedger, cp_rank: int, given: tuple[RowSpan, ...], taken: TakenSpans
+) -> list[tuple[int, int, list[RowSpan]]] | None:
+    """Return the moves (source, target, spans) if their work is allowed. Given spans move to the rank from which a span
+    is taken, or else to the rank that lacks most rows."""
+    if not taken:
+        if not given:
+            return None
+        target = max(range(len(ledger.missing)), key=lambda other: (ledger.missing[other], -other))
+        fits = target != cp_rank and ledger.fits(cp_rank, target, sum(span.work for span in given))
+        return [(cp_rank, target, list(given))] if fits else None
+    target = taken[0][0]
+    moved = {target: sum(span.work for span in given)}
+    for other, span in taken:
+        moved[other] = moved.get(other, 0) - span.work
+    if not all(ledger.fits(cp_rank, other, work) for other, work in moved.items()):
+        return None
+    taking = [(other, cp_rank, [span]) for other, span in taken]
+    return [*taking, (cp_rank, target, list(given))]
+
+
+def _repartition(ledger: ShardLedger, one: int, other: int) -> None:
+    """Redistribute the spans of two ranks so that the first has exactly its rows, or as close as whole spans allow
+    (sums of halves, Horowitz and Sahni 1974)."""
+    spans = sorted(
+        [*ledger.spans[one], *ledger.spans[other]], key=lambda span: (span.num_rows, span.segment, span.begin)
+    )
+    half = MOST_SPLIT // 2
+    begins = range(0, len(spans) - MOST_SPLIT + 1, half)[:MOST_SPLITS] if len(spans) > MOST_SPLIT else (0,)
+    for begin in begins:  # the longest spans and some of the others
+        free = spans if len(spans) <= MOST_SPLIT else spans[begin : begin + half] + spans[-half:]
+        if _repartition_some(ledger, one, other, free):
+            return
+
+
+def _repartition_some(ledger: ShardLedger, one: int, other: int, free: list[RowSpan]) -> bool:
+    """`_repartition` for the spans in `free`; return whether both ranks have their rows, and work within the limit."""
+    is_free = set(free)
+    own = [span for span in ledger.spans[one] if span in is_free]
+    wanted = ledger.missing[one] + sum(span.num_rows for span in own)
+    outside = ledger.work[one] - sum(span.work for span in own)
+    both = ledger.work[one] + ledger.work[other]
+    half = len(free) // 2
+    row_sums, work_sums = zip(_subset_sums(free[:half]), _subset_sums(free[half:]))
+    order = np.argsort(row_sums[1], kind="stable")
+    right_rows, right_work = row_sums[1][order], work_sums[1][order]
+    begin = np.searchsorted(right_rows, wanted - row_sums[0], side="left")
+    counts = np.searchsorted(right_rows, wanted - row_sums[0], side="right") - begin
+    left = np.repeat(np.arange(len(counts)), counts)[:MOST_TRIED]
+    right = np.arange(len(left)) - np.repeat(np.cumsum(counts) - counts, counts)[:MOST_TRIED] + begin[left]
+    near = np.arange(len(begin))
+    pairs = [(left, right), *((near, np.clip(begin + shift, 0, len(right_rows) - 1)) for shift in (-1, 0))]
+    lefts, rights = (np.concatenate(each) for each in zip(*pairs))
+    ones = outside + work_sums[0][lefts] + right_work[rights]
+    over = np.maximum(np.maximum(ones, both - ones) - ledger.limit, 0)
+    off = np.abs(row_sums[0][lefts] + right_rows[rights] - wanted)
+    best = int(np.lexsort((off, over))[0])
+    now = (_over(ledger, one, other), abs(ledger.missing[one]))
+    found = (int(over[best]), int(off[best]))
+    if found < now:
+        bits = int(lefts[best]) | int(order[rights[best]]) << half
+        chosen = {span for number, span in enumerate(free) if bits >> number & 1}
+        given = [span for span in own if span not in chosen]
+        taken = [span for span in ledger.spans[other] if span in chosen]
+        ledger.move(one, other, given)
+        ledger.move(other, one, taken)
+    return min(found, now) == (0, 0)
+
+
+def _subset_sums(spans: list[RowSpan]) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and work of every subset of spans, int64 [2 ** spans] each."""
+    row_sums, work_sums = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    for span in spans:
+        row_sums, work_sums = (
+            np.concatenate([row_sums, row_sums + span.num_rows]),
+            np.concatenate([work_sums, work_sums + span.work]),
+        )
+    return row_sums, work_sums
+
+
+def _cut_surplus(ledger: ShardLedger) -> None:
+    """Move rows from ranks with too many to ranks that lack rows."""
+    cp_size = len(ledger.missing)
+    while surplus := -min(ledger.missing):
+        source = ledger.missing.index(-surplus)
+        equal = [cp_rank for cp_rank in range(cp_size) if ledger.missing[cp_rank] == surplus]
+        target = equal[0] if equal else max(range(cp_size), key=lambda cp_rank: (ledger.missing[cp_rank], -cp_rank))
+        # By the cut that costs least.
+        num_rows = min(surplus, ledger.missing[target])
+        held = ledger.held(source)
+        cuts = []
+        for span in held:
+            if span.num_rows == num_rows:
+                cuts.append((0, span, span.begin))
+            elif span.num_rows > num_rows:
+                last = span.begin + span.num_rows - num_rows
+                cuts.append((ledger.cut_cost(span.segment, span.begin + num_rows) + span.begin, span, span.begin))
+                cuts.append((ledger.cut_cost(span.segment, last), span, last))
+        if not cuts:  # every span is shorter: the longest one is moved whole
+            span = max(held)
+            cuts = [(0, span, span.begin)]
+        _, span, begin = min(cuts)
+        end, rest = begin + min(num_rows, span.num_rows), [each for each in held if each != span]
+        for first, last in ((span.begin, begin), (end, span.begin + span.num_rows)):
+            if first < last:
+                rest.append(ledger.span(span.segment, first, last))
+        given = [*ledger.held(target), ledger.span(span.segment, begin, end)]
+        ledger.replace(source, merge_adjacent(ledger, rest))
+        ledger.replace(target, merge_adjacent(ledger, given))
+
+
+# -- level work, fewer exchanged rows ----------------------------------------------------------------------------------
+
+
+def balance_work(ledger: ShardLedger) -> None:
+    """Bring the work of ranks over the limit down to it: pairs of ranks are rebalanced; after MOST_LEVELLED pairs, or
+    where that does not help, ranks trade rows."""
+    cp_size = len(ledger.missing)
+    most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
+    tried = 0
+    if cp_size == 2 and max(ledger.work) > ledger.limit:
+        _repartition(ledger, 0, 1)
+        _cut_surplus(ledger)
+    stuck: set[int] = set()
+    for _ in range(MOST_TRADED * cp_size):
+        heavy = [cp_rank for cp_rank in range(cp_size) if ledger.work[cp_rank] > ledger.limit and cp_rank not in stuck]
+        if not heavy:
+            return
+        cp_rank = max(heavy, key=lambda each: (ledger.work[each], -each))
+        others = sorted(
+            (each for each in range(cp_size) if each != cp_rank), key=lambda each: (ledger.work[each], each)
+        )
+        found = False
+        if tried < MOST_LEVELLED:
+            segments = {span.segment for span in ledger.held(cp_rank)}
+            sharing = [each for each in others if any(span.segment in segments for span in ledger.spans[each])]
+            for other in dict.fromkeys((*sharing[:2], *others[:2])):
+                tried += 1
+                if found := rebalance_pair(ledger, cp_rank, other, most):
+                    break
+        if found or any(_trade_rows(ledger, cp_rank, other) for other in others[:4]):
+            stuck.clear()
+        else:
+            stuck.add(cp_rank)
+
+
+def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
+    """Trade the last rows of one rank's heaviest span for the first rows of the other's lightest span: as few as bring
+    the first rank to the limit or to the other's work."""
+
+    def ends(cp_rank: int) -> list[tuple[int, int, RowSpan]]:
+        return [
+            (
+                ledger.work_of(span.segment, span.begin + span.num_rows - 1, span.begin + span.num_rows),
+                ledger.work_of(span.segment, span.begin, span.begin + 1),
+                span,
+            )
+            for span in ledger.held(cp_rank)
+        ]
+
+    long, short = max(ends(most))[2], min((first, span) for _, first, span in ends(least))[1]
+    end = long.begin + long.num_rows
+    wanted = min(ledger.work[most] - ledger.limit, (ledger.work[most] - ledger.work[least]) // 2)
+
+    def moved(num_rows: int) -> int:
+        given = ledger.work_of(long.segment, end - num_rows, end)
+        return given - ledger.work_of(short.segment, short.begin, short.begin + num_rows)
+
+    low, high = 0, min(long.num_rows, short.num_rows)
+    while low < high:
+        num_rows = (low + high) // 2
+        low, high = (low, num_rows) if moved(num_rows) >= wanted else (num_rows + 1, high)
+    before = ledger.work[most]
+    while low and ledger.work[least] + moved(low) >= before:
+        low //= 2
+    if not low or moved(low) <= 0:
+        return False
+    kept = [span for span in ledger.held(most) if span != long]
+    others = [span for span in ledger.held(least) if span != short]
+    first, last = short.begin + low, short.begin + short.num_rows
+    kept.append(ledger.span(short.segment, short.begin, first))
+    others.append(ledger.span(long.segment, end - low, end))
+    if long.num_rows > low:
+        kept.append(ledger.span(long.segment, long.begin, end - low))
+    if first < last:
+        others.append(ledger.span(short.segment, first, last))
+    ledger.replace(most, merge_adjacent(ledger, kept))
+    ledger.replace(least, merge_adjacent(ledger, others))
+    return True
+
+
+def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
+    """Rebalance pairs of ranks, most exchanged rows first; only few if at most `enough` rows are exchanged."""
+    cp_size = len(ledger.missing)
+    most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
+    tried = 0
+    costs = [exchange_cost(ledger, cp_rank) for cp_rank in range(cp_size)]
+    held = sum(len(spans) for spans in (*ledger.spans, *ledger.fixed))
+    pairs_allowed = MOST_PAIRS // 2 if cp_size <= FEW_RANKS else FEW_PAIRS if sum(costs) <= enough else MOST_PAIRS
+    allowed = min(pairs_allowed, MOST_SPANS // held)
+    done: set[tuple[int, int]] = set()
+    while tried < allowed:
+        order = sorted(range(cp_size), key=lambda each: (-costs[each], each))
+        pairs = [
+            (one, other)
+            for i, one in enumerate(order[:12])
+            for other in order[i + 1 :]
+            if costs[one] and (min(one, other), max(one, other)) not in done
+        ]
+        if not pairs:
+            return
+        for one, other in pairs:
+            tried += 1
+            done.add((min(one, other), max(one, other)))
+            if rebalance_pair(ledger, one, other, most):
+                costs[one], costs[other] = exchange_cost(ledger, one), exchange_cost(ledger, other)
+                done = {pair for pair in done if one not in pair and other not in pair}
+                done.add((min(one, other), max(one, other)))
+                break
+            if tried >= allowed:
+                return

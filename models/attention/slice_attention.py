@@ -1,0 +1,555 @@
+"""Attention over a list of slices. A kernel computes each slice; outputs of several slices of a row are merged by the
+logs of their sums of exponentials, in fp32. The backward pass computes each slice from the merged results.
+
+Keys may arrive in rounds from the ranks that hold them, each round while the previous one computes; their gradients
+return while the next round computes. Latent attention exchanges compressed rows and expands a round's latents to keys
+and values, again in the backward pass, so that no expanded rows are kept.
+
+Shapes: s sequence, b samples, n query heads, g key/value heads, d channels of a key, v channels of a value. Latent
+attention: l channels of a latent, p rotary channels of a key, d its other channels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import once_differentiable
+
+from memory.transfer import to_device
+from models.attention import kernels
+from models.attention.mask_slices import ANTI_CAUSAL, FULL, Slices, SliceShape
+from models.attention.row_exchange import ArrivingGradients, ArrivingRows, HeadExchange, RowExchange
+from parallel.megatron.grad_buffers import GradientSum
+
+Inputs = kernels.Triple  # query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]`
+
+
+# -- rows of slices ---------------------------------------------------------------------------------------------------
+
+
+class RowRuns:
+    """The rows of one side of slices of equal length, as runs: first rows and samples, int64 `[m]`.
+
+    `is_first`: no slice before these has any of the rows.
+    """
+
+    def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
+        self.first, self.sample, self.length, self.is_first = first, sample, length, is_first
+        self._index: RowIndex | None = None
+
+    def view(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the rows of `x` `[s, b, ...]` as a view `[m, length, ...]`; None if the runs are not evenly spaced."""
+        m, first, sample = len(self.first), int(self.first[0]), int(self.sample[0])
+        if m == 1:
+            return x[first : first + self.length, sample].unsqueeze(0)
+        if (self.first == first).all() and (np.diff(self.sample) == 1).all():
+            return x[first : first + self.length, sample : sample + m].transpose(0, 1)
+        if (self.sample == sample).all() and (np.diff(self.first) == self.length).all():
+            return x[first : first + m * self.length, sample].unflatten(0, (m, self.length))
+        return None
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `x` `[s, b, ...]`: `[m, length, ...]`."""
+        found = self.view(x)
+        return self.index.take(x).unflatten(0, (-1, self.length)) if found is None else found
+
+    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Write `values` `[m, length, ...]` to the rows of `x` `[s, b, ...]`."""
+        found = self.view(x)
+        if found is not None:
+            found.copy_(values)
+        else:
+            self.index.put(x, values.flatten(0, 1))
+
+    @property
+    def index(self) -> RowIndex:
+        """The same rows one by one."""
+        if self._index is None:
+            lengths = np.full(len(self.first), self.length)
+            self._index = RowIndex(*row_numbers(self.first, lengths, self.sample), self.is_first)
+        return self._index
+
+
+class RowIndex:
+    """Rows one by one: row and sample of each, int64 `[t]`. `is_all`: they are all rows, in order."""
+
+    def __init__(self, row_numbers: np.ndarray, samples: np.ndarray, is_first: bool, is_all: bool = False) -> None:
+        self.is_first, self._is_all = is_first, is_all
+        self._row_numbers, self._samples = row_numbers, samples
+        self._on: dict[torch.device, Any] = {}
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `x` `[s, b, ...]`: `[t, ...]`."""
+        return x[self._index(x.device)]
+
+    def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
+        """Write `values` `[t, ...]` to the rows of `x` `[s, b, ...]`."""
+        x[self._index(x.device)] = values.to(x.dtype)
+
+    def _index(self, device: torch.device) -> Any:
+        if self._is_all:
+            return slice(None), 0  # nothing is copied
+        if device not in self._on:
+            self._on[device] = tuple(
+                to_device(torch.from_numpy(each), device) for each in (self._row_numbers, self._samples)
+            )
+        return self._on[device]
+
+
+SliceRows = RowRuns | RowIndex
+
+
+def row_numbers(
+    first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return row and sample of each row of runs, run by run; `flips`: each run from its last row to its first."""
+    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    if flips:
+        within = np.repeat(lengths, lengths) - 1 - within
+    return np.repeat(first, lengths) + within, np.repeat(sample, lengths)
+
+
+class RowCoverage:
+    """Counts how many slices each row of each sample is in, `[b, s]`."""
+
+    def __init__(self, num_samples: int, length: int) -> None:
+        self.counts = np.zeros((num_samples, length), np.int64)
+        self.is_mixed = False  # whether a slice has both rows that were covered before and new rows
+
+    def add(self, sample: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> bool:
+        """Count the rows of slices without common rows; return whether all of them are new."""
+        steps = np.zeros((self.counts.shape[0], self.counts.shape[1] + 1), np.int64)
+        np.add.at(steps, (sample, first), 1)
+        np.add.at(steps, (sample, first + lengths), -1)
+        is_covered = steps.cumsum(1)[:, :-1] > 0
+        before = self.counts[is_covered] > 0
+        self.is_mixed |= bool(before.any()) and not bool(before.all())
+        self.counts += is_covered
+        return not before.any()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a row is in several slices."""
+        return bool((self.counts > 1).any())
+
+    @property
+    def is_written(self) -> bool:
+        """Whether each row is written before it is read."""
+        return not self.is_mixed and bool((self.counts > 0).all())
+
+
+# -- slices as kernels take them --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SliceBatch:
+    """Slices of equal shape without common rows, for kernels that take a batch."""
+
+    shape: SliceShape
+    queries: RowRuns
+    keys: RowRuns
+
+    def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
+        """Return output `[m, q, n, v]`, sums `[m, q, n]` and what the backward pass needs."""
+        output, sums, seeds = kernels.forward(*self._heads_first(inputs), self.shape.kind != FULL, scale)
+        return self._rows_first(output), self._rows_first(sums), seeds
+
+    def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
+        """Return gradients of the inputs' rows, `[m, rows, heads, channels]`; `grad`, output, sums are of all rows."""
+        grad, output, sums = (self._side(self.queries, each) for each in (grad, *result[:2]))
+        found = kernels.backward(
+            grad, self._heads_first(inputs), (output, sums, result[2]), self.shape.kind != FULL, scale
+        )
+        return tuple(self._rows_first(each) for each in found)  # type: ignore[return-value]
+
+    def _heads_first(self, inputs: Inputs) -> kernels.Triple:
+        query, key, value = inputs
+        return self._side(self.queries, query), self._side(self.keys, key), self._side(self.keys, value)
+
+    def _side(self, runs: RowRuns, x: torch.Tensor) -> torch.Tensor:
+        """Return rows of `x` `[s, b, heads, ...]` as kernels take them: `[m, heads, rows, ...]`."""
+        taken = runs.take(x).transpose(1, 2)
+        return taken.flip(2) if self.shape.kind == ANTI_CAUSAL else taken
+
+    def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[m, heads, rows, ...]` as `[m, rows, heads, ...]`, the rows in their own order."""
+        return (x.flip(2) if self.shape.kind == ANTI_CAUSAL else x).transpose(1, 2)
+
+
+class SliceLaunch:
+    """Slices of one kind without common rows, for a kernel that takes cumulative lengths."""
+
+    def __init__(self, slices: Slices, queries: RowIndex, keys: RowIndex) -> None:
+        self.queries, self.keys = queries, keys
+        self._slices, self._causal = slices, int(slices.kind[0]) != FULL
+        self._lengths: dict[torch.device, kernels.Lengths] = {}
+
+    def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
+        """Return output `[t, n, v]`, sums `[t, n]` and what the backward pass needs."""
+        lengths = self._lengths_on(inputs[0].device)
+        output, sums, seeds = kernels.launch_forward(*self._side_rows(inputs), lengths, self._causal, scale)
+        return output, sums.t(), seeds
+
+    def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
+        """Return gradients of the inputs' rows, `[t, heads, channels]`; `grad`, output and sums are of all rows."""
+        grad, output, sums = (self.queries.take(each) for each in (grad, *result[:2]))
+        lengths = self._lengths_on(grad.device)
+        found = output, sums.t(), result[2]
+        return kernels.launch_backward(grad, self._side_rows(inputs), found, lengths, self._causal, scale)
+
+    def _side_rows(self, inputs: Inputs) -> kernels.Triple:
+        query, key, value = inputs
+        return self.queries.take(query), self.keys.take(key), self.keys.take(value)
+
+    def _lengths_on(self, device: torch.device) -> kernels.Lengths:
+        if device not in self._lengths:
+            of = self._slices
+            ends = [np.concatenate([[0], np.cumsum(each)]).astype(np.int32) for each in (of.queries, of.keys)]
+            queries, keys = (to_device(torch.from_numpy(each), device) for each in ends)
+            self._lengths[device] = kernels.Lengths(queries, keys, int(of.queries.max()), int(of.keys.max()))
+        return self._lengths[device]
+
+
+SliceCalls = Sequence[SliceLaunch | SliceBatch]
+
+
+class KeyRound:
+    """Slices over the keys of one round: this rank's own keys, or keys that an exchange brings. `keys`: how many slices
+    each key row is in."""
+
+    def __init__(
+        self, slices: Slices, queries: RowCoverage, keys: RowCoverage, exchange: RowExchange | None = None
+    ) -> None:
+        self.keys, self.exchange = keys, exchange
+        self._groups = [
+            (
+                group,
+                queries.add(group.sample, group.query, group.queries),
+                keys.add(group.sample, group.key, group.keys),
+            )
+            for group in slices.launches()
+        ]
+        num_samples, length = keys.counts.shape
+        self._every = np.arange(length) if num_samples == 1 else None
+
+    @functools.cached_property
+    def launches(self) -> list[SliceLaunch]:
+        """The slices for a kernel that takes cumulative lengths."""
+        return [
+            SliceLaunch(
+                group,
+                self._index(group, group.query, group.queries, of_queries),
+                self._index(group, group.key, group.keys, of_keys),
+            )
+            for group, of_queries, of_keys in self._groups
+        ]
+
+    def _index(self, group: Slices, first: np.ndarray, lengths: np.ndarray, is_first: bool) -> RowIndex:
+        numbers, samples = row_numbers(first, lengths, group.sample, flips=int(group.kind[0]) == ANTI_CAUSAL)
+        return RowIndex(numbers, samples, is_first, self._every is not None and np.array_equal(numbers, self._every))
+
+    @functools.cached_property
+    def batches(self) -> list[SliceBatch]:
+        """The slices for kernels that take one shape."""
+        return [
+            SliceBatch(
+                shape,
+                RowRuns(each.query, each.sample, shape.queries, of_queries),
+                RowRuns(each.key, each.sample, shape.keys, of_keys),
+            )
+            for group, of_queries, of_keys in self._groups
+            for shape, each in group.batches()
+        ]
+
+
+class SlicePlan:
+    """The plan by which a micro-batch's slices are computed: made once on the host, and used by all layers. `queries`:
+    how many slices of all rounds each query row is in."""
+
+    def __init__(
+        self,
+        slices: Slices,
+        length: int,
+        num_samples: int,
+        rounds: Sequence[tuple[Slices, RowExchange]] = (),
+        heads: HeadExchange | None = None,
+        ahead: int = 1,
+    ) -> None:
+        """`ahead`: the number of later rounds whose keys are in flight during a round, alike on all ranks."""
+        self.queries, self.heads, self.ahead = RowCoverage(num_samples, length), heads, ahead
+        # Exchanges in flight, and the number of rows that this rank sends in each.
+        self.leaving: deque[tuple[ArrivingRows, int]] = deque()
+        halves = slices.halves() if rounds else [slices]
+        own = [KeyRound(each, self.queries, RowCoverage(num_samples, length)) for each in halves]
+        others = [
+            KeyRound(each, self.queries, RowCoverage(1, exchange.num_rows), exchange) for each, exchange in rounds
+        ]
+        self.rounds = [*own, *others]
+        # Keys arrive while own slices are computed; in the backward pass the last gradients also return meanwhile.
+        self.order = range(len(self.rounds))
+        self.backward_order = [0, *range(len(own), len(self.rounds)), *range(1, len(own))]
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether some keys are on other ranks."""
+        return self.rounds[-1].exchange is not None
+
+    def calls(self, query: torch.Tensor, width: int) -> list[SliceCalls]:
+        """Return the kernel calls, by round. width: channels of a value."""
+        takes_launches = kernels.takes_launches(query, width)
+        return [each.launches if takes_launches else each.batches for each in self.rounds]
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
+    """Return `[s, b, n, v]` of query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]`; 0 without a slice."""
+    if plan.heads is None:
+        return _Sliced.apply(query, key, value, plan, scale)
+    output = _Sliced.apply(*plan.heads.to_heads(query, key, value), plan, scale)
+    return plan.heads.to_rows(output)
+
+
+class _Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float
+    ) -> torch.Tensor:
+        ctx.calls = plan.calls(query, value.size(-1))
+        merged, ctx.seeds = MergedOutput(plan.queries, query, value.size(-1)), []
+        for i, keys in keys_of_rounds(plan, plan.order, key, value, ends=not any(ctx.needs_input_grad)):
+            ctx.seeds.append(merged.add_all(ctx.calls[i], (query, *keys), scale))
+        output, sums = merged.output.to(query.dtype), merged.sums
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.plan, ctx.scale = plan, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        query, key, value, output, sums = ctx.saved_tensors
+        plan: SlicePlan = ctx.plan
+        of_query = AccumulatedGradient(query, plan.queries, in_order=not plan.is_spread)
+        returning = ReturningGradients()
+        for i, keys in keys_of_rounds(plan, plan.backward_order, key, value, ends=True):
+            each = plan.rounds[i]
+            found = [AccumulatedGradient(x, each.keys, in_fp32=each.exchange is None and plan.is_spread) for x in keys]
+            inputs, sides = (query, *keys), (of_query, *found)
+            add_gradients(ctx.calls[i], ctx.seeds[i], grad, inputs, (output, sums), ctx.scale, sides)
+            returning.send(each, found[0].grad, found[1].grad, key.dtype)
+        return of_query.grad.to(query.dtype), *(each.to(key.dtype) for each in returning.collect()), None, None
+
+
+class ReturningGradients:
+    """Gradients of keys and values on their way to the ranks that hold these rows, while later rounds compute.
+
+    In flight are at most twice this rank's rows, and one round.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[torch.Tensor] = []
+        self._coming: deque[tuple[ArrivingGradients, int]] = deque()
+
+    def send(self, round_: KeyRound, key_grad: torch.Tensor, value_grad: torch.Tensor, dtype: torch.dtype) -> None:
+        """Send a round's gradients, in the plan's backward order. This rank's own are kept: they precede the others',
+        and are in fp32 where others are added."""
+        exchange = round_.exchange
+        if exchange is not None:
+            coming = exchange.return_gradients(key_grad.to(dtype), value_grad.to(dtype))
+            self._coming.append((coming, exchange.num_rows + exchange.num_sent))
+            while len(self._coming) > 1 and sum(num_rows for _, num_rows in self._coming) > 2 * len(self._own[0]):
+                self._coming.popleft()[0].add_to(*self._own)
+        elif self._own:
+            for whole, gradient in zip(self._own, (key_grad, value_grad)):
+                whole += gradient
+        else:
+            self._own = [key_grad, value_grad]
+
+    def collect(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's keys and values."""
+        while self._coming:
+            self._coming.popleft()[0].add_to(*self._own)
+        return self._own
+
+
+def keys_of_rounds(
+    plan: SlicePlan, order: Sequence[int], key: torch.Tensor, value: torch.Tensor, ends: bool
+) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield each round's index in this order, with its keys and values; the keys of later rounds are in flight while it
+    computes.
+
+    All ranks start exchanges in the same order, because the messages of a pair of ranks have no names. `ends`: wait at
+    the end for what was sent; otherwise a later pass waits, because other ranks may receive it only later.
+    """
+    left = deque(each for i in order if (each := plan.rounds[i].exchange) is not None)
+    coming: deque[tuple[ArrivingRows, int]] = deque()
+    leaving = plan.leaving
+    for i in order:
+        keys = key, value
+        if plan.rounds[i].exchange is not None:
+            leaving.append(coming.popleft())
+            keys = leaving[-1][0].wait()
+        while left and len(coming) < plan.ahead:
+            coming.append((left[0].fetch(key, value), left.popleft().num_sent))
+        while len(leaving) > 1 and sum(num_rows for _, num_rows in leaving) > len(key):
+            leaving.popleft()[0].wait_sent()
+        yield i, keys
+    while ends and leaving:
+        leaving.popleft()[0].wait_sent()
+
+
+class MergedOutput:
+    """Output and sums of all slices so far: in fp32 if a row is in several slices."""
+
+    def __init__(self, cover: RowCoverage, query: torch.Tensor, width: int) -> None:
+        shape = *query.shape[:3], width
+        make = torch.empty if cover.is_written else torch.zeros
+        dtype = torch.float32 if cover.is_shared else query.dtype
+        self.output = make(shape, dtype=dtype, device=query.device)
+        self.sums = query.new_full(shape[:3], -torch.inf, dtype=torch.float32)
+
+    def add_all(self, calls: SliceCalls, inputs: Inputs, scale: float) -> list[Any]:
+        """Compute kernel calls of a plan and merge their outputs; return what their backward passes need."""
+        found = []
+        for call in calls:
+            output, sums, seeds = call.forward(inputs, scale)
+            slice_rows: SliceRows = call.queries
+            if not slice_rows.is_first:
+                output, sums = _merge(slice_rows.take(self.output), slice_rows.take(self.sums), output, sums)
+            slice_rows.put(self.output, output)
+            slice_rows.put(self.sums, sums)
+            found.append(seeds)
+        return found
+
+
+def _merge(
+    output: torch.Tensor, sums: torch.Tensor, other: torch.Tensor, other_sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two outputs over different keys of the same rows, fp32. The second has a key in each row, so that no
+    difference of two infinities occurs."""
+    total = torch.logaddexp(sums, other_sums)
+    kept, added = torch.exp(sums - total).unsqueeze(-1), torch.exp(other_sums - total).unsqueeze(-1)
+    return output * kept + other.float() * added, total
+
+
+class AccumulatedGradient:
+    """One input's gradient, in fp32 if a row is in several slices. `in_order`: slices are added in the plan's order."""
+
+    def __init__(self, x: torch.Tensor, cover: RowCoverage, in_fp32: bool = False, in_order: bool = True) -> None:
+        make = torch.empty if cover.is_written and in_order else torch.zeros
+        dtype = torch.float32 if in_fp32 or cover.is_shared else x.dtype
+        self.grad, self._in_order = make(x.shape, dtype=dtype, device=x.device), in_order
+
+    def add(self, slice_rows: SliceRows, gradient: torch.Tensor) -> None:
+        """Add the gradient of some rows, `[..., heads, channels]`."""
+        is_new = slice_rows.is_first and self._in_order
+        slice_rows.put(self.grad, gradient if is_new else slice_rows.take(self.grad) + gradient)
+
+
+def add_gradients(
+    calls: SliceCalls,
+    seeds: Sequence[Any],
+    grad: torch.Tensor,
+    inputs: Inputs,
+    merged: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    sides: Sequence[AccumulatedGradient],
+) -> None:
+    """Compute a round's calls backward from the merged output and sums, and add the results to the gradients of query,
+    key and value. `seeds`: what each call's forward pass returned for this."""
+    for call, of_call in zip(calls, seeds):
+        found = call.backward(grad, inputs, (*merged, of_call), scale)
+        for side, slice_rows, of_rows in zip(sides, (call.queries, call.keys, call.keys), found):
+            side.add(slice_rows, of_rows)
+
+
+# -- latent attention -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Channels of a latent, and of a key without its rotary channels."""
+
+    latent: int
+    plain: int
+
+
+def attend_latents(
+    query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, shape: LatentShape, plan: SlicePlan, scale: float
+) -> torch.Tensor:
+    """Return `[s, 1, n, v]` for query `[s, 1, n, d + p]`, latents with rotated rotary keys `[s, 1, 1, l + p]`, weight
+    `[n * (d + v), l]`."""
+    if plan.heads is None:
+        return _SlicedLatents.apply(query, latents, weight, slice(None), shape, plan, scale)  # type: ignore[no-any-return]
+    weight_rows = len(weight) // plan.heads.size
+    own = slice(plan.heads.rank * weight_rows, (plan.heads.rank + 1) * weight_rows)
+    query, latents, _ = plan.heads.to_heads(query, latents, latents[..., :0])
+    return plan.heads.to_rows(_SlicedLatents.apply(query, latents, weight, own, shape, plan, scale))
+
+
+def _expanded(
+    latents: torch.Tensor, weight: torch.Tensor, num_heads: int, shape: LatentShape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys `[m, 1, n, d + p]` and values `[m, 1, n, v]` of latents `[m, 1, 1, l + p]`."""
+    latent, rotary = latents.split([shape.latent, latents.size(-1) - shape.latent], dim=-1)
+    both = torch.nn.functional.linear(latent.squeeze(2), weight).unflatten(-1, (num_heads, -1))
+    key, value = both.split([shape.plain, both.size(-1) - shape.plain], dim=-1)
+    return torch.cat([key, rotary.expand(-1, -1, num_heads, -1)], dim=-1), value
+
+
+class _SlicedLatents(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        latents: torch.Tensor,
+        weight: torch.Tensor,
+        own: slice,
+        shape: LatentShape,
+        plan: SlicePlan,
+        scale: float,
+    ) -> torch.Tensor:
+        heads, own_weight = query.size(2), weight[own]
+        width = len(own_weight) // heads - shape.plain
+        ctx.calls = plan.calls(query, width)
+        merged, ctx.seeds = MergedOutput(plan.queries, query, width), []
+        ends, empty = not any(ctx.needs_input_grad), latents[..., :0]
+        for i, (round_latents, _) in keys_of_rounds(plan, plan.order, latents, empty, ends):
+            keys = (
+                _expanded(round_latents, own_weight, heads, shape) if ctx.calls[i] else (round_latents, round_latents)
+            )
+            ctx.seeds.append(merged.add_all(ctx.calls[i], (query, *keys), scale))
+        output, sums = merged.output.to(query.dtype), merged.sums
+        ctx.save_for_backward(query, latents, weight, output, sums)
+        ctx.own, ctx.shape, ctx.plan, ctx.scale = own, shape, plan, scale
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        query, latents, weight, output, sums = ctx.saved_tensors
+        plan: SlicePlan = ctx.plan
+        of_query, of_weight = AccumulatedGradient(query, plan.queries, in_order=not plan.is_spread), GradientSum(weight)
+        returning, own_weight = ReturningGradients(), weight[ctx.own].detach().requires_grad_()
+        no_values = latents[..., :0]
+        for i, (round_latents, empty) in keys_of_rounds(plan, plan.backward_order, latents, no_values, ends=True):
+            each = plan.rounds[i]
+            round_latents = round_latents.detach().requires_grad_()
+            with torch.enable_grad():
+                keys = _expanded(round_latents, own_weight, query.size(2), ctx.shape)
+            inputs = query, *(key.detach() for key in keys)
+            found = [AccumulatedGradient(key, each.keys) for key in inputs[1:]]
+            sides = of_query, *found
+            add_gradients(ctx.calls[i], ctx.seeds[i], grad, inputs, (output, sums), ctx.scale, sides)
+            of_keys = [side.grad.to(query.dtype) for side in found]
+            rows_grad, weight_grad = torch.autograd.grad(keys, [round_latents, own_weight], of_keys)
+            of_weight.add(weight_grad, ctx.own)
+            if each.exchange is None and plan.is_spread:
+                rows_grad, empty = rows_grad.float(), empty.float()
+            returning.send(each, rows_grad, empty, query.dtype)
+        of_latents, _ = returning.collect()
+        return of_query.grad.to(query.dtype), of_latents.to(latents.dtype), of_weight.for_autograd(), *[None] * 4

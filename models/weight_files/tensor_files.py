@@ -1,0 +1,166 @@
+"""The two formats of weight files: safetensors, and torch.save's (pytorch_model.bin), read as tensors by name.
+
+A file of torch.save is read as tensors alone: torch refuses whatever else a pickle could do. A file of torch 1.6 or
+later is mapped, so that only the tensors in use take memory. An older one cannot be mapped: it is read whole, and one
+such file is held at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from configs.schema import ConfigError
+from memory.read_only_file import BounceBuffers, ReadOnlyFile
+from models.weight_files.header import read_header
+from models.weight_files.stored_tensors import StoredMatrix, as_matrix
+from parallel.dtypes import SAFETENSORS_NAMES
+
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+LFS_POINTER = b"version https://git-lfs"
+Tensors = dict[str, torch.Tensor]
+
+
+class TensorType(NamedTuple):
+    """The type of a tensor's numbers, as safetensors names it (F32, BF16, I64, ...), and the tensor's shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SafetensorsFile:
+    """A safetensors file: `types` has the type of every tensor, from the header. Raises ConfigError if the file is
+    missing or broken, or was written for another framework than torch."""
+
+    def __init__(self, path: Path, bounce: BounceBuffers | None = None) -> None:
+        _check_file(path)
+        try:
+            header = read_header(path)
+            self._file = ReadOnlyFile(path, bounce)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is no whole safetensors file ({one_line(error)}); copy it again.") from error
+        written_by = header.metadata.get("format", "pt")
+        if written_by not in ("pt", "mlx"):
+            raise ConfigError(
+                f"{path} has format ({written_by}) in its metadata: it must be pt, as torch's models are saved."
+            )
+        self._spans = header.tensors
+        self.types = {name: TensorType(span.dtype, span.shape) for name, span in header.tensors.items()}
+
+    def stored(self, name: str) -> StoredMatrix:
+        """Return a tensor as it is stored, unread. Raises ConfigError for a type that torch does not have."""
+        span = self._spans[name]
+        if span.dtype not in TORCH_DTYPES:
+            raise ConfigError(f"tensor {name} of {self._file.path} has type {span.dtype}, which torch does not have.")
+        return StoredMatrix(name, self._file, span.start, TORCH_DTYPES[span.dtype], *as_matrix(span.shape))
+
+    def close(self) -> None:
+        """Close the file; its tensors cannot be read afterwards."""
+        self._file.close()
+
+
+@dataclass
+class HeldFile:
+    """The one file of before torch 1.6 whose tensors are in memory."""
+
+    path: Path | None = None
+    tensors: Tensors = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class PickledFile:
+    """A file of torch.save: `types` has the type of every tensor. Raises ConfigError if the file is missing or broken,
+    or holds anything but tensors by name."""
+
+    def __init__(self, path: Path, held: HeldFile) -> None:
+        _check_file(path)
+        self._path, self._held = path, held
+        self._mapped = _load(path, mapped=True) if zipfile.is_zipfile(path) else None
+        tensors = self._tensors()
+        self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        self.types = {
+            name: TensorType(
+                SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
+            )
+            for name, tensor in tensors.items()
+        }
+
+    def stored(self, name: str) -> StoredMatrix:
+        """Return a tensor, mapped or held. It may share its numbers with another tensor, and have any strides."""
+        return StoredMatrix(
+            name, lambda: self._tensors()[name], 0, self._dtypes[name], *as_matrix(self.types[name].shape)
+        )
+
+    def close(self) -> None:
+        """Drop the mapping; no tensor can be read afterwards."""
+        self._mapped = {}
+
+    def _tensors(self) -> Tensors:
+        if self._mapped is not None:
+            return self._mapped
+        with self._held.lock:
+            if self._held.path != self._path:
+                self._held.path, self._held.tensors = None, {}  # frees the other file before this one is read
+                self._held.tensors = _load(self._path, mapped=False)
+                self._held.path = self._path
+            return self._held.tensors
+
+
+def _load(path: Path, mapped: bool) -> Tensors:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:  # of a broken file: RuntimeError, EOFError, ValueError, KeyError and others
+        message = str(error)
+        if type(error).__name__ != "UnpicklingError":  # by its name: nothing here imports pickle
+            cause = f"{type(error).__name__}: {_first_sentence(message)}".removesuffix(": ")
+            raise ConfigError(f"{path} is no whole file of torch.save ({cause}); copy it again.") from error
+        called = re.search(r"GLOBAL (\S+)", message)
+        if called is None:  # not a pickle, or one of another kind
+            cause = _first_sentence(message.rpartition("WeightsUnpickler error: ")[2])
+            raise ConfigError(
+                f"{path} is no whole file of torch.save, or not one of tensors alone ({cause}); copy it again."
+            ) from error
+        raise ConfigError(
+            f"{path} is not read: its pickle calls {called[1]}, and code in a file of weights is never run. "
+            "Take the model as safetensors."
+        ) from error
+    rule = "it must hold tensors by name, as a state_dict does"
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}: {rule}.")
+    for name, tensor in content.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{path} holds a {type(tensor).__name__} at {name!r:.80}: {rule}.")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise ConfigError(f"tensor {name} of {path} must be a plain one, neither sparse nor quantized.")
+    return {name: tensor.detach() for name, tensor in content.items()}
+
+
+def _first_sentence(message: str) -> str:
+    """The first sentence of an error's message: torch appends pages of advice."""
+    return one_line(message).split(". ")[0].partition(" Check the documentation")[0][:120]
+
+
+def _check_file(path: Path) -> None:
+    """Raise ConfigError unless `path` is a file with content of its own."""
+    if not path.is_file():
+        what = "is missing" if not os.path.lexists(path) else "is no file"
+        raise ConfigError(f"{path} {what}; copy the folder again.")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(LFS_POINTER))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    if start == LFS_POINTER:
+        raise ConfigError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull` in its folder.")
+
+
+def one_line(error: object) -> str:
+    """The message of an error on one line, without its full stop."""
+    return " ".join(str(error).split()).removesuffix(".")

@@ -1,0 +1,85 @@
+"""Compile `kernels.cpp` and its headers to one shared library in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+# No -ffast-math: NaN and infinities must be preserved, and additions keep their order. OpenMP's functions are those
+# that torch has loaded.
+FLAGS = ("-std=c++20", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-fopenmp", "-w")
+WITHOUT_AVX512 = "-mno-avx512f"
+COMPILE_SECONDS = 120.0
+
+
+def cache_folder() -> Path:
+    """Return the folder of compiled kernels; it is safe to delete."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixtrain"
+
+
+def _processor() -> str:
+    """Return the description of the processor that -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def fingerprint(compiler_version: str, source: Path | None = None, flags: Sequence[str] = FLAGS) -> str:
+    """Return a hash of everything that determines a library: source files, compiler, processor and flags."""
+    source = source or SOURCE
+    sources = [source, *sorted(source.parent.glob("*.h"))]
+    texts = [f"{path.name}\n{path.read_text(encoding='utf-8')}" for path in sources]
+    return hashlib.sha256("\n".join((*texts, compiler_version, _processor(), *flags)).encode()).hexdigest()[:16]
+
+
+def flags_for(capability: str) -> tuple[str, ...]:
+    """Return FLAGS for the capability that torch uses, torch.backends.cpu.get_cpu_capability().
+
+    If torch is limited to an older processor (ATEN_CPU_CAPABILITY), so are the kernels.
+    """
+    is_older = platform.machine() == "x86_64" and "AVX512" not in capability
+    return (*FLAGS, WITHOUT_AVX512) if is_older else FLAGS
+
+
+def compile_kernels(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
+    """Return the compiled library in `folder`; compile it if it is missing.
+
+    Raises OSError or subprocess.SubprocessError if that fails.
+    """
+    return compile_library(SOURCE, folder, flags)
+
+
+def compile_library(source: Path, folder: Path, flags: Sequence[str], links: Sequence[str] = ()) -> Path:
+    """Compile any C++ file with the headers of its folder to a library in `folder`, unless it is there.
+
+    `links` are arguments of the linker. Raises OSError or subprocess.SubprocessError if the compilation fails.
+    """
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler (c++, g++ or clang++) on the PATH")
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True
+    ).stdout
+    library = folder / f"{source.stem}-{fingerprint(version, source, (*flags, *links))}.so"
+    if not library.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            half, whole = Path(scratch, "half.o"), Path(scratch, "whole.so")
+            for command in (
+                [*flags, "-c", str(source), "-o", str(half)],
+                ["-shared", str(half), *links, "-o", str(whole)],
+            ):
+                subprocess.run(
+                    [compiler, *command], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True
+                )
+            whole.replace(library)  # ranks that compile at the same time write the same file
+    return library

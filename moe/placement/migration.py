@@ -1,0 +1,114 @@
+"""Migration of experts: which experts change their primary rank between two steps, and the exchange of their tensors.
+
+The slow half of placement, decided from the loads of many steps. A migration exchanges two experts that have the same
+expert slot on two ranks, so every expert keeps its slot. Each tensor of a slot on one rank has an equal one (same
+shard, same offset) on the other rank, whatever the optimizer shards, and a migration is an exchange of equal tensors.
+First the loads of the nodes are balanced, as replicas stay inside a node; then those of the ranks of each node, which
+saves replicas. Shapes: R ranks, S expert slots of a rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moe.placement_map import Integers, PlacementMap
+
+# A migration lowers the load of the busiest node, or rank, by at least this share of the mean, and by more than the
+# noise of counts. The imbalance of ranks only costs replicas, so more of it is left.
+WORTH_OF_NODES, WORTH_OF_RANKS = 0.005, 0.1
+NOISE = 3.0  # standard deviations
+
+
+def plan_migrations(loads_E: Integers, placement: PlacementMap, ranks_per_node: int) -> PlacementMap:
+    """Return the map after all migrations that pay, the same on all ranks; `placement` itself if none pays.
+
+    loads_E: assignments of each expert over all steps since the last migrations.
+    """
+    ranks = placement.num_ranks
+    expert_RS = np.empty((ranks, placement.num_expert_slots), dtype=np.int64)
+    expert_RS[placement.primary_ranks, placement.primary_slots] = np.arange(placement.num_experts)
+    before_RS = expert_RS.copy()
+    nodes = [np.arange(first, first + ranks_per_node) for first in range(0, ranks, ranks_per_node)]
+    mean = loads_E.sum() / max(ranks, 1)
+    node_mean = mean * ranks_per_node
+    _balance(expert_RS, loads_E, nodes, max(WORTH_OF_NODES * node_mean, NOISE * node_mean**0.5))
+    for node in nodes:
+        each_rank = [node[i : i + 1] for i in range(len(node))]
+        _balance(expert_RS, loads_E, each_rank, max(WORTH_OF_RANKS * mean, NOISE * mean**0.5))
+    if (expert_RS == before_RS).all():
+        return placement
+    primary_ranks = np.empty(placement.num_experts, dtype=np.int64)
+    primary_ranks[expert_RS] = np.arange(ranks)[:, None]
+    return placement.moved_to(primary_ranks.tolist())
+
+
+def _balance(expert_RS: Integers, loads_E: Integers, groups: Sequence[Integers], worth: float) -> None:
+    """Exchange experts of the busiest group of ranks with others' while an exchange lowers its load by `worth`."""
+    of_group_R = np.full(len(expert_RS), -1)
+    for number, group in enumerate(groups):
+        of_group_R[group] = number
+    members = np.concatenate(list(groups))
+    for _ in range(expert_RS.size):  # each exchange lowers the greatest load, or the number of groups that have it
+        load_RS = loads_E[expert_RS]
+        load_G = np.array([load_RS[group].sum() for group in groups])
+        busiest = int(load_G.argmax())
+        own, others = groups[busiest], members[of_group_R[members] != busiest]
+        if not len(others):
+            return
+        less = load_RS[own][:, None, :] - load_RS[others][None]  # load that leaves the busiest group, [own, others, S]
+        after = np.maximum(load_G[busiest] - less, load_G[of_group_R[others]][None, :, None] + less)
+        mine, theirs, expert_slot = np.unravel_index(after.argmin(), after.shape)
+        if load_G[busiest] - after[mine, theirs, expert_slot] < max(worth, 1):
+            return
+        one, other = (own[mine], expert_slot), (others[theirs], expert_slot)
+        expert_RS[one], expert_RS[other] = expert_RS[other], expert_RS[one]
+
+
+def num_migrated(before: PlacementMap, after: PlacementMap) -> int:
+    """Return the number of experts whose primary changes its rank."""
+    return int((before.primary_ranks != after.primary_ranks).sum())
+
+
+@dataclass(frozen=True)
+class Migration:
+    """The migration of one expert slot of this rank: the ranks that get its tensors and that send the new ones."""
+
+    expert_slot: int
+    to: int
+    source: int
+
+
+def rank_migrations(before: PlacementMap, after: PlacementMap, rank: int) -> list[Migration]:
+    """Return the migrations of a rank; every expert keeps its slot."""
+    assert (before.primary_slots == after.primary_slots).all()
+    here, coming = before.experts_of(rank), after.experts_of(rank)
+    return [
+        Migration(expert_slot, int(after.primary_ranks[old]), int(before.primary_ranks[new]))
+        for expert_slot, (old, new) in enumerate(zip(here, coming, strict=True))
+        if old != new
+    ]
+
+
+def exchange_tensors(
+    group: dist.ProcessGroup, device: torch.device, migrated: Sequence[tuple[torch.Tensor, Migration]]
+) -> None:
+    """Exchange contiguous tensors on any device in place, each as its migration says.
+
+    All ranks list theirs in the same order; `device` is that of the group's messages.
+    """
+    operations: list[dist.P2POp] = []
+    arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor, move in migrated:
+        leaving = tensor.to(device)
+        arrivals.append((tensor, torch.empty_like(leaving)))
+        operations.append(dist.P2POp(dist.isend, leaving, group=group, group_peer=move.to))
+        operations.append(dist.P2POp(dist.irecv, arrivals[-1][1], group=group, group_peer=move.source))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    for tensor, arrived in arrivals:
+        tensor.copy_(arrived)

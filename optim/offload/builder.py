@@ -1,0 +1,211 @@
+"""Builds the OffloadedOptimizer of a config: cuts and arranges the buckets, and takes their memory from the budgets."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from configs.schema import Config, ConfigError
+from memory.budgets import DISK, HOST
+from memory.disk import Disk
+from memory.host_link import HostLink
+from optim.arrangement.buckets import (
+    Arrangement,
+    ArrangementRequest,
+    Bucket,
+    Capacity,
+    SliceSpan,
+    arrange,
+    arrangement_request,
+    cut,
+    largest,
+    least,
+)
+from optim.arrangement.experts import expert_records
+from optim.offload.experts import PURPOSE, OffloadedExperts
+from optim.offload.optimizer import Hyperparameters, OffloadedOptimizer
+from optim.offload.records import RecordLayout, allocate
+from parallel.dtypes import DTYPES
+from parallel.joint_errors import raise_together
+from parallel.megatron.offloaded import (
+    ExternalShardedOptimizer,
+    ExternalWholeOptimizer,
+    OwnedSlice,
+    gate_weights,
+    owned_slices,
+    watch_reduced,
+)
+from parallel.megatron.optimizer import members
+from parallel.owned import is_off_device
+from parallel.topology import Topology
+
+
+def build_offload(
+    config: Config,
+    topology: Topology,
+    optimizer: MegatronOptimizer,
+    chunks: Sequence[DistributedDataParallel],
+    link: HostLink,
+    device_capacity: float = math.inf,
+) -> OffloadedOptimizer:
+    """Build the owner of the state of an optimizer whose members keep none, and take all its memory.
+
+    A collective call. `device_capacity`: bytes of the device for state. Raises ConfigError on every rank where a rank's
+    state does not fit.
+    """
+    settings, dtype = config.optimizer, DTYPES[config.training.precision]
+    experts = _experts(config, topology, chunks, link)
+    slices = owned_slices(optimizer, chunks)
+    buckets = cut(slices, largest(slices, settings.bucket_parameters))
+    if experts is not None:
+        add_experts(experts, optimizer, chunks, slices, buckets)
+    layout = RecordLayout(dtype != torch.float32, DTYPES[settings.moment_dtype])
+    request = arrangement_request(
+        config,
+        [bucket.numel for bucket in buckets],
+        [bucket.reduced_at_step_end for bucket in buckets],
+        [bucket.expert_bucket is not None for bucket in buckets],
+    )
+    arrangement, disk, problem = None, None, None
+    with contextlib.ExitStack() as undo:  # on an error the experts' memory is given back
+        if experts is not None:
+            undo.callback(experts.close)
+        try:
+            arrangement = _arrange(request, device_capacity, config)
+            if arrangement.disk_bytes:
+                assert config.memory.disk_dir is not None
+                disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)
+        except ConfigError as error:
+            problem = str(error)
+        raise_together(problem)
+        undo.pop_all()
+    assert arrangement is not None
+    memory = allocate(arrangement, dtype, link, disk)
+    shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
+    offload = OffloadedOptimizer(slices, buckets, layout, memory, shared, experts)
+    if arrangement.flexible:
+        offload.choose(settings.engine)
+    if experts is None:
+        offload.initialize()  # with experts once their weights are there
+    gate_weights(chunks, offload.gate)
+    watch_reduced(chunks, offload.reduced)
+    for member in members(optimizer):
+        if isinstance(member, ExternalShardedOptimizer):
+            member.reload = offload.reload  # type: ignore[method-assign]
+    return offload
+
+
+def _experts(
+    config: Config, topology: Topology, chunks: Sequence[DistributedDataParallel], link: HostLink
+) -> OffloadedExperts | None:
+    """Return the records of offloaded experts, zeroed; None where there are none.
+
+    A collective call. Raises ConfigError on every rank where a rank's records do not fit.
+    """
+    layers = _offloaded_layers(chunks)
+    records = expert_records(config, topology.world_size, len(layers))
+    problem, disk = None, None
+    with contextlib.ExitStack() as undo:
+        try:
+            if records is not None:
+                for budget, num_bytes in ((HOST, records.host_bytes), (DISK, records.disk_bytes)):
+                    budget.take(num_bytes, PURPOSE)
+                    undo.callback(budget.give, num_bytes, PURPOSE)
+                if records.disk_bytes:
+                    assert config.memory.disk_dir is not None
+                    instead = "moe.weights_device=host optimizer.state_device=host"
+                    disk = Disk(config.memory.disk_dir, records.disk_bytes, instead)
+                    undo.callback(disk.close)
+        except ConfigError as error:
+            problem = str(error)
+        raise_together(problem)
+        undo.pop_all()
+    if records is None:
+        return None
+    several = records.data_parallel_size > 1
+    group = topology.expert_data.another_group(config.parallel.timeout_seconds) if several else None
+    return OffloadedExperts(records, layers, link, disk, group)
+
+
+def _offloaded_layers(chunks: Sequence[DistributedDataParallel]) -> list[list[torch.nn.Parameter]]:
+    """Return the stand-ins of offloaded weights by layer, one for each kind, matrices before biases."""
+    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}  # by the module that holds a layer's
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.module.named_parameters():
+            if is_off_device(parameter):
+                found.setdefault(f"{number} {name.rsplit('.', 2)[0]}", []).append((name, parameter))
+    layers = (sorted(layer, key=lambda item: item[0].endswith("bias")) for layer in found.values())
+    return [[parameter for _, parameter in layer] for layer in layers]
+
+
+def add_experts(
+    experts: OffloadedExperts,
+    optimizer: MegatronOptimizer,
+    chunks: Sequence[DistributedDataParallel],
+    slices: list[OwnedSlice],
+    buckets: list[Bucket],
+) -> None:
+    """Add the slices and buckets of offloaded experts to those of the other weights, in the order of first use."""
+    order = {id(each): i for i, each in enumerate(p for chunk in chunks for p in chunk.module.parameters())}
+    groups = {
+        id(parameter): (index, group)
+        for index, member in enumerate(members(optimizer))
+        if isinstance(member, ExternalWholeOptimizer)
+        for group in member.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    records = experts.records
+    low, high = experts.shard * records.shard_numel, (experts.shard + 1) * records.shard_numel
+    # [start, end) of the elements of each kind of weight that this rank keeps.
+    kinds = zip(experts.kind_offsets, records.numels, strict=True)
+    spans = [(min(max(low - first, 0), numel), min(max(high - first, 0), numel)) for first, numel in kinds]
+    for layer, parameters in enumerate(experts.layers):
+        layer_slices = []
+        for parameter, (start, end) in zip(parameters, spans, strict=True):
+            member, group = groups[id(parameter)]
+            first = order[id(parameter)]
+            layer_slices.append((len(slices), start, end))
+            slices.append(OwnedSlice(parameter, start, end, group, (member, layer), True, first))
+        buckets += _cut_experts(experts, layer, layer_slices, min(order[id(parameter)] for parameter in parameters))
+    # Buckets that DDP gathers together are first used together: they must not wait for the experts between them.
+    gathered: dict[tuple[int, ...], int] = {}
+    for bucket in buckets:
+        key = slices[bucket.slice_spans[0].index].bucket_key
+        gathered[key] = min(gathered.get(key, bucket.order), bucket.order)
+    buckets.sort(key=lambda bucket: gathered[slices[bucket.slice_spans[0].index].bucket_key])
+
+
+def _cut_experts(
+    experts: OffloadedExperts, layer: int, slices: Sequence[tuple[int, int, int]], order: int
+) -> list[Bucket]:
+    """Cut a layer's shard into buckets; slices: (index, first, end of the elements here), one for each kind."""
+    found = []
+    for number, (first, end) in enumerate(experts.bounds):
+        spans = []
+        for (index, low, high), start in zip(slices, experts.kind_offsets, strict=True):
+            low, high = max(low, first - start), min(high, end - start)
+            if low < high:
+                spans.append(SliceSpan(index, low, high, low + start - first))
+        if spans:
+            found.append(Bucket(tuple(spans), True, order, (layer, number), end - first))
+    return found
+
+
+def _arrange(request: ArrangementRequest, device_capacity: float, config: Config) -> Arrangement:
+    """Arrange this rank's buckets within the budgets, and take their bytes. Raises ConfigError."""
+    on_disk = DISK.headroom if config.memory.disk_dir is not None else 0.0
+    found = arrange(request, Capacity(device_capacity, HOST.headroom, on_disk))
+    if found is None:
+        found = least(request)
+    # First the sum, so that an error names a budget that is enough for all purposes.
+    HOST.take(found.host_bytes, "optimizer state off the device")
+    HOST.give(found.host_bytes, "optimizer state off the device")
+    DISK.take(found.disk_bytes, "optimizer state")
+    for purpose, num_bytes in found.host_bytes_by_purpose.items():
+        HOST.take(num_bytes, purpose)
+    return found

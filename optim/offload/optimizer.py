@@ -1,0 +1,363 @@
+"""An optimizer whose state is stored on the device, the host or the disk, bucket by bucket, and whose update overlaps
+with the passes.
+
+By default the update runs into the next forward pass, bucket by bucket in the order of first use; a pass that needs a
+weight waits for its buckets alone. An early update runs during the backward pass, as gradients become final: the norm
+is not known yet, so that the result is stored in a shadow, and dropped where the step is clipped or rejected. Either
+way the numbers are those of an update that waits for everything.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+from memory.completion import Completion
+from optim.arrangement.buckets import Bucket
+from optim.arrangement.engines import Bandwidths, ElementBytes, choose
+from optim.offload.bandwidths import measure
+from optim.offload.bucket_jobs import BucketJobs, Early, UpdateJob
+from optim.offload.experts import OffloadedExperts
+from optim.offload.kernel import UpdateScalars
+from optim.offload.records import WEIGHT, OffloadMemory, RecordLayout, StateSnapshot
+from parallel.megatron.offloaded import OwnedSlice
+
+CLIPPED_WINDOW = 100  # last steps that early_update=auto considers
+CLIPPED_FEW = 0.1  # share of clipped steps below which early updates are worth it
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The settings that all parameter groups share, and when updates may be early."""
+
+    beta1: float
+    beta2: float
+    epsilon: float
+    early_update: str  # auto, always, never
+
+
+class OffloadedOptimizer:
+    """The state and the updates of one rank. The training's thread makes all calls; no call waits for the device."""
+
+    def __init__(
+        self,
+        slices: Sequence[OwnedSlice],
+        buckets: Sequence[Bucket],
+        layout: RecordLayout,
+        memory: OffloadMemory,
+        hyperparameters: Hyperparameters,
+        experts: OffloadedExperts | None = None,
+    ):
+        """experts: the weights and gradients of buckets of offloaded experts."""
+        self.experts = experts
+        self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
+        self.hyperparameters, self.device = hyperparameters, memory.link.device
+        self.jobs = BucketJobs(slices, buckets, layout, memory, experts)
+        self.engines = list(memory.arrangement.engines)
+        self.rates: Bandwidths | None = None  # as `choose` measured them
+        self.steps = 0  # taken
+        self.num_committed = self.num_dropped = 0  # early updates of buckets
+        self._buckets_of: dict[torch.nn.Parameter, list[int]] = {}
+        self._buckets_of_layer: dict[int, list[int]] = {}  # of offloaded experts
+        for index, bucket in enumerate(buckets):
+            if bucket.expert_bucket is not None:
+                self._buckets_of_layer.setdefault(bucket.expert_bucket[0], []).append(index)
+                continue  # a pass waits for their copy to the device
+            for span in bucket.slice_spans:
+                indices = self._buckets_of.setdefault(slices[span.index].parameter, [])
+                if index not in indices:
+                    indices.append(index)
+        # By bucket, in flight: new weights, until a pass has waited for them; this step's gradient, to the host; this
+        # step's early update, to the shadow.
+        self._back: dict[int, Completion] = {}
+        self._left: dict[int, Completion] = {}
+        self._early: dict[int, Early] = {}
+        self._newest: list[int] = []  # buckets whose gradient DDP reduced last
+        self._newest_records: list[int] = []  # buckets of offloaded experts whose gradient became final last
+        self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
+        self._snapshot: StateSnapshot | None = None
+        self._may_leave = self._may_update = False
+        self._inverse_scale: torch.Tensor | None = None
+        self._unscaled: dict[int, Completion] = {}
+        self._found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
+        if experts is not None:
+            experts.when_final = self.final_records
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # A step
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, inverse_scale: torch.Tensor | None, passive: bool = False) -> None:
+        """Begin the passes of a step; what an earlier step has left is dropped. `inverse_scale`: of the fp16 loss.
+        passive: the step will not update."""
+        self.drop()
+        if self.experts is not None:
+            self.experts.begin_step()
+        few = len(self._clipped) > 0 and sum(self._clipped) < CLIPPED_FEW * len(self._clipped)
+        wanted = self.hyperparameters.early_update
+        self._may_leave = not passive
+        self._may_update = not passive and (wanted == "always" or (wanted == "auto" and few))
+        self._inverse_scale = inverse_scale
+        if inverse_scale is not None:
+            self._found_inf.zero_()
+
+    def reduced(self, group: Any) -> None:
+        """Start work on the gradients of one of DDP's bucket groups, whose reduction is in flight."""
+        if not self._may_leave:
+            return
+        final: tuple[Completion, ...] = (Completion.so_far(self.device), _Reduction(group.grad_reduce_handle))
+        found = dict.fromkeys(index for parameter in group.params for index in self._buckets_of.get(parameter, ()))
+        indices = [index for index in found if not self.buckets[index].reduced_at_step_end]
+        if not any(self._leaves(index) or self._updates(index) for index in indices):
+            return
+        self._cancel_ahead(keep=[*self._newest, *self._newest_records])
+        self._newest = indices
+        for index in indices:
+            if self._inverse_scale is not None:
+                # Also for buckets that wait: a slice in several buckets is unscaled as a whole.
+                self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
+            ready = (self._unscaled[index],) if index in self._unscaled else final
+            job = UpdateJob(self.steps + 1, self._rates(index))
+            if self._leaves(index):
+                self._left[index] = self.jobs.leave(index, ready)
+            if self._updates(index):
+                if self.engines[index] == "host":
+                    self._early[index] = self.jobs.on_host_early(index, job, self._left[index])
+                else:
+                    self._early[index] = self.jobs.stream(index, job, ready, early=True)
+
+    def final_records(self, layer: int) -> None:
+        """Start early updates of a layer's offloaded experts, whose gradient is final."""
+        indices = self._buckets_of_layer.get(layer, []) if self._may_update else []
+        if not any(self._updates(index) for index in indices):
+            return
+        self._cancel_ahead(keep=[*self._newest, *self._newest_records])
+        self._newest_records = indices
+        for index in indices:
+            self._early[index] = self.jobs.on_records(
+                index, UpdateJob(self.steps + 1, self._rates(index)), (), early=True
+            )
+
+    def _leaves(self, index: int) -> bool:
+        return self.memory.grad_areas[index] is not None and self.engines[index] == "host"
+
+    def _updates(self, index: int) -> bool:
+        return self._may_update and self.memory.arrangement.early[index]
+
+    def unscaled(self) -> tuple[set[int], torch.Tensor | None]:
+        """Return (addresses of gradients that are divided by the fp16 loss scale, the number of those that
+        overflowed)."""
+        grads: set[int] = set()
+        for index, done in self._unscaled.items():
+            done.order()
+            grads |= {self.slices[span.index].grads.data_ptr() for span in self.buckets[index].slice_spans}
+        self._unscaled = {}
+        return grads, self._found_inf if grads else None
+
+    def update(self, coefficient: float) -> None:
+        """Start the update of all weights with the step's gradients times `coefficient`."""
+        self._cancel_ahead()
+        self.steps += 1
+        gradients, clipped = Completion.so_far(self.device), coefficient < 1
+        self._clipped.append(clipped)
+        for index, engine in enumerate(self.engines):
+            early, left = self._early.pop(index, None), self._left.pop(index, None)
+            if early is not None and not clipped:
+                self._back[index] = self.jobs.commit(index, early.done, gradients)
+                self.num_committed += 1
+                continue
+            self.num_dropped += early is not None
+            job = UpdateJob(self.steps, self._rates(index), coefficient)
+            before = (gradients,) if early is None else (gradients, early.done)
+            if engine == "host":
+                self._back[index] = self.jobs.on_host(index, job, before, left)
+            elif engine == "record":
+                self._back[index] = self.jobs.on_records(index, job, before).done
+            elif engine == "device_stream":
+                self._back[index] = self.jobs.stream(index, job, before).done
+            else:
+                self._back[index] = self.jobs.in_place(index, job, gradients)
+
+    def drop(self) -> None:
+        """Drop the step's early work; passes wait until nothing reads its gradients any more."""
+        self._cancel_ahead()
+        self.num_dropped += len(self._early)
+        early = {index: update.done for index, update in self._early.items()}
+        for started in (self._unscaled, self._left, early):
+            self._back.update(started)
+        self._unscaled, self._left, self._early = {}, {}, {}
+
+    def _cancel_ahead(self, keep: Sequence[int] = ()) -> None:
+        """Cancel early work that has not started.
+
+        The backward pass goes through the buckets in the reverse order of the next forward pass. Where there is not
+        time for all of them, work in the order of submission would leave the first buckets of that pass to the end.
+        """
+        for index in [index for index in self._early if index not in keep]:
+            if self._early[index].first.cancel():
+                del self._early[index]
+        for index in [index for index in self._left if index not in keep and index not in self._early]:
+            if self._left[index].cancel():
+                del self._left[index]
+
+    def gate(self, parameter: torch.nn.Parameter) -> None:
+        """Have the current stream wait until the last step has changed this parameter's weights and read its
+        gradient."""
+        if not self._back:
+            return
+        for index in self._buckets_of.get(parameter, ()):
+            if (done := self._back.pop(index, None)) is not None:
+                done.order()
+
+    def synchronize(self) -> None:
+        """Have the current stream wait until the last step has changed all weights."""
+        for index in list(self._back):
+            self._back.pop(index).order()
+
+    def problem(self) -> str | None:
+        """Return the error of a copy or an update in one line; None while there is none. An error stays."""
+        return self.jobs.problem() or (None if self.experts is None else self.experts.problem())
+
+    def choose(self, engine: str) -> bool:
+        """Measure the bandwidths and choose each bucket's engine (optim/arrangement/engines.py); whether any changes.
+
+        A collective call, between two steps, while no save is in flight.
+        """
+        assert self._snapshot is None or self._snapshot.is_over
+        self.synchronize()
+        arrangement = self.memory.arrangement
+        self.rates = measure(self.memory, self.layout)
+        before, may = self.engines, [index for index, own in enumerate(self.engines) if own != "record"]
+        numels, targets = [arrangement.numels[index] for index in may], [arrangement.targets[index] for index in may]
+        chosen = dict(zip(may, choose(engine, numels, targets, ElementBytes.of(arrangement), self.rates), strict=True))
+        self.engines = [chosen.get(index, "record") for index in range(len(before))]
+        return self.engines != before
+
+    def close(self) -> None:
+        """Free its memory in the budgets, once the link is closed."""
+        self.memory.close()
+        if self.experts is not None:
+            self.experts.close()
+
+    # -----------------------------------------------------------------------------------------------------------------
+    # Saving and loading
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> StateSnapshot:
+        """Return the current state, to be read bucket by bucket; a bucket changes only once it is released. Waits until
+        an earlier snapshot is released."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+        self._snapshot = StateSnapshot(self.memory, self.layout, self.buckets, self.experts)
+        return self._snapshot
+
+    def empty(self, index: int) -> dict[str, torch.Tensor]:
+        """Return flat host tensors, by kind, from which `fill` takes a bucket's state, and the weights of offloaded
+        experts; the same memory for every bucket."""
+        bucket = self.buckets[index]
+        kinds = self.layout.split(self.memory.buffer, bucket.numel)
+        if self.experts is not None and bucket.expert_bucket is not None:
+            kinds[WEIGHT] = self.experts.buffer.view(self.experts.dtype)[: bucket.numel]
+        return kinds
+
+    def fill(self, index: int) -> None:
+        """Make the contents of the tensors of `empty` the bucket's state, and wait for it."""
+        expert_bucket = self.buckets[index].expert_bucket
+        if self.experts is not None and expert_bucket is not None:
+            weights = self.empty(index)[WEIGHT]
+            self.experts.put_weights(self.experts.weight_index(*expert_bucket), weights)
+        record = self.memory.buffer[: self.memory.store.sizes[index]]
+        resident = self.memory.resident[index]
+        if resident is not None:
+            resident.copy_(record)
+            return
+        checkout = self.memory.store.fetch(index)
+        checkout.there.wait()
+        checkout.target.copy_(record)
+        self.memory.store.put(checkout, Completion.already()).result()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Set the state of a new run: masters from the weights, no moments."""
+        self.steps = 0
+        for index in range(len(self.buckets)):
+            kinds = self.empty(index)
+            for kind, flat in kinds.items():
+                if kind not in ("master", WEIGHT):
+                    flat.zero_()
+            self._copy_masters(index, kinds)
+            self.fill(index)
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Copy the masters from the weights; the moments stay."""
+        if self.layout.has_master:
+            self.change(range(len(self.buckets)), self._copy_masters)
+
+    @torch.no_grad()
+    def change(self, indices: Sequence[int], change: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
+        """Call `change(index, state by kind)` on the state of these buckets, flat tensors on the host, one bucket after
+        the other. Between two steps; waits for a save that is in flight."""
+        self.synchronize()
+        snapshot = self.snapshot()
+        for index in range(len(self.buckets)):
+            if index not in indices:
+                snapshot.release(index)
+                continue
+            kinds, now = self.empty(index), snapshot.read(index)
+            for kind, flat in kinds.items():
+                flat.copy_(now[kind])
+            snapshot.release(index)
+            change(index, kinds)
+            self.fill(index)
+
+    def _copy_masters(self, index: int, kinds: dict[str, torch.Tensor]) -> None:
+        expert_bucket = self.buckets[index].expert_bucket
+        if self.experts is not None and expert_bucket is not None:
+            kinds[WEIGHT].copy_(self.experts.read_weights(*expert_bucket))
+            if self.layout.has_master:
+                kinds["master"].copy_(kinds[WEIGHT])
+        elif self.layout.has_master:
+            for span, weights in zip(self.buckets[index].slice_spans, self.jobs.weights[index], strict=True):
+                kinds["master"][span.offset : span.offset + span.end - span.start].copy_(weights)
+
+    def _rates(self, index: int) -> list[UpdateScalars]:
+        shared, groups = (
+            self.hyperparameters,
+            [self.slices[span.index].group for span in self.buckets[index].slice_spans],
+        )
+        return [
+            UpdateScalars(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
+            for group in groups
+        ]
+
+
+class _Reduction(Completion):
+    """A reduction of DDP that is in flight."""
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def when_issued(self, call: Callable[[], None]) -> None:
+        """Call at once: waiting is left to the handle."""
+        call()
+
+    def wait(self, timeout: float = 0.0) -> None:
+        """Wait, with the process group's time-out."""
+        self._handle.wait()
+
+    def order(self, timeout: float = 0.0) -> None:
+        """Wait, on a GPU by the current stream."""
+        self._handle.wait()
+
+
+def offload_of(optimizer: MegatronOptimizer) -> OffloadedOptimizer | None:
+    """Return the owner of an optimizer's offloaded state; None where Megatron-core's optimizer has it, on the
+    device."""
+    return getattr(optimizer, "offload", None)

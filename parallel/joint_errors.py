@@ -1,0 +1,55 @@
+"""Errors that all ranks raise together if one has a problem, so that no rank waits for one that is gone."""
+
+from __future__ import annotations
+
+import json
+
+import torch.distributed as dist
+
+from configs.keys import get
+from configs.schema import Config, ConfigError
+from configs.searched import SEARCHED
+from configs.values import as_typed
+from parallel.liveness import same_start
+
+
+def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> None:
+    """Raise a ConfigError, or another `kind`, on every rank if any rank has a problem. A collective call."""
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = [f"{p} (rank {rank})" if len(problems) > 1 else p for rank, p in enumerate(problems) if p is not None]
+    if found:
+        raise kind(found[0])
+
+
+def refuse_other_facts(facts: same_start.Facts) -> None:
+    """Raise ConfigError on every rank if facts differ between ranks, with their names, values and ranks. A collective
+    call."""
+    every: list[same_start.Facts] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, facts)
+    alike: dict[str, list[int]] = {}
+    for rank, found in enumerate(every):
+        alike.setdefault(json.dumps(found), []).append(rank)
+    text = same_start.difference({tuple(ranks): every[ranks[0]] for ranks in alike.values()})
+    if text is not None:
+        raise ConfigError(text)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective call failed because another rank has left the job: gloo says so in a RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
+
+
+def refuse_other_layouts(config: Config) -> None:
+    """Raise ConfigError on every rank if a rank chose another layout than rank 0, before groups exist. A collective
+    call."""
+    own = [as_typed(key, get(config, key)) for key in SEARCHED]
+    every: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    for rank, layout in enumerate(every):
+        if layout != every[0]:
+            differs = ", ".join(f"{a} and {b}" for a, b in zip(every[0], layout, strict=True) if a != b)
+            raise ConfigError(
+                f"parallel.layout (auto) must lead to one layout, and ranks 0 and {rank} chose {differs}. Give all "
+                "nodes the same files of this program and of run_dir, or the layout's keys themselves."
+            )

@@ -1,0 +1,185 @@
+"""The choice behind moe.weights_device=auto and training.pass_order=auto: of the candidates that fit, the one with the
+shortest predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs import derived
+from configs.keys import get
+from configs.rules import first_problem
+from configs.schema import KEYS, Config
+from configs.values import as_typed
+from optim.arrangement.buckets import Capacity
+from optim.arrangement.experts import expert_traffic
+from simulator.clock.hardware import Hardware
+from simulator.clock.predict import predict_step
+from simulator.memory import RankMemory, first_arrangements, over_budget, rank_memory
+from simulator.offload.expert_options import ORDER, STATE, WEIGHTS, expert_candidates, expert_option
+from simulator.search.space import with_keys
+
+# Share of the fastest step's seconds within which the candidate is chosen that moves the fewest bytes, then the
+# simpler.
+SAME = 0.02
+
+
+@dataclass(frozen=True)
+class ExpertDecision:
+    """A config with a target for its experts. `values`: of WEIGHTS, ORDER and STATE; `line`: for the log."""
+
+    config: Config
+    values: dict[str, Any]
+    line: str
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A config with its memory and its predicted step."""
+
+    config: Config
+    memory: list[RankMemory]
+    seconds: float
+    fits: bool
+    moved: int  # bytes of experts and of layer inputs that a rank's links and disk move
+
+    def missing(self, capacity: Capacity) -> float:
+        """Return the bytes that the fullest rank lacks, over device, host and disk."""
+        limits = [("total", capacity.device), ("host", capacity.host), ("disk", capacity.disk)]
+        return sum(max(max(getattr(rank, key) for rank in self.memory) - limit, 0.0) for key, limit in limits)
+
+
+def is_asked(config: Config) -> bool:
+    """Whether a config leaves the experts' target or the order of passes open."""
+    return "auto" in (config.moe.weights_device, config.training.pass_order)
+
+
+def decide(
+    config: Config, world_size: int, vocab_size: int, hardware: Hardware, capacity: Capacity, given: frozenset[str]
+) -> ExpertDecision:
+    """Replace `auto` in a config.
+
+    `capacity`: of a rank's device, host and disk; `given`: keys of the command line, whose values stay. Where no
+    candidate fits, the one that lacks the fewest bytes is chosen; the run's plan then raises with values that fit.
+    Raises ConfigError where a prediction does.
+    """
+    asked = {key: get(config, key) for key in (WEIGHTS, ORDER)}
+    if not derived.is_moe(config):
+        values = {WEIGHTS: "device", ORDER: "by_micro_batch"}
+        own = {key: values[key] if value == "auto" else value for key, value in asked.items()}
+        return ExpertDecision(with_keys(config, own), own, f"experts: {_typed(own)}: the model has none")
+    # Optimizer state may move to the weights' target if its own target was not set.
+    moves_state = STATE not in given and config.optimizer.state_device == KEYS[STATE].fresh_default()
+    candidates = [
+        _evaluate(changed, world_size, vocab_size, hardware, capacity)
+        for changed in _matching(asked, expert_candidates(config, world_size, moves_state))
+    ]
+    if not candidates:
+        own = {key: "by_micro_batch" if key == ORDER else "device" for key, value in asked.items() if value == "auto"}
+        return ExpertDecision(with_keys(config, own), own, f"experts: {_typed(own)}: the rules allow nothing else")
+    fitting = [each for each in candidates if each.fits]
+    if fitting:
+        least = min(each.seconds for each in fitting)
+        # With fewer bytes moved a slow link costs less.
+        best = min((each for each in fitting if each.seconds <= least * (1 + SAME)), key=lambda each: each.moved)
+    else:
+        best = min(candidates, key=lambda each: each.missing(capacity))
+    values = {key: get(best.config, key) for key in (WEIGHTS, ORDER, STATE)}
+    line = _format_line(config, best, candidates, hardware, world_size)
+    more = _wider(config, best, world_size, vocab_size, hardware, capacity)
+    return ExpertDecision(best.config, values, f"{line}{more}")
+
+
+def fitting_override(
+    config: Config, world_size: int, vocab_size: int, device: str, capacity: Capacity, most: float
+) -> str:
+    """Return overrides that offload experts so that every rank has at most `most` bytes on its device and stays within
+    the budgets, with its bytes; empty where there are none."""
+    if not derived.is_moe(config) or derived.streams_experts(config):
+        return ""
+    for changed in expert_candidates(config, world_size, moves_state=True):
+        if not derived.streams_experts(changed):
+            continue
+        memory = rank_memory(changed, vocab_size, world_size, device, capacity=capacity)
+        if max(rank.total for rank in memory) <= most and not over_budget(memory, capacity):
+            keys = {key: get(changed, key) for key in (WEIGHTS, ORDER, STATE) if get(changed, key) != get(config, key)}
+            sizes = max(rank.total for rank in memory), max(rank.host for rank in memory)
+            on_device, on_host = (f"{size / 2**30:.2f} GiB" for size in sizes)
+            return f"{_typed(keys)} would, with {on_device} each and {on_host} of the host"
+    return ""
+
+
+def _matching(asked: dict[str, str], candidates: Iterator[Config]) -> Iterator[Config]:
+    """Yield the candidates that match the values that the user set. A pass order that the user set is kept even if it
+    has no effect."""
+    for changed in candidates:
+        own = {key: value for key, value in asked.items() if value != "auto"}
+        if WEIGHTS in own and get(changed, WEIGHTS) != own[WEIGHTS]:
+            continue
+        if ORDER in own and get(changed, ORDER) != own[ORDER]:
+            if changed.moe.weights_device != "device":
+                continue
+            changed = with_keys(changed, {ORDER: own[ORDER]})
+        yield changed
+
+
+def _evaluate(config: Config, world_size: int, vocab_size: int, hardware: Hardware, capacity: Capacity) -> _Candidate:
+    memory = rank_memory(config, vocab_size, world_size, hardware.kind, capacity=capacity)
+    arrangements = first_arrangements(config, memory)
+    seconds = predict_step(config, world_size, vocab_size, hardware, arrangements=arrangements).seconds
+    fits = max(rank.total for rank in memory) <= capacity.device and not over_budget(memory, capacity)
+    inputs = max(sum(rank.link_activations) for rank in memory)
+    traffic = [expert_traffic(config, world_size, stage) for stage in range(config.parallel.pipeline)]
+    totals = [found.total for found in traffic if found is not None]
+    experts = max((each.up + each.down + each.read + each.written for each in totals), default=0)
+    return _Candidate(config, memory, seconds, fits, inputs + experts)
+
+
+def _format_line(
+    config: Config, best: _Candidate, candidates: Sequence[_Candidate], hardware: Hardware, world_size: int
+) -> str:
+    """Format the choice, its prediction, and the predictions of the other candidates."""
+    own = {key: get(best.config, key) for key in (WEIGHTS, ORDER)}
+    moved = best.config.optimizer.state_device != config.optimizer.state_device
+    state = {STATE: best.config.optimizer.state_device} if moved else {}
+    found = expert_option(best.config, world_size, hardware, first_arrangements(best.config, best.memory), best.seconds)
+    facts = [f"{best.seconds:.3g} s a step predicted on {hardware.name}"]
+    if found.break_even is not None:
+        facts.append(f"{found.tokens:,.0f} tokens of an expert for each transfer (break-even {found.break_even:,.0f})")
+    others = [
+        f"{_typed({key: get(each.config, key) for key in own}, short=True)} {each.seconds:.3g} s"
+        + ("" if each.fits else ", does not fit")
+        for each in candidates
+        if each is not best
+    ]
+    last = f"; else {'; '.join(others)}" if others else ""
+    none = "" if best.fits else ", though nothing fits"
+    return f"experts: {_typed(own | state)}{none}: {', '.join(facts)}{last}"
+
+
+def _wider(
+    config: Config, best: _Candidate, world_size: int, vocab_size: int, hardware: Hardware, capacity: Capacity
+) -> str:
+    """Advise more ranks for the experts of a layer, if all would then stay on the device and steps would be shorter."""
+    if not derived.streams_experts(best.config):
+        return ""
+    resident = {WEIGHTS: "device", ORDER: "by_micro_batch", STATE: config.optimizer.state_device}
+    found: list[_Candidate] = []
+    size = config.parallel.expert
+    while (config.moe.num_experts or 0) % (size := 2 * size) == 0 and size <= world_size:
+        wider = with_keys(config, {**resident, "parallel.expert": size})
+        if first_problem(wider, world_size) is None:
+            found.append(_evaluate(wider, world_size, vocab_size, hardware, capacity))
+    faster = [each for each in found if each.fits and each.seconds < best.seconds]
+    if not faster:
+        return ""
+    first = min(faster, key=lambda each: each.seconds)
+    typed = as_typed("parallel.expert", first.config.parallel.expert)
+    return f"; {typed} would keep them on the device, with {first.seconds:.3g} s a step"
+
+
+def _typed(values: dict[str, Any], short: bool = False) -> str:
+    if short:
+        return " ".join(str(value) for value in values.values())
+    return " ".join(as_typed(key, value) for key, value in values.items())

@@ -1,0 +1,102 @@
+"""Offloaded optimizer state and experts: reports the engines of buckets and the experts' traffic and waits, and ends
+all ranks where an update has failed."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import torch
+
+from optim.offload.experts import OffloadedExperts
+from optim.offload.optimizer import OffloadedOptimizer, offload_of
+from parallel.joint_errors import raise_together
+from training.engine import OffloadError
+from training.resilience import events
+from training.run import Callback, Metrics, Run
+from training.step import StepResult
+
+REFIT_STEPS = 100  # between measurements of the bandwidths, where the engines depend on them
+
+
+class OptimizerOffload(Callback):
+    """Adds `optimizer_tiers`: since the start, this rank's early updates that were kept and dropped, and the changes
+    that waited for a save.
+
+    With offloaded experts also `expert_tiers` of this rank: bytes of experts' weights and gradients copied `up` to the
+    device and `down` from it, `read` from the disk and `written` to it in the step, without evaluations; `fetched`,
+    the number of fetches of a layer's weights, `asked`, of those that were started only when needed; `wait_seconds`,
+    the seconds for which computation waited for them; and the bytes of `weights`, `gradients` and `staging` on host
+    and disk.
+    """
+
+    def __init__(self) -> None:
+        self._offload: OffloadedOptimizer | None = None
+        self._before: dict[str, float] = {}  # the experts' traffic and waits before the step
+
+    def on_start(self, run: Run) -> None:
+        offload = self._offload = offload_of(run.engine.optimizer)
+        if offload is None:
+            return
+        device, failed = run.topology.device, offload.problem
+        run.engine.sums.register(
+            "tiers", lambda: torch.full((1,), float(failed() is not None), dtype=torch.float64, device=device)
+        )
+        self._log_engines(run, offload)
+
+    def before_step(self, run: Run) -> None:
+        if self._offload is not None and self._offload.experts is not None:
+            self._before = _moved(run, self._offload.experts)
+
+    def before_update(self, run: Run, result: StepResult) -> None:
+        """Raises OffloadError on every rank if an earlier update failed on one: its weights are out of date."""
+        if self._offload is not None and float(result.sums["tiers"]) > 0:
+            raise_together(self._offload.problem(), OffloadError)
+
+    def after_step(self, run: Run, metrics: Metrics) -> None:
+        offload = self._offload
+        if offload is None:
+            return
+        metrics["optimizer_tiers"] = {
+            "early_kept": offload.num_committed,
+            "early_dropped": offload.num_dropped,
+            "waits_for_save": offload.memory.store.waits_for_save,
+        }
+        if offload.experts is not None:
+            moved = _moved(run, offload.experts)
+            metrics["expert_tiers"] = {name: value - self._before[name] for name, value in moved.items()}
+            metrics["expert_tiers"] |= offload.experts.records.bytes_by_target
+        flexible = offload.memory.arrangement.flexible
+        if flexible and run.progress.step % REFIT_STEPS == 0 and not run.saver.pending and not run.is_last_step:
+            if offload.choose(run.config.optimizer.engine):
+                self._log_engines(run, offload)
+
+    def on_end(self, run: Run) -> None:
+        """Raises OffloadError."""
+        if self._offload is not None:
+            run.engine.synchronize()
+
+    def _log_engines(self, run: Run, offload: OffloadedOptimizer) -> None:
+        if not run.is_main:
+            return
+        arrangement = offload.memory.arrangement
+        share: Counter[str] = Counter()
+        for numel, target, engine in zip(arrangement.numels, arrangement.targets, offload.engines, strict=True):
+            share[f"{target}, updated by {engine}" if target != "device" else "device"] += numel
+        total = max(sum(arrangement.numels), 1)
+        shares = "; ".join(f"{numel / total:.0%} on {where}" for where, numel in share.items())
+        text = f"optimizer state of rank 0 in {len(arrangement.numels)} buckets: {shares}"
+        if (disk := offload.memory.disk) is not None and not disk.is_direct:
+            text += f"; {disk.folder} refuses direct I/O: the page cache, which is the host's memory, is used"
+        run.log(text)
+        measured = {} if offload.rates is None else vars(offload.rates)
+        rates = {name: rate for name, rate in measured.items() if math.isfinite(rate)}
+        events.record(run.run_dir, "optimizer_ways", text, step=run.progress.step, ways=dict(share), rates=rates)
+
+
+def _moved(run: Run, experts: OffloadedExperts) -> dict[str, float]:
+    """Return the traffic and the waits of offloaded experts since the engine was built."""
+    assert run.engine.experts is not None
+    counts = run.engine.experts.counts
+    counts.add_up()
+    return {**experts.moved, "fetched": counts.fetched, "asked": counts.asked, "wait_seconds": counts.waited}

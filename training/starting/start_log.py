@@ -1,0 +1,115 @@
+"""Log the start of a run: the checkpoints that it skipped, where it starts or resumes, and changed settings."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from checkpoint import run_files, start
+from checkpoint.record import last_step
+from checkpoint.resume import Resumption
+from checkpoint.start import Start
+from checkpoint.state_file import read_state
+from configs import derived
+from configs.changes import Change
+from configs.keys import put
+from configs.schema import Config
+from configs.values import as_typed
+from optim.optimizer import learning_rate
+from training import status
+from training.resilience import events
+
+
+def log_skipped_checkpoint(run_dir: Path, line: str) -> None:
+    """Print and record why a checkpoint is skipped. Rank 0 calls it."""
+    print(line, flush=True)
+    events.record(run_dir, "checkpoint_passed_over", line)
+
+
+def log_damaged_files(run_dir: Path, begin_from: Start) -> None:
+    """Print and record which files of the run differ from what its checkpoint recorded. Rank 0 calls it before the
+    files are used again. Raises OSError."""
+    folder = begin_from.checkpoint
+    if folder is None or folder.parent.parent.resolve() != run_dir.resolve():
+        return
+    found = run_files.changed(run_dir, read_state(folder).get("files", {}))
+    if found:
+        text = (
+            f"{run_dir}: not as {folder.name} found it: {'; '.join(found)}. The run goes on without what was lost there"
+        )
+        events.log(run_dir, events.INCOMPLETE, text)
+
+
+def log_start(config: Config, resumption: Resumption, step: int) -> None:
+    """Print and record how the run starts. Rank 0 calls it after the checkpoint is loaded. Raises OSError."""
+    run_dir, found = Path(config.run_dir), resumption.start
+    if (
+        status.read(run_dir).get("state") == "running" and not found.is_new
+    ):  # this job holds the folder, so that process is gone
+        text = "the attempt before this one ended without a word"
+        print(text, flush=True)
+        events.record(run_dir, "ended_hard", text, step=last_step(run_dir))
+    line = found.line(step)
+    print(line, flush=True)
+    source = {
+        "run": found.record.id,
+        "resume": found.record.resume,
+        "weights": found.record.weights,
+        "checkpoint": found.record.checkpoint,
+    }
+    events.record(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, **source)
+    if found.checkpoint is not None:
+        text = f"resumed from {found.checkpoint} at step {step}"
+        print(text, flush=True)
+        events.record(run_dir, "resumed", text, step=step)
+    changed = start.describe_changes(resumption.settings, resumption.data)
+    if changed:
+        before = "checkpoint" if found.checkpoint is not None else "first attempt"
+        text = f"it goes on with other settings than its {before}: {changed}"
+        print(text, flush=True)
+        values = {change.key: [change.before, change.after] for change in resumption.settings}
+        events.record(
+            run_dir,
+            "settings_changed",
+            text,
+            step=step,
+            settings=values,
+            data=[change.text for change in resumption.data],
+        )
+    rise = rising_rate(config, resumption.settings, step)
+    if rise is not None:
+        print(rise, flush=True)
+        events.record(run_dir, "learning_rate_rises", rise, step=step)
+
+
+def rising_rate(config: Config, settings: Sequence[Change], step: int) -> str | None:
+    """Describe how changed settings raise the learning rate after `step`, with the keys that keep the old rate; None if
+    they do not raise it.
+
+    A cosine schedule ends at the run's last step: after it has reached `min_lr`, a greater `training.steps` lets it
+    decay again from far above. A rise within the old schedule, as in its warm-up, is not due to the changes.
+    """
+    before = _with(config, {change.key: change.before for change in settings})
+
+    def rate(of: Config, at: int) -> float:
+        return learning_rate(of.optimizer, of.training.steps, at)
+
+    last, now, scheduled = rate(before, step), rate(config, step + 1), rate(before, step + 1)
+    if step == 0 or now <= max(last, scheduled):
+        return None
+    old = {change.key: change.before for change in settings if change.key.startswith("optimizer.")}
+    old["optimizer.decay_steps"] = derived.decay_steps(before)
+    lifting = [as_typed(key, value) for key, value in old.items() if rate(_with(config, {key: value}), step + 1) != now]
+    return (
+        f"the learning rate rises from {last:.4g} in step {step} to {now:.4g} in step {step + 1}, where the schedule "
+        f"before had {scheduled:.4g}; {' '.join(lifting)} keeps that schedule"
+    )
+
+
+def _with(config: Config, values: dict[str, Any]) -> Config:
+    changed = copy.deepcopy(config)
+    for key, value in values.items():
+        put(changed, key, value)
+    return changed
