@@ -1,4 +1,8 @@
-""" """
+"""Train a model: `python train.py [key=value ...]`, or the same under torchrun on many ranks.
+
+The config is composed and checked before any large library is imported. training/resilience/job.py and `Trainer.fit` do
+the rest. Signals are handled from the first line on.
+"""
 
 from __future__ import annotations
 

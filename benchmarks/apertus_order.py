@@ -106,15 +106,12 @@ PAIRS = [  # streamed, then resident
 class ApertusClock(StepClock):
     """A step of their trainer, whose exchanges send a row for each token and expert."""
 
-    def _block(self, name: tuple[Any, ...], stage: int) -> BlockSeconds:
-        if self._calls is None:
-            self._calls = ExpertCalls(
-                self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
-            )
-            load, ranks = self._calls.load, self.config.parallel.expert
-            away_rows = load.assignments * (ranks - 1) // ranks
-            self._calls.load = replace(load, token_rows=load.assignments, away_rows=away_rows)
-        return super()._block(name, stage)
+    def _expert_calls(self) -> ExpertCalls:
+        calls = super()._expert_calls()
+        load, ranks = calls.load, self.config.parallel.expert
+        away_rows = load.assignments * (ranks - 1) // ranks
+        calls.load = replace(load, token_rows=load.assignments, away_rows=away_rows)
+        return calls
 
 
 class ChunkedClock(ApertusClock):

@@ -181,7 +181,8 @@ def main() -> int:
 
 
 def _plain(row: Row) -> dict[str, Any]:
-    return {**vars(row), "variant": vars(row.variant)}
+    fields = {"places" if name == "bucket_counts" else name: value for name, value in vars(row).items()}
+    return {**fields, "variant": vars(row.variant)}
 
 
 if __name__ == "__main__":

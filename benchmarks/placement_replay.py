@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def replayed(name: str, planners: Sequence[str], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What each planner makes of a trace, and of its collapsed layers separately."""
+    """Yield the result of each planner for a trace, and separately for its collapsed layers."""
     ranks, experts, top_k, steps = source(name, arguments)
     if experts % ranks:
         raise ConfigError(f"--ranks ({ranks}) must divide the {experts} experts of {name}")

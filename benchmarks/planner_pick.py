@@ -34,7 +34,7 @@ from benchmarks.cluster import UNCAPPED, Cluster, ClusterError
 from benchmarks.layer_step import Case
 from benchmarks.pipeline_degree import tried
 from benchmarks.tables import table
-from moe.chunk_plan import Plan
+from moe.chunk_plan import STORED_LOAD, Plan
 from moe.planning.costs import Limits
 from moe.planning.layer_measurement import BUDGET
 from moe.planning.planner import Planner, best_plan, predict, weight_lags
@@ -148,7 +148,7 @@ def measure(cluster: Cluster, layer: Layer, num_rounds: int, budget: float) -> d
     return {
         "layer": asdict(layer),
         "costs": known.as_dict(),
-        "load": {"rows" if key == "token_rows" else key: each for key, each in asdict(load).items()},
+        "load": {STORED_LOAD.get(key, key): each for key, each in asdict(load).items()},
         "plans": [
             {
                 "plan": asdict(plan),

@@ -119,7 +119,7 @@ def claim(run_dir: Path) -> Claim | None:
 
 @dataclass(frozen=True)
 class Resumption:
-    """How this job starts, and its differences from the checkpoint; the same on every rank."""
+    """The start of this job, and its differences from the checkpoint; the same on every rank."""
 
     start: Start
     settings: list[Change]

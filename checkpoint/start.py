@@ -40,7 +40,7 @@ BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.t
 
 @dataclass(frozen=True)
 class Start:
-    """How a command starts. `checkpoint`: the one whose state is loaded; None: a fresh start."""
+    """The start of a command. `checkpoint`: the one whose state is loaded; None: a fresh start."""
 
     record: Record
     checkpoint: Path | None

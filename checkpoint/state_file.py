@@ -27,6 +27,7 @@ def read_state(folder: Path) -> dict[str, Any]:
 _STATE_KEYS = (
     "step",
     "consumed_samples",
+    "health",
     "vocab_size",
     "architecture",
     "precision",

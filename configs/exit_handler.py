@@ -1,5 +1,5 @@
-"""How a process ends: its exit status, and one line on stderr and for its launcher, which torchrun and launch/agent.py
-repeat when all ranks have ended."""
+"""Exit status and last line of a process. The line is written to stderr and for the launcher: torchrun and
+launch/agent.py print it again when all ranks have ended."""
 
 from __future__ import annotations
 

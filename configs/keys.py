@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import operator
 import types
 import typing
 from collections.abc import Iterator
@@ -108,21 +107,19 @@ class Key:
             return "a finite number"
         if self.choices and value not in self.choices:
             return one_of(self.choices)
-        checks = (
-            (self.low, operator.ge),
-            (self.above, operator.gt),
-            (self.high, operator.le),
-            (self.below, operator.lt),
-        )
-        if any(
-            isinstance(item, (int, float)) and limit is not None and not holds(item, limit)
-            for item in values
-            for limit, holds in checks
-        ):
+        if any(isinstance(item, (int, float)) and not self._is_within(item) for item in values):
             return self.rule() if isinstance(value, list) else self._limits()
         if any(isinstance(item, int) and item > LARGEST for item in values):
             return f"at most {LARGEST}"
         return None
+
+    def _is_within(self, value: float) -> bool:
+        return (
+            (self.low is None or value >= self.low)
+            and (self.above is None or value > self.above)
+            and (self.high is None or value <= self.high)
+            and (self.below is None or value < self.below)
+        )
 
     def _limits(self) -> str:
         limits = (

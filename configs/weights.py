@@ -1,7 +1,8 @@
 """The model of a folder of logical weights, which `checkpoint.weights` sets in a run's configuration.
 
 The folder's config.yaml has the sections `model` and `moe`. They override presets; a conflict with the command line is
-an error. The run uses the folder's tokenizer unless another one is named.
+an error. The run uses the folder's tokenizer; a tokenizer that the command line names must have the same
+content.
 """
 
 from __future__ import annotations

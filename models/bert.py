@@ -189,20 +189,23 @@ class Bert(LanguageModule):
 
     def _end(self, targets: Targets | None, share: BertShare | None, hidden: torch.Tensor) -> Output:
         sentence_logits = None
-        if self.pooler is not None and share is None:
-            sentence_logits = self.binary_head(self.pooler(hidden, 0))
-        elif self.pooler is not None and share is not None:
-            whole = hidden
-            if self.config.sequence_parallel:  # all tensor ranks compute the same from here on
-                whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-            # [k, h] of [s, 1, h]: the first tokens that this rank holds, none or more
-            sentence_logits = self.binary_head(torch.tanh(self.pooler.dense(whole[share.first_rows, 0])))
+        if self.pooler is not None:
+            pooled = self.pooler(hidden, 0) if share is None else self._pooled(hidden, share)
+            sentence_logits = self.binary_head(pooled)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
             return logits.transpose(0, 1).contiguous(), sentence_logits
         transformed = self.lm_head(self.output_layer.select(hidden, targets))
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
+
+    def _pooled(self, hidden: torch.Tensor, share: BertShare) -> torch.Tensor:
+        """Return the pooled first tokens that this rank holds, none or more: `[k, h]` of `[s, 1, h]`. The tokens that
+        are gathered for it are free when it returns, before the loss."""
+        assert self.pooler is not None
+        if self.config.sequence_parallel:  # all tensor ranks compute the same from here on
+            hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return torch.tanh(self.pooler.dense(hidden[share.first_rows, 0]))
 
 
 build_chunk = Bert

@@ -6,6 +6,7 @@ half. The built model is then marked and wrapped: `parallelize`, the second half
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -60,7 +61,7 @@ def layer_settings(config: Config) -> dict[str, Any]:
         # Otherwise the host waits for the whole device after each batch, which old versions of torch needed.
         "batch_p2p_sync": False,
         # 5. Recomputation: activations that a layer does not keep for its backward pass.
-        **RECOMPUTE[config.training.recompute],
+        **copy.deepcopy(RECOMPUTE[config.training.recompute]),  # Megatron-core may append to its lists
     }
 
 

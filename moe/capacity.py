@@ -23,21 +23,21 @@ def keep(
     capacity: int,
     policy: str,
     group: dist.ProcessGroup | None = None,
-    turns_T: torch.Tensor | None = None,
+    positions_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the assignments of `chosen_TE` [T, E] (bool) that their experts keep, at most `capacity` per expert.
 
     `policy` position: the first ones, in the order of tokens; probs: the most probable by `probs_TE` [T, E] (fp32, not
     negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, the same number each;
-    None: this rank has them all. `turns_T` int64 [T]: the position of each token where it does not follow from its rank
-    and row; unique over all ranks and below 2**31.
+    None: this rank has them all. `positions_T` int64 [T]: the position of each token where it does not follow from its
+    rank and row; unique over all ranks and below 2**31.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if capacity >= size * len(chosen_TE):
         return chosen_TE
-    if turns_T is not None:
+    if positions_T is not None:
         # One key per assignment, the greatest are kept: ordered by the policy's value, then by earlier turns.
-        keys_TE = (LAST_TURN - turns_T)[:, None].expand_as(chosen_TE)
+        keys_TE = (LAST_TURN - positions_T)[:, None].expand_as(chosen_TE)
         if policy == "probs":
             keys_TE = keys_TE + (_bits(probs_TE).long() << TURN_BITS)
         keys_TE = keys_TE.masked_fill(~chosen_TE, -1)

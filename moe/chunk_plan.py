@@ -85,6 +85,10 @@ def pass_plans(plan: Plan) -> tuple[PassPlan, PassPlan]:
     return PassPlan("forward", plan.degree, strategy), backward
 
 
+# Names of LayerLoad's fields in plans.jsonl and in the benchmarks' results, where they differ.
+STORED_LOAD = {"token_rows": "rows", "replica_numbers": "slot_numbers"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
     """The work of the busiest rank in one call of a layer. All ranks must plan with the same numbers."""
@@ -111,5 +115,6 @@ class LayerLoad:
 
     def as_dict(self) -> dict[str, int]:
         """Return the load under the names that plans.jsonl has: `assignments` are `pairs` there."""
-        stored = {"token_rows": "rows", "replica_numbers": "slot_numbers"}
-        return {stored.get(name, name.replace("assignments", "pairs")): value for name, value in asdict(self).items()}
+        return {
+            STORED_LOAD.get(name, name.replace("assignments", "pairs")): value for name, value in asdict(self).items()
+        }

@@ -236,14 +236,14 @@ def hand_rows_to_routers(chunks: Sequence[torch.nn.Module]) -> None:
     So they are right in a recomputation too, and with several micro-batches in flight. They are the attribute `routed`
     (RouterRows) of the argument `packed_seq_params`; without it the router gets all rows.
     """
-
-    def set_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        layer.mlp.router.token_rows = getattr(kwargs.get("packed_seq_params"), "routed", None)
-
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(getattr(module, "mlp", None), MixtrainMoELayer):
-                module.register_forward_pre_hook(set_rows, with_kwargs=True)
+                module.register_forward_pre_hook(_set_rows, with_kwargs=True)
+
+
+def _set_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    layer.mlp.router.token_rows = getattr(kwargs.get("packed_seq_params"), "routed", None)
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:

@@ -75,8 +75,8 @@ class Router(TopKRouter):
             return probs, chosen
         tokens = len(chosen) * (1 if self._holders is None else self._holders.size())
         most = derived.expert_capacity(tokens, chosen.size(1), self.topk, self._capacity_factor)
-        order_T = None if self.token_rows is None else self.token_rows.global_order
-        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders, order_T)
+        positions_T = None if self.token_rows is None else self.token_rows.global_order
+        kept = capacity.keep(probs, chosen, most, self._drop_policy, self._holders, positions_T)
         return probs * kept, kept
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,7 @@ class RunPlan:
 
     @functools.cached_property
     def shared(self) -> SharedRows:
-        """How context ranks share the sequences of a micro-batch."""
+        """The sequence rows of each context rank in a micro-batch."""
         return shared_rows(self.config, self.documents)
 
     @property

@@ -78,6 +78,8 @@ def held() -> tuple[list[str], str]:
 def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= MOST_LINES
     assert [line for line in README.splitlines() if len(line) > MOST_COLUMNS] == []
+    pictures = re.findall(r"```.*?```", README, flags=re.DOTALL)  # figures and commands are checked elsewhere only
+    assert not any(COMMAND.match(line) for picture in pictures for line in picture.splitlines())
 
 
 def test_every_figure_of_the_readme_stands_in_its_file() -> None:

@@ -1,4 +1,7 @@
-""" """
+"""The engine of a run: model chunks, gradient buffers, optimizer and pipeline schedule, built once and closed once.
+
+The functions that take steps with it are in training/step.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, and how that is saved to a checkpoint and loaded from it."""
+"""The progress of a run (steps, samples, states of callbacks), saved to a checkpoint and loaded from it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ ABOVE = 100  # the first threshold is a hundredth above the mean
 
 
 def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """quotas_ER of one call."""
+    """Return quotas_ER of one call."""
     best = at_primaries(counts_RE, placement)
     loads_R = best.sum(0)
     most, mean = int(loads_R.max()), _ceil(int(loads_R.sum()), placement.num_ranks)
@@ -39,8 +39,8 @@ def quota(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Re
 
 
 def _under(threshold: int, floor: int | None, plan: Instances, loads_R: Integers) -> Integers | None:
-    """quotas_ER with no rank above the threshold; None where there is no room. Without a floor, a copy takes what is
-    left by the ranks that could take it, at least."""
+    """Return quotas_ER with no rank above the threshold; None if the ranks lack headroom. Without a floor, a replica
+    takes at least what is left, divided by the ranks that could take it."""
     headroom_R = threshold - loads_R
     sizes_E = plan.quotas_ER.sum(1)
     for source in by_size(loads_R):

@@ -146,8 +146,7 @@ class HuggingFaceTokenizer(Tokenizer):
     @contextlib.contextmanager
     def _named_errors(self, text: str) -> Iterator[None]:
         """Raise ConfigError with the tokenizer and the text if the library fails, for example on a pattern that takes
-            too long. (Its PanicException does not
-        derive from Exception.)"""
+        too long. (Its PanicException does not derive from Exception.)"""
         try:
             yield
         except BaseException as error:

@@ -109,8 +109,8 @@ def _pair(units: Sequence[tuple[str, int]]) -> int:
 
 
 def _kept(units: Sequence[tuple[str, int]], capacity: float) -> frozenset[str]:
-    """Choose units of at most `capacity` bytes together, spread evenly over the order of use, so that the reader is
-    never far behind; then whatever else still fits, the largest first."""
+    """Choose units of at most `capacity` bytes together, spread evenly over the order of use, so that reads
+    are spread evenly, too; then whatever else still fits, the largest first."""
     total, kept, held = sum(size for _, size in units), set[str](), 0
     share, due = capacity / total, 0.0
     for name, size in units:

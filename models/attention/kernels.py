@@ -18,9 +18,8 @@ from models.attention.mask_slices import SHORT, SHORT_BACKWARD
 aten = torch.ops.aten
 FLASH_WIDTH = 256  # most channels of a head in flash attention
 ALIGNED = 8  # CUDA kernels take multiples of this number of channels
-SUMS_ALIGNED = (
-    32  # the memory-efficient kernel pads its sums of exponentials to a multiple of this number of query rows
-)
+# The memory-efficient kernel pads its sums of exponentials to a multiple of this number of query rows.
+SUMS_ALIGNED = 32
 HALF = (torch.bfloat16, torch.float16)
 
 Found = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]  # output, sums, and what the backward pass needs

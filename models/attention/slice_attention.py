@@ -362,7 +362,7 @@ class ReturningGradients:
             coming = exchange.return_gradients(key_grad.to(dtype), value_grad.to(dtype))
             self._coming.append((coming, exchange.num_rows + exchange.num_sent))
             while len(self._coming) > 1 and sum(num_rows for _, num_rows in self._coming) > 2 * len(self._own[0]):
-                self._coming.popleft()[0].add_to(*self._own)
+                self._add_first()
         elif self._own:
             for whole, gradient in zip(self._own, (key_grad, value_grad)):
                 whole += gradient
@@ -372,8 +372,11 @@ class ReturningGradients:
     def collect(self) -> list[torch.Tensor]:
         """Return the gradients of this rank's keys and values."""
         while self._coming:
-            self._coming.popleft()[0].add_to(*self._own)
+            self._add_first()
         return self._own
+
+    def _add_first(self) -> None:
+        self._coming.popleft()[0].add_to(*self._own)
 
 
 def keys_of_rounds(
@@ -422,6 +425,7 @@ class MergedOutput:
                 output, sums = _merge(slice_rows.take(self.output), slice_rows.take(self.sums), output, sums)
             slice_rows.put(self.output, output)
             slice_rows.put(self.sums, sums)
+            del output, sums  # a merged output is in fp32, and is not needed while the next call computes
             found.append(seeds)
         return found
 

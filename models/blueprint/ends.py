@@ -42,9 +42,8 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
     """The operations that embed words, positions and token types; `is_last`: the same rank has the head."""
     model, size = config.model, config.model.hidden_size
     bert, sequence = model.family == "bert", config.parallel.sequence
-    adds = (
-        bert or model.position_embedding == "learned"
-    )  # to the embeddings of all tokens, so each rank needs their sum
+    # What is added to the embeddings of all tokens needs their sum on each rank.
+    adds = bert or model.position_embedding == "learned"
     state = Tensor("words", size)
     summed = (Collective("all_reduce", TENSOR, state),) if adds or not sequence else ()
     weight = (_vocabulary(config, "embedding.word_embeddings", vocab_size, is_first=True, is_last=is_last),)

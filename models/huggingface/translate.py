@@ -71,9 +71,10 @@ def _model_type(hf: HfConfig, names: Names) -> tuple[str, str]:
     else:
         there = sorted(names())
         matches = [
-            (family.model_type, next(name for name in there if re.fullmatch(family.telling, name)))
+            (family.model_type, name)
             for family in FAMILIES.values()
-            if family.telling is not None and any(re.fullmatch(family.telling, name) for name in there)
+            if family.telling is not None
+            and (name := next((name for name in there if re.fullmatch(family.telling, name)), None)) is not None
         ]
         if len(matches) == 1:
             ((model_type, name),) = matches

@@ -53,10 +53,10 @@ class Rotary:
         if self._kept is None or self._kept[0] != asked:
             with torch.inference_mode(False):
                 exact = [
-                    angles(length, inverse_frequencies(self._config, HOST, is_long, torch.float64))
+                    angles(length, inverse_frequencies(self._config, HOST, is_long, torch.float64)).to(device)
                     for length, is_long in sets
                 ]
-                both = torch.cat([each.to(device) for each in exact])
+                both = torch.cat(exact)
                 self._kept = asked, torch.cat([both, both], dim=-1)[:, None, None]
         return self._kept[1]
 

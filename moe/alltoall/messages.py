@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-RankTensors = Mapping[
-    int, Sequence[torch.Tensor]
-]  # rank of the group -> contiguous tensors, in an order that both ranks know
+# Rank of the group -> contiguous tensors, in an order that both ranks know.
+RankTensors = Mapping[int, Sequence[torch.Tensor]]
 
 
 class Messages:

@@ -92,7 +92,7 @@ def activate_backward(
 ) -> torch.Tensor:
     """Compute the gradients of `activate` and of the multiplication by the assignment's weight after it.
 
-    `grad` [n, F] is the gradient after the weight; it is overwritten. Fills `out` [n, G] with the gradient of
+    `grad` [n, F] is the gradient after the weight; it may be overwritten. Fills `out` [n, G] with the gradient of
     `preactivation` and `activated` [n, F] with the activation times the weight. Returns the weights' gradient [n], in
     fp32 or wider.
     """

@@ -166,7 +166,7 @@ class ExpertStream:
                 else self.weight_slots[planned.slot_index]
             )
             self._fetch(layer, layer_slot)
-        layer_slot.turn = self._count = self._count + 1
+        self._touch(layer_slot)
         return layer_slot
 
     def prefetch(self) -> None:
@@ -180,6 +180,9 @@ class ExpertStream:
         # After all computation with the weights that are in the slot.
         free = (*layer_slot.used, *layer_slot.there)
         layer_slot.there = self.offloaded.bring(layer, layer_slot.flat, free)
+        self._touch(layer_slot)
+
+    def _touch(self, layer_slot: LayerSlot) -> None:
         layer_slot.turn = self._count = self._count + 1
 
     def so_far(self) -> Completion:

@@ -88,9 +88,8 @@ class LayerPlacement:
         self.active = True  # else primaries compute all; changed between steps, on all ranks alike
         self.map = PlacementMap(num_experts, group.size())
         self.replica_buffers: ReplicaBuffers | None = None
-        self._held: list[list[int | None]] = [
-            [None] * limits.replica_slots for _ in range(group.size())
-        ]  # experts by replica_slot
+        # experts by rank and replica slot
+        self._held: list[list[int | None]] = [[None] * limits.replica_slots for _ in range(group.size())]
         self._pinned: Counter[tuple[int, int]] = Counter()  # (expert, rank) that backward passes will need
         self._planned: deque[CallPlan] = deque()  # plans of forward passes that will be recomputed
         self._owing: set[HeldReplica] = set()  # replicas with gradients of this step that are not yet returned

@@ -186,8 +186,9 @@ class Plans:
     def primaries_differ(self, own: PlanHeader) -> str | None:
         """Return why the step of `own` cannot be replayed with its primaries; None if it can."""
         recorded = self.header(own.step)
-        for layer, primaries in own.primaries.items() if recorded is not None else ():
-            assert recorded is not None
+        if recorded is None:
+            return None
+        for layer, primaries in own.primaries.items():
             if recorded.primaries[layer] != primaries:
                 expert = next(e for e, (a, b) in enumerate(zip(recorded.primaries[layer], primaries)) if a != b)
                 return (

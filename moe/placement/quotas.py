@@ -151,9 +151,8 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
 def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:
     """Return [E, R]: how many of a rank's assignments of each expert are sent to each rank.
 
-    A rank's own
-    assignments use its quota first, then those of ranks in its node, then all others; each round assigns what is left
-    greedily in rank order.
+    A rank's own assignments use its quota first, then those of ranks in its node, then all others. Each round assigns
+    what is left greedily in rank order.
     """
     num_experts, num_ranks = quotas_ER.shape
     assert num_ranks % ranks_per_node == 0

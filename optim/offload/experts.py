@@ -292,8 +292,8 @@ class OffloadedExperts:
         return downs
 
     def squares(self) -> torch.Tensor:
-        """Return the squared norms of this rank's gradients by layer, bucket and kind, fp64 on its device; empty where
-        another rank counts them."""
+        """Return the squared norms of this rank's gradients, fp64 on its device: by layer and kind, and by bucket if
+        sums are on the host. Empty where another rank counts them."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.link.device)]
         for _, (squares, done) in sorted(self._squares.items(), key=lambda item: item[0]):
             done.follow()

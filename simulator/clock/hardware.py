@@ -38,7 +38,7 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
     "disk.memory": ("bytes", "scratch disk of a node; 0: none", False),
     "products.fp32": ("FLOP/s", "large matrix products in fp32", True),
     "products.half": ("FLOP/s", "large matrix products in bf16 and fp16", True),
-    "products.tile": ("numbers", "by so many a product's sizes are worse used: each adds this over itself to 1", True),
+    "products.tile": ("numbers", "a product of sizes m, n, k takes 1 + this * (1/m + 1/n + 1/k) times as long", True),
     "attention.half": ("FLOP/s", "fused attention in bf16 and fp16", True),
     "device.rate": ("bytes/s", "memory that operations read and write", True),
     "device.operation": ("s", "what each operation takes on the device beside its work", True),

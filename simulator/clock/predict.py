@@ -91,15 +91,17 @@ class StepClock:
         key = (*name, stage if derived.plans_moe(self.config) else 0)
         if key not in self._seconds:
             work = self._work(name)
-            calls = None
-            if work.forward.moe:
-                self._calls = self._calls or ExpertCalls(
-                    self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
-                )
-                calls = self._calls.of(work, stage)
+            calls = self._expert_calls().of(work, stage) if work.forward.moe else None
             seconds = self.clock.block(work, calls)
             self._seconds[key] = self._with_layer_inputs(seconds, stage) if name[0] == "layer" else seconds
         return self._seconds[key]
+
+    def _expert_calls(self) -> ExpertCalls:
+        if self._calls is None:
+            self._calls = ExpertCalls(
+                self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
+            )
+        return self._calls
 
     def _work(self, name: tuple[Any, ...]) -> BlockWork:
         key = (name, self._key)

@@ -32,10 +32,10 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class ExpertOption:
-    """A target for experts with an order of passes. Bytes are those of one rank in a step, in the stage that moves
-    most; `moved`: of experts, `read` and `written`: of the disk, including all optimizer state there; `tokens`: that an
-    expert's weights serve between two transfers; `break_even`: with so many of them the link takes as long as the
-    forward pass's products."""
+    """An offload target for experts, with a schedule. Bytes are those that one rank transfers per step, in the stage
+    with the most traffic. `moved`: bytes of experts; `read` and `written`: bytes of the disk, with all optimizer state
+    there; `tokens`: the tokens that an expert computes between two transfers of its weights; `break_even`: the number
+    of tokens for which the transfer takes as long as the matrix products of the forward pass."""
 
     values: dict[str, Any]  # of WEIGHTS, ORDER and STATE
     is_own: bool  # the config has these values

@@ -1,4 +1,4 @@
-"""Where each rank's optimizer state will be stored: buckets cut and arranged by the functions of a run
+"""The offload target of each rank's optimizer state: buckets cut and arranged by the functions of a run
 (optim/arrangement/), from the offsets of parameters in Megatron-core's buffers."""
 
 from __future__ import annotations
@@ -137,7 +137,8 @@ def engine_seconds(arrangement: Arrangement, passes: float = 0.0, rates: Bandwid
 def stage_arrangements(
     config: Config, vocab_size: int, world_size: int, capacity: Capacity
 ) -> list[Arrangement | None]:
-    """Return the arrangement of optimizer state on the first rank of each stage, if its device holds nothing else."""
+    """Return the arrangement of optimizer state on the first rank of each stage. `capacity`: bytes of the device, the
+    host and the disk that the state may use."""
     stages = range(config.parallel.pipeline)
     if not derived.has_own_optimizer_state(config):
         return [None for _ in stages]

@@ -44,7 +44,8 @@ def test_homes_outlive_a_resume_on_any_tier_bit_for_bit(data: list[str], tmp_pat
         *MOVING,
         f"memory.disk_dir={tmp_path}",
         "parallel.expert=2",
-        "moe.placement.policy=least_loaded",
+        "moe.placement.policy=solve",
+        "moe.placement.max_load=1.0",
     ]
     train_on_ranks([*common, f"run_dir={tmp_path / 'whole'}", "training.steps=6"], 2)
     for i, tier in enumerate((HOST, DISK, DEVICE), start=1):
@@ -101,7 +102,8 @@ def test_an_export_is_that_of_experts_that_never_moved(data: list[str], tmp_path
 def test_every_tool_opens_a_bert_with_all_that_training_may_ask_for(data: list[str], tmp_path: Path) -> None:
     small = ["experiment=bert_moe_tiny", "model.num_layers=2", "training.steps=2", "optimizer.bucket_parameters=4096"]
     asked = ["training.recompute=full", "training.activation_offload=auto", "model.hidden_dropout=0.1"]
-    placed = ["parallel.expert=2", "moe.placement.policy=least_loaded", *MOVING, f"run_dir={tmp_path / 'run'}"]
+    placed = ["parallel.expert=2", "moe.placement.policy=solve", "moe.placement.max_load=1.0", *MOVING]
+    placed += [f"run_dir={tmp_path / 'run'}"]
     train_on_ranks([*small, *data, *asked, *placed, *HOST], 2)
     cells = opened(tmp_path / "run", tmp_path)
     assert cells.pop("huggingface") == "-" and set(cells.values()) == {"ok"}

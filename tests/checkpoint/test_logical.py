@@ -169,7 +169,7 @@ def _write(config: Config, run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def _seal(target: Path, config: Config, sums: dict[str, checksums.FileSum]) -> None:
-    known = {"step": 1, "consumed_samples": 1, "optimizer_steps": [1], "loss_scaler": None}
+    known = {"step": 1, "consumed_samples": 1, "health": None, "optimizer_steps": [1], "loss_scaler": None}
     content = {**known, **state_file.of_model(config, VOCAB_SIZE, len(sums))}
     sums[manifest.STATE] = manifest.write_text(target / manifest.STATE, json.dumps(content))
     sums[manifest.CONFIG] = manifest.write_text(target / manifest.CONFIG, to_yaml(config))

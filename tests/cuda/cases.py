@@ -103,7 +103,8 @@ CONTEXT = (
 )
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
 DENSE, NONE = "model=gpt_tiny", sync_points.waits({}, 0)
-PLACED = ("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2")
+# The limit makes the planner use replicas however even the load is.
+PLACED = ("moe.placement.policy=solve", "moe.placement.extra_slots=2", "moe.placement.max_load=1.0")
 IN_BLOCKS = ("moe.placement.bitwise=true", "moe.placement.block_rows=16", "moe.placement.interval=1")
 CLIPPED = "optimizer.clip_grad=0.1"  # in every step
 SHARDED_WEIGHTS = "moe.shard_weights=true"  # of ranks that hold the same experts

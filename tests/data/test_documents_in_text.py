@@ -157,7 +157,7 @@ def test_documents_are_the_same_in_any_parts(tmp_path, monkeypatch, rule, seed):
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_a_text_has_one_hash_however_it_is_cut(tmp_path, monkeypatch, tokenizer, family):
-    """So a document in segments is recognized in another file, where it is a line of JSON."""
+    """The hash of a document that is read in segments equals that of the same text in a line of JSON."""
     for module in (text_module, shards_module):
         monkeypatch.setattr(module, "CELL_BYTES", 256)
     monkeypatch.setattr(text_module, "REACH_BYTES", 64)

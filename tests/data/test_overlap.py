@@ -78,6 +78,15 @@ def leaks(prepared) -> int:
     return sum(any(segment[:-2] in document for document in trained) for segment in validated)
 
 
+def test_a_leak_is_found(settings, root, monkeypatch):
+    """What is validated on is trained on, too, once training reads the files of both sides."""
+    clean = prepare(replace(settings, corpus=str(root / "texts")), "gpt", False)
+    assert leaks(clean) == 0
+    both = [sum(sides(clean), Counter()), sides(clean)[1]]
+    monkeypatch.setitem(globals(), "sides", lambda _: both)
+    assert leaks(clean) == len(both[1])
+
+
 # What two terms of a blend are, by their paths, and which of their files the error names.
 TERMS = {
     "a folder and a file in it": ("texts", "texts/0.txt", "0.txt"),
@@ -95,7 +104,7 @@ TERMS = {
 }
 
 
-# All files under the same names: both are split alike as it is, and one of them with another weight is the same.
+# The same files under the same names: a list of both paths is no other corpus.
 HARMLESS = (
     "a folder and its copy",
     "a folder under two paths",

@@ -22,7 +22,13 @@ VOCAB = 512
 
 def _checkpoint(folder: Path, overrides: list[str]) -> Path:
     config = compose(overrides)
-    state = {"step": 1, "consumed_samples": 8, "vocab_size": VOCAB, "architecture": architecture(config, VOCAB)}
+    state = {
+        "step": 1,
+        "consumed_samples": 8,
+        "health": None,
+        "vocab_size": VOCAB,
+        "architecture": architecture(config, VOCAB),
+    }
     state |= {"precision": config.training.precision, "layout": {}, "optimizer_steps": 1, "loss_scaler": None}
     (folder / STATE).write_text(json.dumps(state))
     return folder

@@ -39,7 +39,8 @@ EARLY = ("optimizer.early_update=always", "parallel.overlap_grad_reduce=true", "
 FOUR_LAYERS = ("model.num_layers=4",)
 MOVES = (
     *(
-        "moe.placement.policy=least_loaded",
+        "moe.placement.policy=solve",
+        "moe.placement.max_load=1.0",
         "moe.placement.extra_slots=2",
         "moe.placement.interval=1",
         "moe.num_experts=8",

@@ -62,7 +62,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def gone_on(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], list[dict[str, Any]]]:
-    """The metrics of five more steps of an old run, with its state in a tier."""
+    """The metrics of five more steps of an old run, with its state on an offload target."""
 
     @functools.cache
     def run(name: str, target: str) -> list[dict[str, Any]]:

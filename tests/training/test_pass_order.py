@@ -47,7 +47,8 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
         (
             *("model=gpt_moe_tiny", "parallel.expert=2", *OVERLAP, *DROPOUT, "training.activation_offload=auto"),
             *("optimizer.state_device=host", "optimizer.early_update=always", "moe.memory_strategy=recompute"),
-            *("moe.placement.policy=least_loaded", "moe.placement.extra_slots=2", "moe.placement.bitwise=true"),
+            *("moe.placement.policy=solve", "moe.placement.extra_slots=2", "moe.placement.max_load=1.0"),
+            "moe.placement.bitwise=true",
         ),
     ),
     "tensor and sequence parallel": (

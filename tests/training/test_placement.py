@@ -194,12 +194,14 @@ def test_steps_that_are_taken_again_stand_once(tmp_path: Path) -> None:
 def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> None:
     common = [*data, *SKEWED, "experiment=gpt_moe_tiny", "moe.aux_loss_coeff=0", "parallel.expert=2"]
     common += ["moe.placement.extra_slots=2", "moe.placement.interval=2", "training.eval_interval=2"]
-    first = ["moe.placement.policy=least_loaded", "moe.placement.record=true", "checkpoint.interval=2"]
+    first = ["moe.placement.policy=solve", "moe.placement.max_load=1.0", "moe.placement.record=true"]
+    first += ["checkpoint.interval=2"]
     recorded = train_on_ranks([*common, *first, f"run_dir={tmp_path / 'first'}"], 2)
     path = tmp_path / "first" / "placement_0_0.plans"
     plans = read_plans(path)
     assert sorted(plans.calls) == [0, 1, 2, 3]
     assert all(sorted(of_layer) == [1, 2, 3, 4] for of_layer in plans.calls.values())
+    assert any(line["placement"]["copies"] for line in recorded)
     assert recorded[1]["placement"]["moved"] > 0 and [header.step for header in plans.headers] == [1, 3]
     assert [list(homes) for homes in plans.headers[1].primaries.values()] == recorded[1]["placement"]["homes"]
     again = ["moe.placement.policy=solve", f"moe.placement.replay={tmp_path / 'first'}", "checkpoint=off"]

@@ -39,6 +39,7 @@ def save(run_dir: Path, step: int, run: str | None = ID, facts: dict[str, Any] |
     state = {
         "step": step,
         "consumed_samples": 8 * step,
+        "health": {},
         "vocab_size": 384,
         "precision": "fp32",
         "layout": {},

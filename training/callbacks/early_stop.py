@@ -22,8 +22,8 @@ REASONS = [*(f"a {signum.name}" for signum in ASKING), TIME_LIMIT]
 class EarlyStop(Callback):
     """Sets `run.stop_reason` as soon as any rank has a reason; the ranks exchange their reasons with the step's loss.
 
-    save_now: writes a
-    checkpoint of the current state. signals: the signals received; None if other code shares the process.
+    save_now: writes a checkpoint of the current state. signals: the signals received; None if other code shares the
+    process.
     """
 
     follows = ("Evaluation", "Checkpoints")

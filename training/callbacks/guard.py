@@ -25,7 +25,6 @@ from training.resilience.health import RejectedRun, UnhealthyRun
 from training.resilience.signals import stopped_by
 from training.run import Callback, Metrics, Run
 
-FAILED = 1  # exit status
 GRACE = 5.0  # seconds that a rank has to close its files once the job is lost
 WRONG_CONFIG_REASON = f"raised {ConfigError.__name__}:"  # the start of a reason that the user can fix
 VERDICT_SECONDS = 4.0  # after the watchdog's silence, within which a verdict on another rank arrives, if there is one
@@ -44,7 +43,7 @@ class Guard(Callback):
         self.exit_message: str | None = None
         self._failed = self._started = False
         self._claimed = False  # whether this job may write to run_dir
-        self._status = FAILED
+        self._status = exit_handler.FAILED
 
     def on_join(self, topology: Topology) -> None:
         self._rank = topology.rank

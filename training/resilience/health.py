@@ -1,4 +1,13 @@
-""" """
+"""Step validation: decides, before the optimizer changes anything, about steps without predicted tokens, with
+non-finite loss or gradients, or with a spike of the loss.
+
+skip: the batch is skipped, and the next one takes its step. rollback: the last good checkpoint is loaded first. stop:
+the run ends. A batch without predicted tokens is always skipped; in a run's first step it ends the run. A skipped batch
+stays skipped: its samples are recorded in `run_dir/skipped_samples.json`, and every later start skips them too, so that
+the data of a step depend on the checkpoint and that file only. If too many steps in a row are rejected, single batches
+were not the cause: the run ends, and the batches that it skipped on the way are removed from the record. Damaged
+weights never count against a batch. (Skipping batches at a loss spike: PaLM, Chowdhery et al. 2022, section 5.1.)
+"""
 
 from __future__ import annotations
 

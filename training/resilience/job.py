@@ -84,7 +84,7 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
         guard.write_exit_message()
         sys.stdout.flush()
         # the groups of a lost job may block a clean exit
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+        os._exit(exit_handler.INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_handler.FAILED)
     exit_status = 0 if finished else STOPPED_EARLY
     if used < started and rank == 0 and _holds_store():
         _store(config).set(_standby_key(), str(exit_status))  # the spare ranks end with it
@@ -102,8 +102,8 @@ def _refuse_other_starts(composed: Config) -> None:
         store = rendezvous.job_store(launch, timeout)
         same_start.refuse_other_starts(same_start.facts_of(composed), store, launch.rank, launch.world_size, timeout)
     except (TimeoutError, dist.DistError) as error:
-        exit_handler.log(f"the ranks did not meet: {error}", 1)
-        sys.exit(1)
+        exit_handler.log(f"the ranks did not meet: {error}", exit_handler.FAILED)
+        sys.exit(exit_handler.FAILED)
 
 
 def _wait_for_end(config: Config) -> int:

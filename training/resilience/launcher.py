@@ -1,4 +1,10 @@
-""" """
+"""The end of a rank whose launcher is gone, and the marks that the attempts of one launch leave for each other.
+
+Without its launcher nobody would end a rank, and it would lock the run's folder for as long as it trains.
+
+torchrun creates a folder for each launch, under a unique name, and keeps it over restarts of the ranks. Its ids do not
+identify a launch: TORCHELASTIC_RUN_ID is "none", or a name that a requeued job has again.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,6 @@ from configs import exit_handler
 
 STOPPED, STARTED = "stopped_early", "begun"  # files in the launch's folder
 POLL = 0.5  # seconds
-FAILED = 1  # exit status
 GRACE_SECONDS = 3.0  # for what `on_gone` writes
 
 
@@ -86,10 +91,10 @@ class Launcher:
             if not exit_handler.is_logged():
                 if self.on_gone is not None:
                     self.on_gone(line)
-                exit_handler.log(line, FAILED)
+                exit_handler.log(line, exit_handler.FAILED)
 
         exit_handler.run_within(GRACE_SECONDS, report)
-        os._exit(FAILED)
+        os._exit(exit_handler.FAILED)
 
 
 def _parent(pid: int) -> int | None:

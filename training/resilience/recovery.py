@@ -114,9 +114,7 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     elif damaged and has_checkpoint:
         advice = f". To go back to the last good checkpoint: {key}=rollback"
     elif damaged:
-        advice = (
-            f". There is no checkpoint to go back to. To have one next time: checkpoint.interval={max(1, step // 2)}"
-        )
+        advice = f". There is no checkpoint to go back to. To have one next time: {_earlier_checkpoints(step)}"
     else:
         advice = f". To go on without this batch: {key}=skip" + (
             f", or {key}=rollback to go back to a checkpoint first" if has_checkpoint else ""
@@ -128,13 +126,18 @@ def _key(kind: str) -> str:
     return "training.nonfinite" if kind == "nonfinite" else "training.spike"
 
 
+def _earlier_checkpoints(step: int) -> str:
+    """Return the setting with which a run has a checkpoint before the step that was rejected."""
+    return f"checkpoint.interval={max(1, step // 2)}"
+
+
 def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind: str, damaged: bool) -> None:
     """Load the newest good checkpoint. Raises UnhealthyRun if there is none, or if it is damaged."""
     checkpoints.finish_pending(run)
     folder = resume.newest(run.run_dir, start_log.log_skipped_checkpoint)
     if folder is None:
         step = run.progress.step
-        advice = [f"{_key(kind)}=skip"] * (not damaged) + [f"checkpoint.interval={max(1, step // 2)}"] * (step > 0)
+        advice = [f"{_key(kind)}=skip"] * (not damaged) + [_earlier_checkpoints(step)] * (step > 0)
         raise UnhealthyRun(
             f"{text}. There is no checkpoint to go back to." + (f" Try {', or '.join(advice)}." if advice else "")
         )

@@ -21,9 +21,8 @@ TRIES = 300  # tries to find a plan that keeps the limit
 FEWER = 30  # the same for each higher limit, if the given one has no plan
 POLISH = 60  # tries to take less time, once the limit is kept
 NONE, MAY, HELD, PINNED = range(4)  # a replica on a rank: not allowed, may be new, exists, exists and is pinned
-THERE, IN_NODE, ANYWHERE = range(
-    3
-)  # replicas that a path may use: existing ones, new ones in the node, new ones anywhere
+# Replicas that a path may use: existing ones, new ones in the node, new ones anywhere.
+THERE, IN_NODE, ANYWHERE = range(3)
 
 
 @dataclass

@@ -114,7 +114,7 @@ def _forwards(config: Config) -> int:
 
 
 def _expected_waits(config: Config, calls: int) -> Counter[tuple[str, str]]:
-    """What tests/cuda/sync_points.py lists for a step with so many calls of MoE layers."""
+    """Return the waits that tests/cuda/sync_points.py lists for a step with `calls` calls of MoE layers."""
     exchanged = sync_points.HIERARCHICAL if config.moe.all_to_all == "hierarchical" else sync_points.FLAT
     per_layer = {
         **(exchanged if config.parallel.expert > 1 else {}),

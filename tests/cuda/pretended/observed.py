@@ -1,4 +1,4 @@
-"""What a run on the pretended device did that no number shows, by call site in the product."""
+"""Waits, copied bytes and faults of a run on the pretended device, by call site in the product."""
 
 from __future__ import annotations
 

@@ -144,24 +144,23 @@ class ProgressLine(Callback):
             self._warm = True
         self._recent.append((metrics["tokens"], metrics["step_seconds"]))
         step, steps = metrics["step"], run.config.training.steps
-        eta = round((steps - step) * sum(seconds for _, seconds in self._recent) / len(self._recent))
-        to_go = f"eta {timedelta(seconds=eta)}"
         if self._bar is not None:
-            self._bar.show(
-                step,
-                [f"{step:>{len(str(steps))}}/{steps}", to_go, *self._fields(metrics)],
-                now=run.is_last_step,
-            )
+            fields = [f"{step:>{len(str(steps))}}/{steps}", self._eta(steps - step), *self._fields(metrics)]
+            self._bar.show(step, fields, now=run.is_last_step)
             return
         now = time.monotonic()
         if now - self._last_line >= LOG_EVERY_SECONDS or run.is_last_step or step == 1:
             self._last_line = now
-            run.log(" | ".join([f"{stamp()} step {step}/{steps}", *self._fields(metrics), to_go]))
+            run.log(" | ".join([f"{stamp()} step {step}/{steps}", *self._fields(metrics), self._eta(steps - step)]))
 
     def on_rollback(self, run: Run) -> None:
         if self._bar is not None:
             steps = run.config.training.steps
             self._bar.show(run.progress.step, [f"{run.progress.step}/{steps}", "went back"], now=True)
+
+    def _eta(self, steps: int) -> str:
+        seconds = round(steps * sum(seconds for _, seconds in self._recent) / len(self._recent))
+        return f"eta {timedelta(seconds=seconds)}"
 
     def _fields(self, metrics: Metrics) -> list[str]:
         rate = sum(tokens for tokens, _ in self._recent) / sum(seconds for _, seconds in self._recent)

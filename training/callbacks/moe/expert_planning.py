@@ -141,16 +141,20 @@ class ExpertPlanning(Callback):
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
+    def _choose(self, load: LayerLoad) -> PlanChoice:
+        """Return the plan that the trial tries now; after the trial the one with the shortest expected time."""
+        if not self._trial.is_over:
+            return self._trial.choice
+        choices = self._ask(lambda planner: [planner.decide(load)])
+        return min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
+
     def _decide(self, run: Run, loads: dict[int, LayerLoad]) -> None:
         if not self._trial.is_over:
             kind, decision = self._trial.choice
             if not all(self._planners[kind].fits(decision.plan, load) for load in loads.values()):
                 self._trial.stop()  # its plans were chosen for an even load
         for number, load in loads.items():
-            choices = [self._trial.choice]
-            if self._trial.is_over:
-                choices = self._ask(lambda planner, load=load: [planner.decide(load)])  # type: ignore[misc]
-            kind, decision = min(choices, key=lambda choice: self._planners[choice[0]].expected(choice[1]))
+            kind, decision = self._choose(load)
             if self._in_force.get(number) == (kind, decision.plan):
                 continue
             layer = self._layers[number]

@@ -77,9 +77,8 @@ class RecordedPlans(Callback):
 class ReplayedPlans(Callback):
     """Replays the plans of every training call from the files of a folder.
 
-    Files of another
-    run are an error before the first step, on all ranks; a different migration is an error when its step is reached.
-    save_now: writes a checkpoint.
+    Files of several runs, or that do not fit this run, are an error before the first step, on all ranks; a different
+    migration is an error when its step is reached. save_now: writes a checkpoint.
     """
 
     def __init__(self, save_now: Callable[[Run], None]) -> None:
