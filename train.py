@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING
 
-from configs import exit_handler
+from base import exit_handler
 from training.resilience import launcher, signals
 
 if TYPE_CHECKING:

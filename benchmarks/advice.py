@@ -25,8 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import KEYS, ConfigError
+from configs.schema import KEYS
 from configs.validate import validate
 from tests.configs import advice, wrong_values
 from tests.configs.test_validate import BROKEN

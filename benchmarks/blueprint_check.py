@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from base.errors import ConfigError
 from benchmarks.tables import table
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import planned_world_size, validate
 from models import blueprint
 from models.build import build_model

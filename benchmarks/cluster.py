@@ -40,6 +40,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from base.exit_handler import end_with_caller
+
 ROOT = Path(__file__).resolve().parent.parent
 CGROUPS = Path("/sys/fs/cgroup/cpu")  # control groups, version 1
 CGROUP_PERIOD = 10_000  # microseconds: a rank over its share waits for at most this long
@@ -61,7 +63,7 @@ GRACE = 5.0  # seconds that the other ranks have once one has failed
 STACKS_TIMEOUT = 2.0  # seconds that stuck ranks have to write their stacks
 SWEEP_TIMEOUT = 60.0  # seconds for processes that ended to be gone, and out of their control groups
 
-CLONE_NEWNET, PR_SET_PDEATHSIG = 0x40000000, 1  # <linux/sched.h>, <linux/prctl.h>
+CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 # Ranks compute on the host. torch would warn that addresses in the namespaces have no names, libraries of what is not
 # installed.
 WORKER_ENVIRONMENT = {
@@ -368,7 +370,7 @@ class _Processes:
 def _enter_node() -> None:
     """Enter the node's namespace at the start of a rank's process, which ends with its parent."""
     parent, namespace = int(sys.argv[1]), int(sys.argv[2])
-    _libc_call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_caller()
     if os.getppid() != parent:  # it ended before the line above
         sys.exit(1)
     _libc_call("setns", namespace, CLONE_NEWNET)

@@ -34,11 +34,12 @@ import torch
 import torch.distributed as dist
 
 import parallel  # noqa: F401  before Megatron-core, which warns of what is not installed
+from base.errors import ConfigError
 from benchmarks import link, rounds
 from benchmarks.cluster import Cluster, ClusterError
 from benchmarks.tables import headline, line
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import validate
 from data.prepare import PreparedData, prepare
 from parallel.topology import Topology

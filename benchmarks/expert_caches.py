@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from base import command
+from base.errors import ConfigError
 from benchmarks.tables import table
-from configs import command
-from configs.schema import ConfigError
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.routing_file import Recording, RoutedLayer, read_routing
 

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from base import checksums
 from benchmarks.cgroup_controllers import can_limit_memory
 from benchmarks.cgroups import CgroupOutcome, MemoryCgroup, drop_page_cache, run_in
 from benchmarks.tables import table
 from checkpoint import manifest, safetensors_header, state_file
 from checkpoint.safetensors_header import Entry
-from configs import checksums
 from configs.architecture import description
 from configs.compose import to_yaml
 from configs.schema import Config

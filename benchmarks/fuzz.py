@@ -33,13 +33,14 @@ from typing import Any
 
 import torch
 
+from base.errors import ConfigError
 from benchmarks.checkpoint_bits import checkpoint_tensors
 from benchmarks.context_parity import short_texts
 from benchmarks.fuzz_draws import Case, Draw, Leg
 from benchmarks.tables import table
 from checkpoint import manifest
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from tests import distributed
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, make_config, read_metrics, train

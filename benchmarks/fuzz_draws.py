@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from tests.training.helpers import make_config
 
 MAX_TRIES = 60  # layouts on some ranks before the model is drawn again, and models before a case is given up

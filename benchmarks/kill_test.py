@@ -69,13 +69,14 @@ import psutil
 import torch
 import torch._dynamo  # else each rank would import it with its first optimizer
 
+from base import files
+from base.errors import ConfigError
+from base.files import WriteError
 from checkpoint import manifest, resume, saver
 from checkpoint import state as checkpoint_state
 from checkpoint.saver import SaveError
-from configs import files
 from configs.compose import compose
-from configs.files import WriteError
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import validate
 from memory import copy_stream
 from memory.copy_stream import CopyStream

@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.exit_handler import WRONG_CONFIG
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.exit_handler import WRONG_CONFIG
 from tests import distributed
 from tests.tolerances import BF16_LOSS, FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, make_config, train_on_ranks

@@ -20,10 +20,10 @@ from pathlib import Path
 
 import torch
 
+from base import command
+from base.errors import ConfigError
 from benchmarks.made_sizes import PRESETS, WORDS, made_config, num_layers, tensor_shapes, weights_bytes
-from configs import command
 from configs.architecture import description
-from configs.schema import ConfigError
 from configs.weights import config_from
 from models import folder as folders
 from models.huggingface import special_tokens, translate

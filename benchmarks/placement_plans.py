@@ -35,11 +35,11 @@ from typing import Any
 
 import numpy as np
 
+from base import command
+from base.errors import ConfigError
 from benchmarks.planners import PLANNERS, Entry, static
 from benchmarks.tables import table
 from benchmarks.workloads import Size, counts
-from configs import command
-from configs.schema import ConfigError
 from moe.placement.planners.solve import solve
 from moe.placement.policy import ASSUMED
 from moe.placement.quotas import Costs, ReplicaLimits, check, held, outcome

@@ -30,12 +30,12 @@ from typing import Any
 
 import numpy as np
 
+from base import command
+from base.errors import ConfigError
 from benchmarks.planners import PLANNERS
 from benchmarks.planners.replay import Replay, Tally, correlation, spread
 from benchmarks.tables import table
 from benchmarks.workloads import Size, counts, is_workload
-from configs import command
-from configs.schema import ConfigError
 from moe.placement import trace
 from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import Integers

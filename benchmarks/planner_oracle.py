@@ -36,11 +36,11 @@ from statistics import fmean
 
 import numpy as np
 
+from base import command
+from base.errors import ConfigError
 from benchmarks import limit_cases
 from benchmarks.planners import PLANNERS
 from benchmarks.tables import table
-from configs import command
-from configs.schema import ConfigError
 from moe.placement.planners.published import may_hold
 from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, check, held, outcome
 from moe.placement_map import Integers, PlacementMap

@@ -26,7 +26,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.tokenizer import load_tokenizer
 from data.tokenizer.formats.spec import byte_level_alphabet
 from data.tokenizer.probes import PROBES

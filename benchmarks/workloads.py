@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from moe.placement_map import Integers
 
 Floats = NDArray[np.float64]

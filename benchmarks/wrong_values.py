@@ -23,8 +23,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from base.errors import ConfigError
 from benchmarks.tables import table
-from configs.schema import KEYS, ConfigError
+from configs.schema import KEYS
 from tests.configs import advice, wrong_values
 from tests.configs.wrong_values import WrongValue
 

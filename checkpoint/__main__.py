@@ -19,13 +19,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from base import command
+from base.checksums import FOLDER_SUMS
+from base.errors import ConfigError
 from checkpoint import manifest, safetensors_header
 from checkpoint.logical.names import lacking_weights
 from checkpoint.state_file import describe_layout, read_state
-from configs import command
-from configs.checksums import FOLDER_SUMS
 from configs.compose import load
-from configs.schema import ConfigError
 from configs.weights import check_files
 from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
 from models.weight_files.expected import logical_shapes

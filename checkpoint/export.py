@@ -14,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from base import command, progress
+from base.checksums import write_folder_sums
 from checkpoint import kept_tokenizer, manifest
-from configs import command, progress
 from configs.architecture import description
-from configs.checksums import write_folder_sums
 from configs.compose import load
 from configs.tokenizer_files import FOR_TRANSFORMERS, copy_tokenizer, tokenizer_files
 from data.tokenizer import Tokenizer, load_tokenizer

@@ -10,9 +10,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from base import files
+from base.errors import ConfigError
 from checkpoint.state_file import read_state
-from configs import files
-from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer, core_file, tokenizer_files
 from data.tokenizer import Tokenizer, tokenizer_digest
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import yaml
 
+from base.checksums import FOLDER_SUMS, SUM, FileSum, own_sum, size_problem, sum_of, wrong_files
+from base.errors import ConfigError
+from base.files import read_yaml, writing
 from checkpoint import record, safetensors_header
-from configs.checksums import FOLDER_SUMS, SUM, FileSum, own_sum, size_problem, sum_of, wrong_files
-from configs.files import read_yaml, writing
-from configs.schema import ConfigError
 
 FORMAT = 2
 MANIFEST = "manifest.json"

@@ -20,8 +20,9 @@ from typing import Any
 
 import psutil
 
-from configs import checksums
-from configs.schema import Config, ConfigError
+from base import checksums
+from base.errors import ConfigError
+from configs.schema import Config
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"

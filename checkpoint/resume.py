@@ -19,12 +19,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from base import checksums, files
+from base.errors import ConfigError
 from checkpoint import manifest, start
 from checkpoint.record import Keeper, Record
 from checkpoint.start import Start
-from configs import checksums, files
 from configs.changes import Change
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.identity import Difference, Identity
 from parallel.joint_errors import raise_together
 

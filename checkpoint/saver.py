@@ -28,10 +28,10 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from base.checksums import FileSum
 from checkpoint import manifest, safetensors_header
 from checkpoint import state as checkpoint_state
 from checkpoint.shards import NotFinite, SaveCancelled, ShardWriter
-from configs.checksums import FileSum
 from configs.compose import to_yaml
 from configs.schema import Config
 from memory.host_link import HostLink

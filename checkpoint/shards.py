@@ -21,10 +21,10 @@ import torch
 import xxhash
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from base.checksums import CHUNK_BYTES, FileSum, new_buffer
+from base.errors import ConfigError
+from base.files import writing
 from checkpoint import manifest, safetensors_header
-from configs.checksums import CHUNK_BYTES, FileSum, new_buffer
-from configs.files import writing
-from configs.schema import ConfigError
 from memory.copy_stream import SAVES
 from memory.host_link import HostLink
 from memory.read_only_file import ReadOnlyFile

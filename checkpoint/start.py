@@ -15,17 +15,18 @@ from typing import Any
 
 import yaml
 
+from base.errors import ConfigError
+from base.files import read_json_lines, read_yaml
+from base.ranks import world_size
 from checkpoint import kept_tokenizer, manifest, record
 from checkpoint.record import Record, last_step
 from checkpoint.state_file import read_state
 from configs.architecture import architecture, to_architecture
 from configs.changes import Change, changes
 from configs.compose import load
-from configs.files import read_json_lines, read_yaml
 from configs.keys import get
-from configs.ranks import world_size
 from configs.rules import first_problem
-from configs.schema import KEYS, Config, ConfigError, DataConfig
+from configs.schema import KEYS, Config, DataConfig
 from configs.show import show_both
 from configs.validate import usable_world_size
 from configs.values import as_typed

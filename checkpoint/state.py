@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from base.errors import ConfigError
 from checkpoint.shards import ShardReader
 from checkpoint.state_file import draws_alike, read_state
-from configs.schema import ConfigError
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
 from optim.state import StoredTensor

@@ -7,9 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from base.errors import ConfigError
 from checkpoint.manifest import STATE
 from configs.architecture import architecture
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 
 
 def read_state(folder: Path) -> dict[str, Any]:

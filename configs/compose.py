@@ -25,7 +25,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import command, exit_handler, help, weights
+from base import command, exit_handler
+from base.errors import ConfigError
+from base.ranks import launched
+from configs import help, weights
 from configs.overrides import (
     CONFIG_DIR,
     PRIMARY,
@@ -37,8 +40,7 @@ from configs.overrides import (
     presets_by_group,
     read_mapping,
 )
-from configs.ranks import launched
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.searched import searches_layout
 from configs.validate import planned_world_size, usable_world_size, validate, validate_for_search
 from configs.values import for_hydra, one_line, set_values, to_config

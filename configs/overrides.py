@@ -15,9 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from configs import files
+from base import files
+from base.errors import ConfigError
 from configs.keys import Key
-from configs.schema import KEYS, ConfigError
+from configs.schema import KEYS
 from configs.show import nearest, show
 from configs.values import as_typed, converted, one_line, refers, suggest, wrong_value
 

@@ -15,10 +15,6 @@ from configs.keys import Key, key, table
 from configs.model_schema import ModelConfig, MoEConfig
 
 
-class ConfigError(ValueError):
-    """A mistake of the user. The message names the field, its value, the rule and a value that works."""
-
-
 @dataclass
 class ParallelConfig:
     layout: str = key(

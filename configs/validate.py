@@ -6,11 +6,12 @@ from __future__ import annotations
 import copy
 import math
 
+from base.errors import ConfigError
 from configs import derived
 from configs.keys import get, put
 from configs.rules import first_problem
 from configs.rules.problem import WORLD_SIZE, Fix, Problem
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.searched import smallest
 from configs.show import show
 from configs.values import as_typed

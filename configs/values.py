@@ -16,9 +16,10 @@ from hydra.errors import HydraException
 from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
+from base.errors import ConfigError
 from configs.keys import Key
 from configs.rotary import normalised
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.show import nearest, show
 
 MISSING = "???"  # OmegaConf's mark of a value that is still to be set

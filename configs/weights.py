@@ -16,11 +16,12 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from configs import checksums, files
+from base import checksums, files
+from base.errors import ConfigError
 from configs.architecture import architecture
 from configs.keys import get, put
 from configs.rotary import normalised
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.show import show_both
 from configs.tokenizer_files import core_file
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import xxhash
 
-from configs import progress
-from configs.schema import ConfigError
+from base import progress
+from base.errors import ConfigError
 from data import lock
 
 BLOCK_BYTES = 1 << 26

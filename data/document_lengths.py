@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.indexed import IndexedTokens, documents
 from data.prepare import TokenFile, find_prepared
 from data.samples.shared import check_files, of_split

@@ -18,7 +18,7 @@ from typing import BinaryIO, cast
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 
 HEADER = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from data.corpus import naming_validation
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples

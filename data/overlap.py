@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from configs import checksums, files
-from configs.schema import ConfigError
+from base import checksums, files
+from base.errors import ConfigError
 from data import lock
 from data.corpus import Source, unpacked_blocks
 from data.digest import digest_of, file_digest

@@ -8,8 +8,6 @@ ends when its input does.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -22,7 +20,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.exit_handler import end_with_caller
 from data.corpus import BadLine, Document, Span, document_hash, read_span, split_sentences, unpack
 from data.indexed import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -134,10 +133,7 @@ class _TokenizedShard:
 
 def main() -> None:
     """Do the jobs of standard input, one after the other."""
-    # Linux's PR_SET_PDEATHSIG kills this process when the caller's main thread ends, in any way; on other systems the
-    # end of the input ends it.
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
+    end_with_caller()  # on systems other than Linux the end of the input ends this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process by closing its input
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the libraries must not mix with the replies

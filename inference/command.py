@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from base import command
+from base.errors import ConfigError
+from base.ranks import launched
 from checkpoint import manifest
-from configs import command
-from configs.ranks import launched
-from configs.schema import ConfigError
 from parallel.card import refuse_missing
 
 GRACE = 5.0  # seconds for the failed rank to print its error

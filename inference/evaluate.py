@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus.text import RULES
 from inference.command import add_model_arguments, run_command
 from inference.texts import read_texts

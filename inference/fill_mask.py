@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference.command import add_model_arguments, run_command
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import ConfigError
 from inference.command import add_model_arguments, run_command
 from inference.texts import prompts_of, read_prompts
 from inference.weights.routing_file import FLAG, RoutingHeader, RoutingWriter

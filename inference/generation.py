@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference.decoder import Cache, Decoder, TextBatch
 from memory.transfer import to_device
 

@@ -15,7 +15,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference.decoder import Decoder
 from inference.generation import Sampling, answer_limit, generate
 from inference.open_model import OpenModel

@@ -17,12 +17,13 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core i
 # isort: split
 import torch.distributed as dist
 
+from base import progress
+from base.errors import ConfigError
+from base.ranks import world_size
 from checkpoint.logical.reader import LogicalReader, open_logical
-from configs import progress
 from configs.architecture import for_use
 from configs.compose import compose
-from configs.ranks import world_size
-from configs.schema import Config, ConfigError, ParallelConfig
+from configs.schema import Config, ParallelConfig
 from configs.tokenizer_files import core_file
 from configs.validate import validate_for_use
 from data.tokenizer import Tokenizer, load_tokenizer

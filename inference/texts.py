@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus import BadLine, File, plan_shards, read_span, unpack
 from data.corpus.file_kinds import TEXT, WHOLE, format_of, uncompressed
 

@@ -10,7 +10,7 @@ of Slurm's warning signals, and kills its ranks 30 seconds after SIGTERM, howeve
   also to ranks that start later; they then finish their step, save and end (the sender of the signal sets the time
   limit);
 * the status is 0 when all steps are done, 75 when the ranks stopped early on purpose, else that of the rank that failed
-  first, and the last line is that rank's own (configs/exit_handler.py), or reports how it died; a wrong config is
+  first, and the last line is that rank's own (base/exit_handler.py), or reports how it died; a wrong config is
   not restarted;
 * rank_00003.out and .err under --log-dir are links to the output of rank 3;
 * with --min-ranks, a single node without restarts left continues with fewer ranks, as many as the layout allows.
@@ -35,8 +35,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from configs.exit_handler import STOPPED_EARLY, WRONG_CONFIG
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.exit_handler import STOPPED_EARLY, WRONG_CONFIG
 from launch.job import compose_for
 from launch.rank import FORWARDED
 
@@ -165,7 +165,7 @@ def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
 
 
 def _message(failure: Any) -> dict[str, Any]:
-    """Return the message that the rank left before it ended (configs/exit_handler.py); {} without one."""
+    """Return the message that the rank left before it ended (base/exit_handler.py); {} without one."""
     if failure.error_file == "<N/A>":
         return {}
     message = failure.message if isinstance(failure.message, dict) else {"message": failure.message}

@@ -14,9 +14,10 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from base.errors import ConfigError
+from base.exit_handler import WRONG_CONFIG
 from configs.compose import compose, given_keys
-from configs.exit_handler import WRONG_CONFIG
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.searched import searches_layout
 from configs.validate import usable_world_size, validate, validate_for_search
 

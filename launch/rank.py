@@ -9,9 +9,9 @@ import signal
 import sys
 from pathlib import Path
 
-from configs import exit_handler
-from configs.exit_handler import STOPPED_EARLY
-from configs.ranks import launched
+from base import exit_handler
+from base.exit_handler import STOPPED_EARLY
+from base.ranks import launched
 
 TRAIN = Path(__file__).parent.parent / "train.py"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # signals that the agent forwards to ranks

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from configs.exit_handler import WRONG_CONFIG
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.exit_handler import WRONG_CONFIG
 from launch.job import ARRAY_TASK, make_job
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,9 @@ import weakref
 from collections import Counter
 from typing import Any
 
-from configs.ranks import launched
-from configs.schema import ConfigError, MemoryConfig
+from base.errors import ConfigError
+from base.ranks import launched
+from configs.schema import MemoryConfig
 from configs.show import show
 from memory import host_memory
 from memory.host_memory import free_bytes, instead_of

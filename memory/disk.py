@@ -17,8 +17,8 @@ from itertools import accumulate
 
 import torch
 
-from configs.files import FULL
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.files import FULL
 from memory.host_memory import BLOCK, free_bytes, instead_of, padded
 
 KEY = "memory.disk_dir"

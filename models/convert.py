@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import command
+from base import command
+from base.checksums import write_folder_sums
+from base.errors import ConfigError
 from configs.architecture import description
-from configs.checksums import write_folder_sums
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.tokenizer_files import ALWAYS_READ_WITH, FOR_TRANSFORMERS, SETTINGS, VOCABULARIES, tokenizer_files
 
 if TYPE_CHECKING:

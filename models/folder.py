@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from base.checksums import write_folder_sums
+from base.errors import ConfigError
 from configs.architecture import architecture, description
-from configs.checksums import write_folder_sums
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.weights import FORMAT, means_nothing, read_config
 from configs.weights import config_from as config_from
 from memory.read_only_file import BounceBuffers

@@ -27,9 +27,10 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
+from base.errors import ConfigError
 from configs import derived
 from configs.rotary import attention_factor
-from configs.schema import Config, ConfigError, ModelConfig
+from configs.schema import Config, ModelConfig
 from models.attention.layers import LatentAttention, RotarySelfAttention, ScaledDotProductAttention
 from models.feed_forward import FeedForward
 from models.norm import AllHeadsRMSNorm, LatentNorm, norm_class

@@ -14,8 +14,9 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 # torch reads the second name too and calls the first one deprecated; torch 2.11 to 2.13 know both.

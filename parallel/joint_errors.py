@@ -6,8 +6,9 @@ import json
 
 import torch.distributed as dist
 
+from base.errors import ConfigError
 from configs.keys import get
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.searched import SEARCHED
 from configs.values import as_typed
 from parallel.liveness import same_start

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from base.errors import ConfigError
+from base.ranks import launched
 from configs import derived
 from configs.derived import expert_tensor_size, model_parallel_size
-from configs.ranks import launched
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from parallel import card
 from parallel.joint_errors import refuse_other_layouts
 from parallel.liveness import rendezvous

@@ -17,8 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from configs.exit_handler import WRONG_CONFIG
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.exit_handler import WRONG_CONFIG
 from simulator.clock.hardware import load_hardware
 from simulator.fit import kendall, predicted
 from simulator.measured_steps import MeasuredStep, read_steps

@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 
+from base.errors import ConfigError
+from base.exit_handler import WRONG_CONFIG
 from configs import hardware_files
-from configs.exit_handler import WRONG_CONFIG
-from configs.schema import ConfigError
 from simulator.clock.hardware import FIGURES, Hardware, hardware_yaml, load_hardware
 from simulator.clock.predict import StepClock
 from simulator.measured_steps import MeasuredStep, read_steps

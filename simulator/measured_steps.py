@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from base.errors import ConfigError
 from configs.compose import compose, load
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from simulator.clock.hardware import Hardware
 from simulator.clock.passes import MIXTRAIN, Recipe
 

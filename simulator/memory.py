@@ -18,8 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from base.ranks import launched
 from configs import derived
-from configs.ranks import launched
 from configs.rotary import switches_at
 from configs.schema import Config
 from memory.budgets import MIB, Budget, open_budgets

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from base.errors import ConfigError
+from base.files import write_text
+from base.ranks import launched
 from configs import derived
-from configs.files import write_text
-from configs.ranks import launched
 from configs.rules import first_problem
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from memory import host_memory
 from models.blueprint import model_chunks, padded_vocab_size
 from models.huggingface import translate

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from base.ranks import launched
 from configs import derived, hardware_files
-from configs.ranks import launched
 from configs.rules import idle
 from configs.schema import Config
 from models.blueprint import model_chunks, padded_vocab_size

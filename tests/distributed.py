@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import datetime
 import faulthandler
 import gc
@@ -33,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from base.exit_handler import end_with_caller
 from tests.waits import LONG, POLL
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,6 @@ DUMP_WAIT = 30.0  # seconds that stuck ranks have to begin with their stacks, an
 DUMP_PAUSE = 1.0  # seconds in which they write them
 END = b"end"  # tells a rank that it may take everything down
 END_OF_RUN = "\x00end-of-run"  # ends a rank's output of one call
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class RankError(Exception):
@@ -375,7 +374,7 @@ def _worker(fd: int, parent: int, rank: int, backend: str) -> None:
     """A worker process: answers calls until the connection closes or its parent is gone."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_caller()
     if os.getppid() != parent:  # it died before the line above
         return
     connection = Connection(fd)

@@ -19,7 +19,7 @@ from tests.test_packages import FREE, ROOT, own_modules, write_tree
 
 pytestmark = pytest.mark.fast
 
-TOPOLOGY, LAUNCH, MEGATRON = "parallel/topology.py", "configs/ranks.py", "parallel/megatron/"
+TOPOLOGY, LAUNCH, MEGATRON = "parallel/topology.py", "base/ranks.py", "parallel/megatron/"
 
 # Ways to Megatron-core's global process groups.
 GLOBAL_GROUPS = {"parallel_state", "mpu", "use_mpu_process_groups", "get_default_pg_collection"}
@@ -75,7 +75,7 @@ def findings(path: Path, root: Path = ROOT) -> list[str]:
     if file != TOPOLOGY and not file.startswith(MEGATRON):
         found += _uses(tree, GLOBAL_GROUPS, "takes process groups from Megatron-core: ask the Topology")
     if file != LAUNCH:
-        found += _strings(tree, VARIABLES, "reads the launcher's variable: ask configs/ranks.py")
+        found += _strings(tree, VARIABLES, "reads the launcher's variable: ask base/ranks.py")
     if not file.startswith(MEGATRON):
         found += _uses(tree, INSIDES, "reaches into Megatron-core: do it in parallel/megatron")
         found += _private(tree)

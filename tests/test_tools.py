@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from base import checksums, command
+from base.errors import ConfigError
 from checkpoint import manifest, safetensors_header, state_file
-from configs import checksums, command
-from configs.schema import ConfigError
 from configs.weights import config_from
 from inference import command as model_command
 from models.weight_files.expected import logical_shapes
@@ -35,7 +35,7 @@ INTERNAL = {
     "data.worker",
     "moe.kernels",
 }
-PACKAGES_OF_A_USER = ("checkpoint", "configs", "data", "memory", "models", "moe", "training")
+PACKAGES_OF_A_USER = ("base", "checkpoint", "configs", "data", "memory", "models", "moe", "training")
 HEAVY = ("torch", "megatron", "transformers", "wandb", "tensorboard")
 MISSING = "no/such/folder"
 # For each tool: command lines that a wrong path ends.

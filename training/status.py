@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from base import command, files
+from base.errors import ConfigError
 from checkpoint import record
-from configs import command, files
-from configs.schema import ConfigError
 from configs.show import visible
 
 STATUS = "status.json"

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = "card.jsonl"
@@ -128,7 +128,8 @@ def read_ahead(stop: threading.Event) -> None:
 
 def work(arguments: argparse.Namespace, end: float) -> int:
     """Measure, in the rungs' process, until `end`, in time.time's seconds."""
-    from benchmarks.card.ladder import Walk, end_with_caller
+    from base.exit_handler import end_with_caller
+    from benchmarks.card.ladder import Walk
 
     end_with_caller()
     stop = threading.Event()

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.card.ladder import ROOT, PartlyDone, Task, end_with_caller
+from base.exit_handler import end_with_caller
+from benchmarks.card.ladder import ROOT, PartlyDone, Task
 
 OF_TIME = 0.9  # of the seconds, after which no further test is begun
 LAST = 1.0  # seconds before the end, in which pytest is killed

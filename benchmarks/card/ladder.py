@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import datetime
 import hashlib
@@ -243,11 +242,6 @@ def limited(seconds: float) -> Iterator[None]:
         overdue.cancel()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def end_with_caller() -> None:
-    """Have this process killed when the one that started it ends, in any way (Linux's PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
 
 def listing(states: Sequence[State]) -> list[list[str]]:

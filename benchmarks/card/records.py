@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from configs import files
-from configs.schema import ConfigError
+from base import files
+from base.errors import ConfigError
 
 STARTED, WELL, PARTLY, FAILED, LATE = "begun", "well", "partly", "failed", "late"
 STATUSES = (STARTED, WELL, PARTLY, FAILED, LATE)

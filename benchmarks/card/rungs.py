@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from base.errors import ConfigError
 from benchmarks.card import clock, generation, gpu_tests, layers, longest, off_device, training
 from benchmarks.card.ladder import Rung, Task
 from benchmarks.card.training import Case
-from configs.schema import ConfigError
 
 # What every training goes through; experts are in `moe`.
 OF_PASSES = ("models", "parallel", "memory", "training/engine.py", "training/step.py", "training/sums.py")

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import yaml
 
-from configs import command
-from configs.schema import ConfigError
+from base import command
+from base.errors import ConfigError
 from models.huggingface.translate import FAMILIES
 from models.huggingface.unknown_keys import TABLE
 

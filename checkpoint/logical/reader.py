@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from base.errors import ConfigError
 from checkpoint import kept_tokenizer, manifest, safetensors_header
 from checkpoint.logical.names import WeightBlock, blocks_of, without_padding
 from checkpoint.state_file import read_state
 from configs.compose import load
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from memory.read_only_file import BounceBuffers, ReadOnlyFile
 from models import folder as folders
 from models.huggingface import special_tokens, tensors

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus.file_kinds import refuse_pointer
 
 

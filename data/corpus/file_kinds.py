@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 TEXT, LINES, WHOLE = "text", "jsonl", "file"

@@ -6,7 +6,7 @@ import ast
 import shlex
 from collections.abc import Iterator
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus.documents import BadLine, Document, Span
 from data.corpus.file_kinds import PACKED, TEXT
 from data.corpus.text import BYTE_ORDER_MARK, REACH_BYTES, text_segments

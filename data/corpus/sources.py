@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus.file_kinds import (
     ARCHIVES,
     COMPRESSED,

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus.documents import BadLine, Document, Span
 
 HEAD_BYTES = 1 << 20

@@ -6,9 +6,10 @@ import sys
 import time
 from dataclasses import asdict
 
-from configs import command
-from configs.exit_handler import FAILED, INTERRUPTED
-from configs.schema import ConfigError, DataConfig
+from base import command
+from base.errors import ConfigError
+from base.exit_handler import FAILED, INTERRUPTED
+from configs.schema import DataConfig
 from data.document_lengths import describe_lengths
 from data.prepare.run import prepare
 

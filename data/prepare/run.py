@@ -6,8 +6,9 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from base.errors import ConfigError
 from configs.rules.values import wrong_validation_corpora
-from configs.schema import ConfigError, DataConfig
+from configs.schema import DataConfig
 from data import overlap
 from data.corpus import Source, naming_validation, parse_corpus, parse_validation
 from data.corpus.text import RULES

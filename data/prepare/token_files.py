@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from configs.checksums import read_summed
-from configs.files import writing_into
-from configs.schema import ConfigError, DataConfig
+from base.checksums import read_summed
+from base.errors import ConfigError
+from base.files import writing_into
+from configs.schema import DataConfig
 from data import lock
 from data.corpus import Source
 from data.digest import digest_of, file_digest

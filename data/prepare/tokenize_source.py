@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from configs.checksums import write_summed
-from configs.files import sync, write_text
-from configs.schema import ConfigError, DataConfig
+from base.checksums import write_summed
+from base.errors import ConfigError
+from base.files import sync, write_text
+from configs.schema import DataConfig
 from data import overlap
 from data.corpus import Source, plan_shards
 from data.digest import file_digest

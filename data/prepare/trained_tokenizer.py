@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs import progress
-from configs.schema import ConfigError, DataConfig
+from base import progress
+from base.errors import ConfigError
+from configs.schema import DataConfig
 from data import lock
 from data.corpus import Document, File, Source, plan_shards, read_span, unpack
 from data.prepare.notes import SHOWN_BAD_LINES, no_documents

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from configs import progress
-from configs.schema import ConfigError
+from base import progress
+from base.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

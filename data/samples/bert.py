@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.prepare import TokenFile
 from data.samples.shared import (
     IGNORED,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.indexed import documents
 from data.prepare import TokenFile
 from data.samples.shared import (

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.indexed import IndexedTokens
 from data.prepare import TokenFile
 from data.split import split_index

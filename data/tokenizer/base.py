@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from configs.tokenizer_files import JSON, core_file
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are no text

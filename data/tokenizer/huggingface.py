@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from configs.tokenizer_files import JSON, SETTINGS, tokenizer_files
 from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, PAD_NAMES, SPACE, Tokenizer
 from data.tokenizer.formats.spec import byte_level_alphabet

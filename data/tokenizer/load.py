@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from configs.tokenizer_files import (
     BYTE_PAIRS,
     JSON,

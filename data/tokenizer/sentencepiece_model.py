@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from configs.tokenizer_files import JSON
 from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
 from data.tokenizer.formats.spec import around

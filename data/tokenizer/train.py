@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from base.errors import ConfigError
 from configs.rules.model import MAX_TRAINED_VOCAB, MIN_TRAINED_VOCAB
-from configs.schema import ConfigError
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, SPACE
 from data.tokenizer.settings import first_line
 

@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from configs.tokenizer_files import tokenizer_files
 from data.tokenizer.base import Tokenizer
 from data.tokenizer.load import cannot_be_read, open_tokenizer

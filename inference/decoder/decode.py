@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from inference.decoder.step import Cache, Step
 from inference.decoder.transformer import Transformer, cache_bytes, pass_bytes
 from inference.weights.source import SlotWeights, TensorWeights, WeightSource

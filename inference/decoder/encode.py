@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from inference.decoder.linear import norm
 from inference.decoder.step import Step
 from inference.decoder.transformer import Transformer, pass_bytes

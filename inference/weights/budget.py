@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from configs.ranks import launched
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.ranks import launched
 from memory import host_memory
 
 MIB = 2**20

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 
-from configs import progress
-from configs.schema import Config, ConfigError
+from base import progress
+from base.errors import ConfigError
+from configs.schema import Config
 from inference.weights.budget import MIB, HeldSizes, StreamPlan, plan_weights
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertKey, ExpertSlots

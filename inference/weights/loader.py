@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference.weights.rank_weights import LocalShard, WeightUnit
 from memory.budgets import HOST
 from memory.completion import TIMEOUT, Cancelled, Completion, Users, soonest_free

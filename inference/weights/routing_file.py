@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from configs.files import WriteError, writing
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.files import WriteError, writing
 
 FORMAT = "mixtrain routing 1"
 FLAG = "--record-routing"

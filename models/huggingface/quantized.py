@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from memory.read_only_file import BounceBuffers
 from models.folder import WEIGHT_DTYPES, Reader, show_json
 from models.huggingface.families.keys import (

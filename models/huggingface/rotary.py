@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from base.errors import ConfigError
 from configs.rotary import KINDS, LENGTH, REQUIRED, faults, kind_of, normalised
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.huggingface.families.keys import POSITIVE, HfConfig, must, show
 
 SECTIONS = ("rope_parameters", "rope_scaling")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from configs.files import read_yaml
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.files import read_yaml
 from models.folder import read_json, read_token_ids, show_json
 
 SpecialTokens = dict[str, int | list[int] | None]

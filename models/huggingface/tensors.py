@@ -16,10 +16,11 @@ from pathlib import Path
 
 import torch
 
+from base.errors import ConfigError
 from configs import derived
 from configs.keys import get
 from configs.rules import first_problem
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.show import show
 from configs.weights import config_from
 from memory.read_only_file import BounceBuffers

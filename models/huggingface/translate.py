@@ -12,8 +12,9 @@ import copy
 import re
 from collections.abc import Callable
 
+from base.errors import ConfigError
 from configs.architecture import architecture
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.show import show_both
 from configs.weights import config_from
 from models.huggingface.families import bert, deepseek, gpt2, llama, mixtral, olmoe, phi3, qwen

@@ -19,8 +19,9 @@ from typing import Any
 
 import yaml
 
+from base.errors import ConfigError
 from configs.architecture import architecture
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.huggingface.families.keys import HfConfig, show
 from models.huggingface.families.rules import Family, Overrides
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from memory.read_only_file import ReadOnlyFile
 from models.weight_files.expected import FP32_NAMES, wrong_cover
 from models.weight_files.stored_tensors import RowBlock, as_matrix, fill

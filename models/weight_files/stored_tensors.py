@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from memory.read_only_file import ReadOnlyFile, UnreadableFile
 from models.weight_files.expected import Box
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from memory.read_only_file import BounceBuffers, ReadOnlyFile
 from models.weight_files.header import read_header
 from models.weight_files.stored_tensors import StoredMatrix, as_matrix

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from configs import progress
-from configs.files import writing
+from base import progress
+from base.files import writing
 from models.weight_files.choice import INDEX_NAME, SINGLE_NAME
 from models.weight_files.stored_tensors import as_bytes
 from parallel.dtypes import SAFETENSORS_NAMES

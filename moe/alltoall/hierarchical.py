@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from configs.ranks import launched
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.ranks import launched
 from memory.pool import WORKSPACE
 from moe.alltoall.flat import MAX_TAG, AllToAll, ExchangeCounts, FlatAllToAll, SplitSizes, add_columns
 

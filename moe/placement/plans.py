@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from configs.files import SideLog, cut_steps
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.files import SideLog, cut_steps
 from moe.placement.quotas import Costs, QuotaPlanner, ReplicaLimits, at_primaries
 from moe.placement_map import Integers, PlacementMap
 

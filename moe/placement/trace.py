@@ -21,8 +21,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from configs.files import SideLog, missing
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.files import SideLog, missing
 from moe.placement_map import Integers
 
 FORMAT = "mixtrain routing counts 1"

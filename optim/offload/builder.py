@@ -10,7 +10,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from memory.budgets import DISK, HOST
 from memory.disk import Disk
 from memory.host_link import HostLink

@@ -22,7 +22,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from configs.ranks import Launch
+from base.ranks import Launch
 
 POLL = 0.02  # seconds
 ADDRESS = "127.0.0.1"

@@ -18,8 +18,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from base.errors import ConfigError
 from configs.keys import get
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.show import show
 
 # Folders, budgets and processes of a node: no number of the training depends on them.
@@ -27,7 +28,7 @@ MAY_DIFFER = frozenset(
     ("data.cache_dir", "data.num_workers", "memory.disk_budget", "memory.disk_dir", "memory.host_budget")
 )
 ROOT = Path(__file__).parents[2]
-SOURCE = "checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
+SOURCE = "base checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
 SUFFIXES = (".py", ".cpp", ".h")
 LATE = 2.0  # seconds that other ranks have to arrive after two differ
 ANSWER = 5.0  # seconds for the details, and until all ranks have read the error

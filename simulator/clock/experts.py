@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.blueprint.operation import EXPERT
 from moe.chunk_plan import LayerLoad, Plan, pass_plans
 from moe.planning.costs import LayerCosts

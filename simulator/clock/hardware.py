@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import yaml
 
+from base.errors import ConfigError
 from configs import hardware_files
 from configs.overrides import read_mapping
-from configs.schema import ConfigError
 from configs.show import nearest, show
 
 KINDS = ("cuda", "cpu")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.files import spared
+from base.files import spared
 from simulator.clock.prediction import PlannedSpan, Prediction
 
 FOLDER = "traces_predicted"

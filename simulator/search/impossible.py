@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+from base.errors import ConfigError
 from configs.keys import get
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.searched import LAYOUT_KEYS, SAVING_KEYS, SEARCHED
 from configs.show import show
 from configs.values import as_typed

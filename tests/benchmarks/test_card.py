@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from base.errors import ConfigError
 from benchmarks.card import gpu_tests, ladder, records
 from benchmarks.card.ladder import PartlyDone, Rung, Task, Walk, in_order, listing, state
 from benchmarks.card.records import Record, Records
 from benchmarks.card.rungs import by_name, rungs
 from benchmarks.card.tables import page
-from configs.schema import ConfigError
 from tests.waits import LONG, until
 
 pytestmark = pytest.mark.fast

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from base.errors import ConfigError
 from benchmarks import made_models, token_times
 from benchmarks.made_models import write_made_model
 from benchmarks.made_sizes import PRESETS, made_config, num_layers, one_layer, tensor_shapes, weights_bytes
 from benchmarks.mapped_model import mapped_weights
-from configs.schema import ConfigError
 from inference.generation import generate
 from inference.open_model import open_model
 from models.folder import Reader

@@ -18,10 +18,10 @@ from unittest import mock
 import pytest
 import torch
 
+from base import checksums
+from base.errors import ConfigError
+from base.files import WriteError
 from checkpoint import manifest
-from configs import checksums
-from configs.files import WriteError
-from configs.schema import ConfigError
 from tests import distributed
 from tests.test_packages import ROOT
 from tests.training.helpers import Lines, make_config, read_metrics, train, train_on_ranks
@@ -237,10 +237,10 @@ def test_a_full_disk_at_the_end_ends_every_rank_with_a_clear_line(data: list[str
 def train_while_metrics_cannot_be_written(config: Any) -> Lines:
     """Train on a disk that is full for metrics.jsonl while the checkpoint of step 2 is written, which takes until step
     4, and always full for what the run can do without."""
+    from base import files
+    from base.files import Log
     from checkpoint import shards
     from checkpoint.saver import Saver
-    from configs import files
-    from configs.files import Log
     from simulator import run_plan
 
     write, line, init = shards.ShardWriter.write, Log.write, Saver.__init__
@@ -294,7 +294,7 @@ def test_an_unfinished_checkpoint_gives_way_to_the_record_of_steps(
 
 def train_until_the_folder_goes(config: Any) -> str:
     """Train in a run folder that somebody moves away after step 3; what was raised."""
-    from configs.files import WriteError
+    from base.files import WriteError
     from training.run import Callback, Metrics, Run
     from training.trainer import Trainer
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from base import checksums
+from base.errors import ConfigError
 from checkpoint import manifest, start
-from configs import checksums
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from inference.open_model import open_model
 from tests import distributed
 from tests.distributed import RankError

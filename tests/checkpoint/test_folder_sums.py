@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from base.checksums import FOLDER_SUMS
+from base.errors import ConfigError
 from checkpoint import __main__ as command
-from configs.checksums import FOLDER_SUMS
-from configs.schema import ConfigError
 from models import convert
 from tests.checkpoint.test_checkpoint_damage import KINDS, flip_a_bit
 from tests.checkpoint.test_export import byte_level

@@ -23,6 +23,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from safetensors.torch import load_file, save_file
 
+from base import checksums
+from base.errors import ConfigError
 from benchmarks.blueprint_check import presets
 from checkpoint import __main__ as command
 from checkpoint import manifest, safetensors_header, state, state_file
@@ -30,9 +32,8 @@ from checkpoint.logical.names import blocks_of, lacking_weights
 from checkpoint.logical.reader import LogicalReader, open_checkpoint, open_logical
 from checkpoint.safetensors_header import Entry
 from checkpoint.shards import ShardWriter
-from configs import checksums
 from configs.compose import compose, to_yaml
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from memory.host_link import HostLink
 from models import convert, folder
 from models.build import build_model

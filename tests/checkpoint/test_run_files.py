@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from base import checksums, files
+from base.errors import ConfigError
 from checkpoint import manifest, record, start
 from checkpoint.record import Record
 from checkpoint.run_files import GrowingFiles, changed
 from checkpoint.safetensors_header import Entry, incomplete
-from configs import checksums, files
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from tests.training.test_start import ID, save, take_steps
 from training.resilience.health import SKIPPED, SkippedSamples
 from training.starting.choices import read_choice

@@ -13,9 +13,9 @@ import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from base.errors import ConfigError
 from checkpoint import manifest
 from checkpoint.shards import ShardReader, ShardWriter
-from configs.schema import ConfigError
 from memory.host_link import HostLink
 
 pytestmark = pytest.mark.fast

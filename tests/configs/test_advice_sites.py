@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = "checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
+PACKAGES = "base checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
 
 # How many texts of a file propose something ("Try ..."), and the files of tests that take it.
 TRIED: dict[str, tuple[int, str]] = {
@@ -18,7 +18,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "configs/validate.py": (2, "configs/test_validate configs/test_wrong_values test_wrong_configs configs/test_idle"),
     "configs/compose.py": (5, "test_wrong_configs configs/test_compose"),
     "configs/overrides.py": (10, "test_wrong_configs configs/test_context configs/test_compose"),
-    "configs/ranks.py": (5, "configs/test_ranks"),  # a launcher
+    "base/ranks.py": (5, "configs/test_ranks"),  # a launcher
     "configs/values.py": (1, "configs/test_wrong_values"),
     "data/loader.py": (2, "data/test_split"),
     "data/corpus/text_fields.py": (1, "data/test_wrong_text"),

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import ConfigError
 from configs.compose import CONFIG_DIR, compose, load, run, to_yaml
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 
+from base.errors import ConfigError
 from configs import derived
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import validate
 from tests.configs import advice
 

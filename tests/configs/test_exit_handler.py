@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs import exit_handler
+from base import exit_handler
 
 pytestmark = pytest.mark.fast
 

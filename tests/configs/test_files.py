@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from configs import files
-from configs.files import GoneError, Log, SideLog, WriteError
+from base import files
+from base.files import GoneError, Log, SideLog, WriteError
 
 pytestmark = pytest.mark.fast
 

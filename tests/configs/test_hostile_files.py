@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from configs import files
+from base import files
+from base.errors import ConfigError
 from configs.compose import compose, load, run
-from configs.schema import ConfigError
 from configs.validate import validate
 from inference import generate
 from simulator.clock.hardware import load_hardware

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from configs.changes import changes
 from configs.compose import compose
 from configs.overrides import presets_by_group
 from configs.rules import idle
-from configs.schema import KEYS, ConfigError
+from configs.schema import KEYS
 from configs.show import show
 from configs.validate import validate
 from tests.configs import advice

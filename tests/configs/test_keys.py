@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import ConfigError
 from configs.architecture import architecture, for_use
 from configs.changes import Change, changes
 from configs.compose import compose
 from configs.keys import OnResume, get, put
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.validate import validate, validate_for_use
 
 pytestmark = pytest.mark.fast

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from base.errors import ConfigError
+from base.ranks import Launch, label, launched, use_fewer
 from configs.compose import run
-from configs.ranks import Launch, label, launched, use_fewer
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 
 pytestmark = pytest.mark.fast
 

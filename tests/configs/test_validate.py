@@ -7,10 +7,11 @@ import re
 
 import pytest
 
+from base.errors import ConfigError
 from configs import derived
 from configs.compose import compose
 from configs.keys import get
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.show import nearest, show
 from configs.validate import validate
 from moe.chunk_plan import STRATEGIES

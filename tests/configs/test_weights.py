@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from base.errors import ConfigError
 from configs.architecture import architecture, description
 from configs.compose import compose, to_yaml
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import validate
 from configs.weights import FORMAT
 from data.tokenizer import train_tokenizer

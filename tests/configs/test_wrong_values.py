@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from configs.keys import get
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.values import as_typed
 from tests.configs import advice, wrong_values
 

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus import BadLine, Document, parse_corpus, plan_shards, read_span, split_sentences, unpack
 
 pytestmark = pytest.mark.fast

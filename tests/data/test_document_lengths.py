@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from base.errors import ConfigError
 from configs import derived
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.document_lengths import (
     attended_pairs,
     corpus_share,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from checkpoint import kept_tokenizer
-from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer
 from data.tokenizer import load_tokenizer, trial
 from data.tokenizer.load import open_tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data import digest as digest_module
 from data.digest import file_digest
 from data.identity import differences

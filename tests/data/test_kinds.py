@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus import parse_corpus
 from data.prepare import prepare
 from data.prepare.command import main

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from data.loader import HELD_OUT, Loader, build_data, entropy, finish_batch, label_counts
 from data.prepare import prepare
 from tests.waits import LONG, until

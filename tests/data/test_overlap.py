@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError, DataConfig
+from base.errors import ConfigError
+from configs.schema import DataConfig
 from data import overlap
 from data.corpus import parse_corpus
 from data.indexed import IndexedTokens, documents

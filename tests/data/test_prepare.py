@@ -12,7 +12,8 @@ import numpy as np
 import psutil
 import pytest
 
-from configs.schema import ConfigError, DataConfig
+from base.errors import ConfigError
+from configs.schema import DataConfig
 from data import indexed as indexed_module
 from data import split as split_module
 from data.indexed import UINT16_VOCAB_LIMIT, IndexedTokens, token_dtype

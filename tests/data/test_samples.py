@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.loader import Loader
 from data.prepare import TokenFile, prepare
 from data.samples import BertSamples, Blend, GPTSamples, segment_documents

@@ -16,7 +16,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus import parse_corpus
 from tests.data.test_wrong_text import read
 

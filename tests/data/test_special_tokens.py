@@ -12,7 +12,8 @@ import pytest
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
-from configs.schema import ConfigError, DataConfig
+from base.errors import ConfigError
+from configs.schema import DataConfig
 from data.prepare import prepare
 from data.prepare.command import main as prepare_command
 from data.tokenizer import load_tokenizer, train_tokenizer

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import ConfigError
 from data.corpus import document_hash
 from data.indexed import IndexedTokens, documents
 from data.loader import build_data

@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.tokenizer import CLS, EOD, MASK, PAD, SEP, load_tokenizer, train_tokenizer
 from data.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.waits import LONG

@@ -15,8 +15,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
+from base.errors import ConfigError
 from checkpoint import kept_tokenizer
-from configs.schema import ConfigError
 from configs.tokenizer_files import copy_tokenizer
 from data.tokenizer import load_tokenizer
 from data.tokenizer.formats import patterns

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.identity import differences
 from data.indexed import IndexedTokens
 from data.loader import HELD_OUT, build_data

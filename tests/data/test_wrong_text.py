@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.corpus import BadLine, Document, parse_corpus, plan_shards, read_span, unpack
 from data.prepare import prepare
 from data.prepare.command import main

@@ -21,7 +21,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference import evaluate, fill_mask
 from inference import generate as generation
 from inference.scoring import Score, windows

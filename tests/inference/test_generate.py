@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference import generate as command
 from inference import generation
 from inference.generation import Sampling, generate

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference.weights.routing_file import (
     RoutedLayer,
     RoutingHeader,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference.texts import prompts_of, read_prompts, read_texts
 from tests.data.test_documents_in_text import documents
 

@@ -50,7 +50,7 @@ if behaviour == "killed_at_first" and attempt == 0 and rank == 1:
 if behaviour == "killed_then_wrong" and attempt == 0 and rank == 1:
     os.kill(os.getpid(), signal.SIGSEGV)
 if behaviour == "killed_then_wrong" and attempt == 1 and rank == 0:
-    from configs import exit_handler
+    from base import exit_handler
     exit_handler.log("config error: some.key (3) must be 4.\\nTry some.key=4", 2)
     sys.exit(2)
 if behaviour == "raises" and rank == 1:
@@ -76,7 +76,7 @@ class Launch:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen[str]] = []
-        for name in ("launch", "configs", "training"):
+        for name in ("launch", "base", "configs", "training"):
             (folder / name).symlink_to(ROOT / name)
         (folder / ".venv").symlink_to(sys.prefix)
         (folder / "train.py").write_text(TRAIN)

@@ -151,7 +151,8 @@ def repo(tmp_path: Path) -> Path:
     for path in (ROOT / "launch").glob("*.py"):
         shutil.copy(path, folder / "launch")
     shutil.copy(ROOT / "launch" / "slurm.sbatch", folder / "launch")
-    (folder / "configs").symlink_to(ROOT / "configs")
+    for package in ("base", "configs"):
+        (folder / package).symlink_to(ROOT / package)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "launch" / "torchrun.sh").write_text(TORCHRUN)
     (folder / "stand_in.py").write_text(STAND_IN)

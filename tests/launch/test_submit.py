@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from launch import job, submit
 from tests.configs import advice
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from configs.schema import ConfigError, MemoryConfig
+from base.errors import ConfigError
+from configs.schema import MemoryConfig
 from memory import budgets, host_memory
 from memory.budgets import DISK, HOST, MIB, Budget, open_budgets
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from memory import disk as disk_module
 from memory.disk import Disk, aligned, offsets
 from memory.host_memory import BLOCK

@@ -14,7 +14,8 @@ from megatron.core.optimizer.optimizer import param_is_not_shared
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import Float16Module
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from models.blueprint import ends, padded_vocab_size
 from models.build import build_model, family_module
 from models.specs import backend_line, resolve_backend

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from models import convert
 from models.folder import Reader
 from models.huggingface.tensors import open_folder

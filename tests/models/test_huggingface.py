@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from base.errors import ConfigError
 from configs.architecture import description
-from configs.schema import ConfigError
 from models import convert, folder
 from models.huggingface import tensors, translate
 from tests.distributed import run

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from inference import generate
 from models import convert, folder
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from configs.weights import config_from
 from models import convert
 from models.huggingface import translate

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from models import convert
 from models.huggingface import tensors
 from models.weight_files.stored_tensors import BlockScale, StoredMatrix, as_matrix, fill, whole

@@ -12,10 +12,11 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from base.errors import ConfigError
 from configs import rotary
 from configs.architecture import architecture
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.attention.layers import RotarySelfAttention
 from models.attention.sequence_rows import MicroBatchRows, document_slices
 from models.folder import config_from

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from configs.architecture import description
-from configs.schema import ConfigError
 from configs.weights import adopt, config_from
 from models import folder
 from models.huggingface import special_tokens, translate

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from memory.read_only_file import ReadOnlyFile
 from models.huggingface.families import rules
 from models.huggingface.families.rules import Heads

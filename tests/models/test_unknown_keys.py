@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from base.errors import ConfigError
 from benchmarks.kit import transformers_reads
 from configs.compose import compose, load, to_yaml
-from configs.schema import ConfigError
 from inference.open_model import open_model
 from models import convert
 from models.huggingface import translate, unknown_keys

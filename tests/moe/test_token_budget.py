@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from base.errors import ConfigError
 from configs import derived
 from configs.compose import compose
-from configs.schema import ConfigError
 from configs.validate import validate
 from moe import route
 from moe.alltoall.flat import FlatAllToAll

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from moe.placement.trace import TraceHeader, TraceWriter, read, read_header
 from moe.placement_map import Integers
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.schema import Config, ConfigError, MoEConfig, ParallelConfig, TrainingConfig
+from base.errors import ConfigError
+from configs.schema import Config, MoEConfig, ParallelConfig, TrainingConfig
 from parallel import topology
 from tests import distributed
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from base.errors import ConfigError
 from configs import hardware_files
-from configs.schema import ConfigError
 from simulator.clock.hardware import FIGURES, file_of_card, hardware_yaml, load_hardware
 
 pytestmark = pytest.mark.fast

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from base.errors import ConfigError
 from benchmarks.plan_accuracy import CASES, SMALL, Case, compare
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import planned_world_size
 from memory import host_memory
 from parallel.pipeline import passes

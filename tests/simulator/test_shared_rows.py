@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from base.errors import ConfigError
 from benchmarks.plan_accuracy import CONTEXT_CASES, Case, compare
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import walk
 from simulator import communication

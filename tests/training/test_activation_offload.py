@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import ConfigError
 from simulator.layer_inputs import layer_inputs
 from simulator.parameters import rank_coordinates
 from tests import distributed

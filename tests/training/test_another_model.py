@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from checkpoint.manifest import STATE
 from checkpoint.start import check_model
 from configs.architecture import architecture
 from configs.compose import compose
-from configs.schema import ConfigError
 from configs.validate import validate
 from tests.configs import advice
 from training.starting import preflight
@@ -22,7 +23,7 @@ VOCAB = 512
 
 def _checkpoint(folder: Path, overrides: list[str]) -> Path:
     config = compose(overrides)
-    state = {
+    state: dict[str, Any] = {
         "step": 1,
         "consumed_samples": 8,
         "health": None,

@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from base.errors import ConfigError
+from base.exit_handler import STOPPED_EARLY
 from configs.compose import compose
-from configs.exit_handler import STOPPED_EARLY
-from configs.schema import ConfigError
 from tests.waits import LONG, until, until_gone
 from training import status
 from training.resilience import job, launcher

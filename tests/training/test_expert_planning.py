@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from moe.planning import inputs
 from moe.planning.footprint import memory_bytes
 from moe.planning.planner import all_plans, rounded_up

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from base.errors import ConfigError
 from benchmarks.checkpoint_bits import checkpoint_differences
 from configs import derived
-from configs.schema import ConfigError
 from optim.arrangement.experts import expert_traffic
 from simulator.run_plan import make_plan, refuse_what_cannot_fit
 from tests import distributed

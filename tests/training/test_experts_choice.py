@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.checksums import read_summed, write_summed
+from base.checksums import read_summed, write_summed
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from tests.training.test_layout_choice import cpu_machine
 from training.starting import choices
 from training.starting.choices import EXPERTS_CHOSEN, choose_experts

@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
+from base.exit_handler import STOPPED_EARLY
 from checkpoint import manifest
 from configs.compose import compose
-from configs.exit_handler import STOPPED_EARLY
 from configs.validate import usable_world_size
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.checksums import write_summed
+from base.checksums import write_summed
+from base.errors import ConfigError
 from configs.compose import compose
 from configs.keys import put
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import validate
 from simulator.clock.hardware import Hardware, hardware_yaml, load_hardware
 from simulator.clock.prediction import Prediction

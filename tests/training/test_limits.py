@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from tests.test_packages import ROOT
 from training.starting import limits
 

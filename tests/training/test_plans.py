@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from configs.compose import compose, given_keys
-from configs.schema import ConfigError
 from simulator.clock.prediction import describe_back_tests
 from tests.training.test_layout_choice import TINY, searching
 from training.report import timeline

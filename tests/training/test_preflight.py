@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import ConfigError
 from configs.validate import validate
 from simulator.run_plan import make_plan
 from simulator.text import text

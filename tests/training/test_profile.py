@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from parallel import trace
 from tests import distributed
 from tests.training.helpers import make_config, read_metrics, train_on_ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import ConfigError
 from checkpoint import manifest
-from configs.schema import ConfigError
 from tests.distributed import RankError
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks

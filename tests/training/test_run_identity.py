@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import ConfigError
 from checkpoint import manifest, record
 from checkpoint.state_file import read_state
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from data.tokenizer import train_tokenizer
 from tests.distributed import RankError
 from tests.training.helpers import Lines, read_metrics, train_on_ranks

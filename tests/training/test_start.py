@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from checkpoint import kept_tokenizer, manifest, record, start
 from checkpoint.record import Record
 from checkpoint.state_file import read_state
@@ -18,7 +19,7 @@ from configs.changes import Change, on_resume
 from configs.compose import to_yaml
 from configs.keys import get
 from configs.rules import idle
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from data.tokenizer import load_tokenizer, tokenizer_digest, train_tokenizer
 from tests.waits import until
 from training import status

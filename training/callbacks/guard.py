@@ -10,12 +10,13 @@ import threading
 import time
 from pathlib import Path
 
+from base import exit_handler
+from base.errors import ConfigError
+from base.exit_handler import STOPPED_EARLY, WRONG_CONFIG
+from base.files import WriteError
+from base.ranks import launched
 from checkpoint.saver import SaveError
-from configs import exit_handler
-from configs.exit_handler import STOPPED_EARLY, WRONG_CONFIG
-from configs.files import WriteError
-from configs.ranks import launched
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from parallel.liveness import collective_log
 from parallel.liveness.watchdog import Verdict, Watchdog
 from parallel.topology import Topology

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 
-from configs.checksums import write_summed
+from base.checksums import write_summed
 from data.document_lengths import planned_segments, planned_share
 from simulator.clock.hardware import Hardware
 from simulator.clock.prediction import Prediction, describe_back_tests, reason_shares

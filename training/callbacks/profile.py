@@ -9,8 +9,8 @@ from typing import Any
 from megatron.core.transformer.attention import Attention
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
+from base.files import spared
 from checkpoint.saver import Saver
-from configs.files import spared
 from parallel import trace
 from parallel.megatron.ddp import functions_of_a_step
 from training import step

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from configs import command
+from base import command
 from training.report.page import render
 
 

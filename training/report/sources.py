@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from base.errors import ConfigError
+from base.files import parse_yaml, read_regular
 from checkpoint.record import RECORD
-from configs.files import parse_yaml, read_regular
-from configs.schema import ConfigError
 from simulator.clock.trace import FOLDER as TRACES
 from training.resilience import events
 from training.status import STATUS

@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from base import files
+from base.ranks import launched
 from checkpoint.record import EVENTS
-from configs import files
-from configs.ranks import launched
 
 __all__ = ["EVENTS", "INCOMPLETE", "log", "read", "record"]
 

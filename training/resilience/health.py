@@ -22,8 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from configs import checksums
-from configs.schema import Config, ConfigError
+from base import checksums
+from base.errors import ConfigError
+from configs.schema import Config
 
 SKIPPED = "skipped_samples.json"
 WINDOW = 64  # steps whose median loss a spike is measured against

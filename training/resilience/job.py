@@ -16,11 +16,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from configs import exit_handler, progress
-from configs.exit_handler import STOPPED_EARLY
-from configs.files import WriteError
-from configs.ranks import launched, use_fewer
-from configs.schema import Config, ConfigError
+from base import exit_handler, progress
+from base.errors import ConfigError
+from base.exit_handler import STOPPED_EARLY
+from base.files import WriteError
+from base.ranks import launched, use_fewer
+from configs.schema import Config
 from configs.validate import usable_world_size
 from training.resilience import events, launcher, signals
 from training.starting.choices import LayoutChoice

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from configs import exit_handler
+from base import exit_handler
 
 STOPPED, STARTED = "stopped_early", "begun"  # files in the launch's folder
 POLL = 0.5  # seconds

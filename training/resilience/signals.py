@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from configs import exit_handler
-from configs.exit_handler import STOPPED_EARLY
-from configs.ranks import launched
+from base import exit_handler
+from base.exit_handler import STOPPED_EARLY
+from base.ranks import launched
 from training.resilience import launcher
 
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # Slurm warns with SIGUSR1 or SIGUSR2

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base.checksums import read_summed, write_summed
+from base.errors import ConfigError
+from base.files import spared
+from base.ranks import launched
 from configs import validate
-from configs.checksums import read_summed, write_summed
-from configs.files import spared
 from configs.keys import get, put
-from configs.ranks import launched
-from configs.schema import KEYS, Config, ConfigError
+from configs.schema import KEYS, Config
 from configs.searched import ASKED_KEYS, SEARCHED
 from configs.values import as_typed
 from data.tokenizer import expected_vocab_size

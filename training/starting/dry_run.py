@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 import torch
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from parallel.megatron.optimizer import members
 from simulator.run_plan import RunPlan, out_of_memory
 from training.engine import Engine

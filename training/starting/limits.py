@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import resource
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 
 # Measured with torch 2.13 on CPUs: 90 descriptors alone, 114 for each of 2 ranks and 133 of 4; gloo opens a socket for
 # each pair of ranks of each group. NCCL's rings and trees have few neighbours, however many ranks there are.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from base.errors import ConfigError
 from configs import hardware_files
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from parallel import card
 from simulator.clock.hardware import Hardware, file_of_card, load_hardware
 from simulator.run_plan import device_type

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.show import show
 from memory.budgets import HOST
 from memory.host_link import HostLink

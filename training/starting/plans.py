@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from configs.files import spared, write_text
-from configs.ranks import launched, world_size
+from base.files import spared, write_text
+from base.ranks import launched, world_size
 from configs.schema import Config
 from configs.validate import planned_world_size
 from data.document_lengths import planned_segments, planned_share

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from base.errors import ConfigError
+from base.ranks import launched
 from checkpoint import manifest, start
 from configs import derived
-from configs.ranks import launched
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.tokenizer_files import core_file
 from data.corpus import parse_corpus, parse_validation
 from data.tokenizer import load_tokenizer, tokenizer_digest

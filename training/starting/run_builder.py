@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
+from base import files
+from base.errors import ConfigError
+from base.progress import begin
+from base.ranks import launched
 from checkpoint import kept_tokenizer, manifest, resume, start
 from checkpoint.saver import Saver
 from checkpoint.state_file import describe_layout
-from configs import files
-from configs.progress import begin
-from configs.ranks import launched
 from configs.rules import idle
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.weights import check_files
 from data import identity
 from data.document_lengths import corpus_share, draw_segments

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.tokenizer.formats import patterns
 from data.tokenizer.formats.spec import (
     Converted,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from data.tokenizer.settings import ROLES, first_line, token_name
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from configs.tokenizer_files import merges_of
 from data.tokenizer.formats.patterns import QWEN
 from data.tokenizer.formats.spec import (

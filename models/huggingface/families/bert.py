@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from base.errors import ConfigError
 from configs import derived
 from configs.rules.model import MIN_BERT_SEQUENCE
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.huggingface.families.keys import (
     COUNT,
     EVERY_FAMILY,

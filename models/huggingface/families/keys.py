@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 
 HfConfig = dict[str, Any]
 REQUIRED = object()  # instead of a default: a folder without the key is refused

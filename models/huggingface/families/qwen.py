@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from functools import partial
 
+from base.errors import ConfigError
 from configs import derived
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from models.huggingface.families.keys import (
     COUNT,
     FLAG,

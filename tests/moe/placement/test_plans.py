@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from moe.placement.plans import PlanFile, PlanHeader, ReplayedPlanner, ReplicaQuotas, read_plans
 from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import PlacementMap

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import KEYS, ConfigError
+from configs.schema import KEYS
 from parallel.liveness import same_start
 from parallel.liveness.same_start import Facts
 from tests.test_packages import ROOT, TABLE

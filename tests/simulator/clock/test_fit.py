@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from base.errors import ConfigError
 from benchmarks.clock_backtest import FOLDER
-from configs.schema import ConfigError
 from simulator import backtest
 from simulator import fit as command
 from simulator.clock.hardware import Hardware, load_hardware

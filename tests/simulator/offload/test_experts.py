@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from configs.schema import Config, ConfigError
+from base.errors import ConfigError
+from configs.schema import Config
 from memory import budgets, host_memory
 from models.blueprint import model_chunks
 from optim.arrangement.buckets import Capacity

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from base.errors import ConfigError
 from benchmarks.plan_accuracy import EXPERT_CASES, KINDS, SMALL, TIER_CASES, Case, compare
-from configs.schema import ConfigError
 from models.blueprint import model_chunks
 from simulator.buffers import buffers
 from simulator.offload.state import planned_slices

@@ -7,8 +7,8 @@ import shlex
 
 import pytest
 
+from base.errors import ConfigError
 from configs.compose import compose
-from configs.schema import ConfigError
 from simulator.search.impossible import Asked, no_layout_error
 from simulator.search.search import search_layout
 from tests.simulator.search.machines import SIMPLE, machine

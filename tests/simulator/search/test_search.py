@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from base.errors import ConfigError
 from configs.compose import compose
 from configs.keys import get
-from configs.schema import Config, ConfigError
+from configs.schema import Config
 from configs.validate import validate
 from configs.values import as_typed
 from simulator.memory import rank_memory

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs import files
+from base import files
 from training.report.sources import ENVIRONMENT
 from training.run import Callback, Run
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from training.report.metrics import expert_counts, scalars, texts
 from training.run import Callback, Metrics, Run
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from configs.files import FULL, Log, WriteError, cut_steps
+from base.files import FULL, Log, WriteError, cut_steps
 from training.resilience import events
 from training.run import Callback, Metrics, Run
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.files import SideLog
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.files import SideLog
 from moe.alltoall.hierarchical import exchange_kinds, shared_exchange
 from moe.chunk_plan import LayerLoad, Plan
 from moe.layer import MixtrainMoELayer, layers_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from base.errors import ConfigError
 from configs.derived import may_save, num_micro_batches
-from configs.schema import ConfigError
 from moe.layer import layers_of
 from moe.placement.live import LayerPlacement
 from moe.placement.plans import PlanFile, PlanHeader, Plans, RecordedPlanner, ReplayedPlanner, read_plans

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs.schema import ConfigError
+from base.errors import ConfigError
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.trace import TraceHeader, TraceWriter
 from parallel.joint_errors import raise_together

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from configs.files import write_text
+from base.files import write_text
 from training.report import timeline
 from training.report.page.charts import CURVES, buckets_of, chart_of, memory_of, plain, thin
 from training.report.page.facts import events_of, facts_of, run_of

@@ -1,6 +1,6 @@
 """Rank of this process and size of its launch, as the launcher has set them in the environment.
 
-No other module reads RANK, WORLD_SIZE and related variables. Imports nothing heavy: configs/exit_handler.py is loaded
+No other module reads RANK, WORLD_SIZE and related variables. Imports nothing heavy: base/exit_handler.py is loaded
 first.
 """
 
@@ -89,7 +89,7 @@ def _number(name: str, least: int = 0) -> int | None:
 
 
 def _refuse(text: str) -> NoReturn:
-    from configs.schema import ConfigError
+    from base.errors import ConfigError
 
     raise ConfigError(text)
 

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from configs.exit_handler import FAILED, INTERRUPTED, WRONG_CONFIG
-from configs.schema import ConfigError
+from base.errors import ConfigError
+from base.exit_handler import FAILED, INTERRUPTED, WRONG_CONFIG
 
 # Errors of a wrong path; other errors of files, such as a full disk, are no mistake of the command line.
 WRONG_PATHS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from configs.files import write_text
+from base.files import write_text
 
 SUM = "xxh3"  # the key under which an object holds its own checksum
 FOLDER_SUMS = "checksums.json"  # checksums of the other files of its folder

@@ -4,15 +4,17 @@ launch/agent.py print it again when all ranks have ended."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
-from configs import ranks
+from base import ranks
 
 FAILED = 1  # any error without a status of its own
 WRONG_CONFIG = 2  # a wrong configuration or argument, in every program
@@ -47,6 +49,13 @@ def run_within(seconds: float, function: Callable[[], object]) -> None:
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(seconds)
+
+
+def end_with_caller() -> None:
+    """Have the kernel kill this process when the thread that started it ends, in any way (Linux's PR_SET_PDEATHSIG).
+    Without effect on other systems."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
 
 
 def log_exceptions() -> None:

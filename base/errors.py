@@ -1,0 +1,7 @@
+"""The error of a user's mistake, which every package raises."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A mistake of the user. The message names the field, its value, the rule and a value that works."""
