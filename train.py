@@ -1,8 +1,6 @@
-"""Train a model: `python train.py [key=value ...]`, or the same under torchrun on many ranks.
-
-The config is composed and checked before any large library is imported. training/resilience/job.py and `Trainer.fit` do
-the rest. Signals are handled from the first line on.
-"""
+"""Train a model: `python train.py [key=value ...]`, or the same arguments under torchrun on several ranks. The config
+is composed and checked before any large library is imported. Then training/resilience/job.py runs `Trainer.fit`. Signal
+handlers are installed first."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def main(config: Config, given: frozenset[str]) -> int:
-    """Build the run of a checked config and train it, or print its plan, and return the exit status. `given`: the keys
-    of the command line."""
+    """Train the run that a checked config describes, or print its plan if `config.plan` is set; return the exit status.
+    `given`: the keys that the command line sets."""
     if config.plan:
         from training.starting import plans
 

@@ -1,4 +1,5 @@
-"""Checksums of files, stored inside them, next to them or for a whole folder, so that damage and edits are noticed."""
+"""Checksums that reveal damaged or edited files: inside a JSON file, in a file next to it, or in one file per
+folder."""
 
 from __future__ import annotations
 
@@ -17,27 +18,28 @@ import xxhash
 from base.files import write_text
 
 SUM = "xxh3"  # the key under which an object holds its own checksum
-FOLDER_SUMS = "checksums.json"  # checksums of the other files of its folder
+FOLDER_SUMS = "checksums.json"  # checksums of the other files in the same folder
 CHUNK_BYTES = 8 * 1024**2
 MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """Size and checksum of a file."""
+    """Size in bytes and XXH3 checksum of a file, as recorded when the file was written."""
 
     size: int
     xxh3: str  # of its bytes, 32 hexadecimal digits
 
 
 def new_buffer() -> memoryview:
-    """Return a buffer of CHUNK_BYTES to read files into, mapped by itself: memory that threads allocate from the heap
-    would stay with the process, once per arena of the allocator."""
+    """Return a buffer of CHUNK_BYTES to read files into. It is memory-mapped, so that it is given back to the system
+    when freed; memory that threads allocate from the heap would stay with the process."""
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
 def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
-    """Return size and checksum of a file as it is on disk now, read into `buffer` or a new one. Raises OSError."""
+    """Return the size and the checksum of a file's current content. `buffer`: memory to read the file into; None
+    allocates it. Raises OSError."""
     digest, size, view = xxhash.xxh3_128(), 0, new_buffer() if buffer is None else buffer
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(view):
@@ -47,7 +49,7 @@ def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
 
 
 def size_problem(path: Path, entry: FileSum) -> str | None:
-    """Return one line about a file that is missing or whose size differs from its entry, else None; nothing is read."""
+    """Return a message if a file is missing or its size is not the recorded one, else None. Does not read the file."""
     try:
         size = path.stat().st_size if path.is_file() else None
     except OSError as error:
@@ -58,32 +60,28 @@ def size_problem(path: Path, entry: FileSum) -> str | None:
 
 
 def wrong_files(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """Return one line for each of the named files whose checksum differs from its entry. Reads several at a time."""
+    """Return a message for each of the named files whose checksum differs from the recorded one. Reads in parallel."""
 
     def check(name: str) -> str | None:
         try:
-            return (
-                None
-                if sum_of(folder / name) == files[name]
-                else f"its file {name} was changed: its checksum is another one"
-            )
+            is_right = sum_of(folder / name) == files[name]
         except OSError as error:
             return f"its file {name} cannot be read ({error.strerror})"
+        return None if is_right else f"its file {name} was changed: its checksum is not the recorded one"
 
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         return [problem for problem in pool.map(check, names) if problem]
 
 
 def write_folder_sums(folder: Path) -> None:
-    """Write the checksums of every file of a finished folder to FOLDER_SUMS. Raises WriteError, and OSError if a file
-    cannot be read back."""
+    """Write the checksums of all files in a finished folder to its checksums.json. Raises WriteError, OSError."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     write_summed(folder / FOLDER_SUMS, {"files": {str(path.relative_to(folder)): vars(sum_of(path)) for path in paths}})
 
 
 def read_folder_sums(folder: Path) -> dict[str, FileSum]:
-    """The files that a folder was written with; of one that was written without FOLDER_SUMS nothing is known. Raises
-    OSError, and ValueError for sums that are damaged."""
+    """Return the recorded size and checksum of each file of a folder; {} if the folder has no checksums.json. Raises
+    OSError, and ValueError if checksums.json is damaged."""
     if not (folder / FOLDER_SUMS).exists():
         return {}
     try:
@@ -93,27 +91,29 @@ def read_folder_sums(folder: Path) -> dict[str, FileSum]:
 
 
 def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False) -> None:
-    """Write an object as JSON with a checksum of itself, as `write_text`. Raises WriteError."""
+    """Write a dict atomically as a JSON file that contains a checksum of itself. Raises WriteError. `in_place`: on a
+    full disk, overwrite the existing file."""
     write_text(path, json.dumps({**content, SUM: own_sum(content)}, indent=1) + "\n", in_place=in_place)
 
 
 def read_summed(path: Path) -> dict[str, Any]:
-    """Read an object written by `write_summed`, without its checksum. Raises OSError, and ValueError if the file is
-    damaged or was edited."""
+    """Read a JSON file that contains a checksum of itself, and return its dict without the checksum. Raises OSError,
+    and ValueError if the file is damaged or was edited."""
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it does not contain a JSON object")
     if SUM not in content:
-        raise ValueError("it holds no checksum")
+        raise ValueError("it contains no checksum")
     if content.pop(SUM) != own_sum(content):
-        raise ValueError("it was changed: its checksum is another one")
+        raise ValueError("it was changed: its checksum is not the recorded one")
     return content
 
 
 def write_with_sum(path: Path, text: str) -> None:
-    """Write a small file, and its checksum next to it, as `write_text`. Raises WriteError.
+    """Write a small text file atomically, with its checksum in a second file next to it. Raises WriteError.
 
-    The checksum is written first, next to that of the previous content: a kill between the two writes does no harm.
+    The checksum file is written first and lists the previous content's checksum too, so that a kill between the two
+    writes does no harm.
     """
     sums = [xxhash.xxh3_128_hexdigest(text.encode())]
     with contextlib.suppress(OSError):
@@ -123,15 +123,15 @@ def write_with_sum(path: Path, text: str) -> None:
 
 
 def read_with_sum(path: Path) -> str:
-    """Read a text written by `write_with_sum`; a file without a checksum next to it is accepted unchecked. Raises
-    OSError, and ValueError if the file is damaged or was edited."""
+    """Read a text file whose checksum is in a second file next to it; without that file, the text is not checked.
+    Raises OSError, and ValueError if the text is damaged or was edited."""
     content = path.read_bytes()
     try:
         sums = _sum_path(path).read_text(errors="replace").split()
     except FileNotFoundError:
         return content.decode()
     if xxhash.xxh3_128_hexdigest(content) not in sums:
-        raise ValueError(f"it was changed: its checksum is none of those in {_sum_path(path).name}")
+        raise ValueError(f"it was changed: its checksum is not recorded in {_sum_path(path).name}")
     return content.decode()
 
 
@@ -140,5 +140,5 @@ def _sum_path(path: Path) -> Path:
 
 
 def own_sum(content: dict[str, Any]) -> str:
-    """Return the XXH3 checksum (128 bits) of an object, independent of the order of its keys."""
+    """Return the XXH3 checksum (128 bits) of a JSON-compatible dict, independent of the order of its keys."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Error handling of the command-line tools: one line and an exit status, equal in every tool."""
+"""Error handling that all command-line tools share: an expected error becomes one line on stderr and an exit status."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from base.errors import ConfigError
 from base.exit_handler import FAILED, INTERRUPTED, WRONG_CONFIG
 
-# Errors of a wrong path; other errors of files, such as a full disk, are no mistake of the command line.
+# Errors that a wrong path causes. Other file errors, such as a full disk, are no mistake in the command line.
 WRONG_PATHS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY),
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
@@ -18,10 +18,10 @@ WRONG_PATHS = {
 
 
 def run(body: Callable[[], int | None]) -> int:
-    """Run a tool's body and return the exit status: the body's (None: 0), 2 for a mistake of the user, 1 for a failure
-    of files, 130 for Ctrl-C.
+    """Run the body of a command-line tool and return the exit status: the body's own (0 for None), 2 for a mistake of
+    the user, 1 if a file cannot be read or written, or 130 for Ctrl-C.
 
-    Each of these errors is one line on standard error. Bugs keep their traceback.
+    Each of these errors prints one line on stderr. Any other exception is a bug and keeps its traceback.
     """
     try:
         status = body() or 0
@@ -40,7 +40,7 @@ def run(body: Callable[[], int | None]) -> int:
 
 
 def drop_output() -> None:
-    """Discard further standard output, whose reader has closed it, as in `... | head`."""
+    """Discard all further standard output because its reader has closed the pipe, as in `... | head`."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""The error of a user's mistake, which every package raises."""
+"""The exception that every package raises for a mistake of the user."""
 
 from __future__ import annotations
 

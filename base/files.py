@@ -1,5 +1,5 @@
-"""Atomic writes, append-only logs and safe reads of files; every failed write is reported in one line. Imports nothing
-of Mixtrain."""
+"""Atomic writes, append-only logs and safe reads of files. A failed write raises WriteError, a message of one line.
+Imports nothing of Mixtrain."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _BLOCK = 1 << 20  # bytes per read
 
 
 class WriteError(OSError):
-    """A file cannot be written. The message names it, the cause and a remedy."""
+    """A file cannot be written. The message names the file, the cause and a remedy."""
 
     def __init__(self, path: Path | str, error: OSError):
         super().__init__(error.errno, error.strerror or str(error))
         self.path = str(path)
 
     def __str__(self) -> str:
-        advice = "Its folder is gone." if self.errno in _GONE else "Look at the disk."
+        advice = "Its folder no longer exists." if self.errno in _GONE else "Check the disk."
         if self.errno in FULL:
-            advice = "Make room, or give a folder on another disk."
+            advice = "Free some space, or choose a folder on another disk."
         elif self.errno in _CLOSED:
-            advice = "Give a folder that can be written."
+            advice = "Choose a folder that can be written to."
         return f"{self.path} cannot be written: {self.strerror}. {advice}"
 
 
 class GoneError(WriteError):
-    """A file or folder was removed while it was written to."""
+    """A file or folder was removed while this process wrote to it."""
 
     def __init__(self, folder: Path, path: Path):
         super().__init__(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
@@ -48,12 +48,12 @@ class GoneError(WriteError):
             self._text = f"{path} was deleted, moved or replaced while the run wrote to it"
 
     def __str__(self) -> str:
-        return f"{self._text}. Put it back to go on, or choose another run_dir."
+        return f"{self._text}. Put it back and start the run again, or choose another run_dir."
 
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Raise an OSError of the block as WriteError with the file's path, which the error of a full disk lacks."""
+    """Turn an OSError of the `with` block into a WriteError that names the file, which a full disk's error does not."""
     try:
         yield
     except WriteError:
@@ -64,37 +64,39 @@ def writing(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Raise an error of a full or read-only disk that names no file as WriteError with the folder's path; other errors
-    are raised unchanged."""
+    """If the `with` block raises an OSError, delete the folder's partly written files (*.tmp*), and turn the error of a
+    full or read-only disk that names no file into a WriteError that names the folder."""
     try:
         yield
-    except WriteError:
-        raise
     except OSError as error:
-        if error.errno not in FULL | _CLOSED or error.filename is not None:
+        for leftover in folder.rglob("*.tmp*"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        if isinstance(error, WriteError) or error.errno not in FULL | _CLOSED or error.filename is not None:
             raise
         raise WriteError(folder, error) from None
 
 
 @contextlib.contextmanager
 def spared(path: Path | str) -> Iterator[None]:
-    """Print a WriteError of the block on stderr instead of raising it, for a file that the run does not need."""
+    """Print a failed write of the `with` block on stderr instead of raising it. The run does not need the file."""
     try:
         with writing(path):
             yield
     except WriteError as error:
-        print(f"{error} The run goes on without it", file=sys.stderr, flush=True)
+        print(f"{error} The run continues without this file.", file=sys.stderr, flush=True)
 
 
 def temporary(path: Path) -> Path:
-    """Return the temporary path under which this process writes the content of `path`."""
+    """Return the temporary path at which this process writes the content of `path` before it is renamed."""
     return path.with_name(f"{path.name}.{os.getpid()}.tmp")
 
 
 def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
-    """Write a small file atomically and sync it to the disk. Raises WriteError and then keeps an existing file.
+    """Write a small text file atomically and sync it to the disk. Raises WriteError; an existing file then stays as it
+    was.
 
-    in_place: on a full disk, overwrite the existing file, which needs no more space for a small one.
+    in_place: on a full disk, overwrite the existing file, which takes no additional space.
     """
     scratch, content = temporary(path), text.encode()
     try:
@@ -113,7 +115,7 @@ def write_text(path: Path, text: str, *, in_place: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file, or a folder with all of its content, to the disk. Raises WriteError."""
+    """Sync a file, or a folder and everything in it, to the disk. Raises WriteError."""
     for each in [path, *(path.rglob("*") if path.is_dir() else ())]:
         with writing(each):
             descriptor = os.open(each, os.O_RDONLY)
@@ -134,7 +136,7 @@ def _write_over(path: Path, content: bytes) -> bool:
 
 
 def tidy(folder: Path) -> None:
-    """Delete the temporary files of killed processes in a folder that only this run uses."""
+    """Delete the temporary files that killed processes left in a folder. No other run may use the folder."""
     for path in folder.glob("*.tmp"):
         if _TEMPORARY.fullmatch(path.name):
             if path.is_dir():
@@ -145,7 +147,7 @@ def tidy(folder: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values of a JSON-lines file; [] if it is missing. A line cut off by a kill is skipped."""
+    """Return the values of a JSON-lines file, without lines that are not JSON; [] if the file is missing."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -156,13 +158,13 @@ def read_json_lines(path: Path) -> list[Any]:
 
 
 def cut_steps(path: Path, after: int) -> str | None:
-    """Truncate a JSON-lines file, ordered by `step`, after the lines of step `after`, as later steps are written again.
-    An incomplete step is removed as well: all its lines but the final one may have `last` false. Reads from the end to
-    the first line that is kept.
+    """Remove all lines after step `after` from a JSON-lines file ordered by `step`, because the resumed run writes
+    those steps again. A step may have several lines; all but the last have `last` false. A step without its last line
+    is removed too. Reads the file backwards, up to the first line that stays.
 
-    Returns one line about steps that are missing because the file was cut or damaged, else None. Raises WriteError.
+    Returns a message about missing steps if the file was cut off or damaged, else None. Raises WriteError.
     """
-    last = end = 0  # of the kept lines; a damaged line of a later step may seem to belong to an early one
+    last = end = 0  # step and end of the lines to keep; a damaged line may show a wrong, earlier step
     with writing(path):
         try:
             stream = open(path, "r+b")
@@ -182,16 +184,16 @@ def cut_steps(path: Path, after: int) -> str | None:
 
 
 def missing(path: Path, last: int, after: int) -> str | None:
-    """Return one line about the steps missing in a file that ends with step `last` if the run resumes after step
-    `after`; None if there are none."""
+    """Return a message about the steps that a log file lacks if it ends with step `last` and the run resumes after step
+    `after`; None if the file lacks none."""
     if last >= after:
         return None
-    lost = f"step {after} is" if last + 1 == after else f"steps {last + 1} to {after} are"
-    return f"{path}: {lost} not in it, as it was cut off, damaged or not written; it goes on with step {after + 1}"
+    lost = f"step {after}" if last + 1 == after else f"steps {last + 1} to {after}"
+    return f"{path} lacks {lost} (it was cut off, damaged or not written). The run continues it with step {after + 1}."
 
 
 def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and content, without newline, of each whole line of a file, the last one first."""
+    """Yield byte offset and content (without newline) of each complete line of a file, from last to first."""
     position, rest = stream.seek(0, os.SEEK_END), b""
     is_whole = False  # text after the last newline is no whole line
     while position > 0:
@@ -211,7 +213,7 @@ def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step whose last line this is, else None."""
+    """Return the step number of a JSON line if it is the last line of its step, else None."""
     try:
         content = json.loads(line)
         step, is_last = content["step"], content.get("last", True)
@@ -221,21 +223,22 @@ def _step_of(line: bytes) -> int | None:
 
 
 class Log:
-    """A file to which whole lines or other blocks are appended. A block that fails to be written leaves no trace."""
+    """An append-only file of lines or blocks of bytes. If a block cannot be written in full, none of it stays in the
+    file."""
 
     def __init__(self, path: Path):
-        """Open or create the file. Raises WriteError."""
+        """Open the file, or create it. Raises WriteError."""
         self.path = path
         with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> None:
-        """Append a line, or several with newlines between. Raises WriteError, and GoneError if the file was removed, so
-        that nobody would find what is written."""
+        """Append a line, or several lines with newlines between them. Raises WriteError, or GoneError if the file was
+        removed from its folder."""
         self.append(line_separator(self._descriptor) + line.encode() + b"\n")
 
     def append(self, content: bytes) -> None:
-        """Append bytes. Raises the errors of `write`."""
+        """Append bytes to the file. Raises WriteError, or GoneError if the file was removed from its folder."""
         with writing(self.path):
             mine = os.fstat(self._descriptor)
             try:
@@ -259,25 +262,25 @@ class Log:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Close the file; everything was written when `write` returned."""
+        """Close the file. Nothing is buffered: `write` has already written everything."""
         descriptor, self._descriptor = self._descriptor, -1
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
 def line_separator(descriptor: int) -> bytes:
-    """Return what to write before the next line of an open file: a newline after half a line left by a kill, else
-    nothing."""
+    """Return the bytes to write before the next line of an open file: a newline if the file ends in an incomplete line,
+    which a kill may leave, else none."""
     size = os.fstat(descriptor).st_size
     return b"\n" if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
 class SideLog:
-    """A log that the run does not need: an error of its disk is printed once on stderr and ends the log, not the run.
-    The next start appends to it again."""
+    """A log file that the run can do without: the first failed write is printed on stderr and closes the log, while the
+    run continues. The next start of the run appends to the log again."""
 
     def __init__(self, path: Path, begin: Callable[[], None] = lambda: None):
-        """Open the log after calling `begin`, which prepares the file and may raise OSError."""
+        """Call `begin`, which may prepare the file and raise OSError, and open the log."""
         self._log: Log | None = None
         self._path = path
         with self._watched():
@@ -285,13 +288,13 @@ class SideLog:
             self._log = Log(path)
 
     def write(self, line: str) -> None:
-        """Append a line, or several with newlines between."""
+        """Append a line, or several lines with newlines between them. A failed write closes the log."""
         if self._log is not None:
             with self._watched():
                 self._log.write(line)
 
     def append(self, content: bytes) -> None:
-        """Append bytes."""
+        """Append bytes to the log. A failed write closes the log."""
         if self._log is not None:
             with self._watched():
                 self._log.append(content)
@@ -302,38 +305,38 @@ class SideLog:
             with writing(self._path):
                 yield
         except WriteError as error:
-            print(f"{error} The run goes on, and writes no more there", file=sys.stderr, flush=True)
+            print(f"{error} The run continues, but no longer writes to this file.", file=sys.stderr, flush=True)
             self.close()
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log; further writes do nothing."""
         if self._log is not None:
             self._log.close()
             self._log = None
 
 
 def read_regular(path: Path) -> bytes:
-    """Return the bytes of a regular file. Raises OSError, also for a device or a pipe, which would block the reader."""
+    """Return the bytes of a regular file. Raises OSError, also for a device or a pipe, whose reading could block."""
     if path.exists() and not path.is_file():
         number = errno.EISDIR if path.is_dir() else errno.EINVAL
-        raise OSError(number, "it is no regular file", str(path))
+        raise OSError(number, "it is not a regular file", str(path))
     return path.read_bytes()
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file, which aliases must not expand beyond MOST_NODES values. Raises OSError,
-    YAMLError, ValueError."""
+    """Return the content of a YAML file with the limits of `parse_yaml`. Raises OSError, YAMLError, ValueError."""
     return parse_yaml(read_regular(path))
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Return the content of a YAML text, with the limits of `read_yaml`. Raises YAMLError, ValueError."""
+    """Return the content of a YAML text, which may have at most MOST_YAML_BYTES, and MOST_NODES values with its aliases
+    expanded. Raises YAMLError, ValueError."""
     import yaml
 
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:
-        """Return the number of nodes with each alias expanded."""
+        """Return the number of values in a YAML node, with each alias expanded."""
         if isinstance(node, yaml.ScalarNode):
             return 1
         if id(node) in sizes:
@@ -344,10 +347,10 @@ def parse_yaml(content: bytes) -> Any:
         return sizes[id(node)]
 
     if len(content) > MOST_YAML_BYTES:
-        raise ValueError(f"{len(content)} bytes are no file of keys, of at most {MOST_YAML_BYTES}")
+        raise ValueError(f"the file has {len(content)} bytes, and a configuration may have at most {MOST_YAML_BYTES}")
     try:
         if b"*" in content and (node := yaml.compose(content, yaml.SafeLoader)) is not None and size(node) > MOST_NODES:
-            raise ValueError(f"its aliases (*name) make it more than {MOST_NODES} values; write them out")
+            raise ValueError(f"its aliases (*name) expand to more than {MOST_NODES} values; write the values out")
         return yaml.safe_load(content)
     except RecursionError as error:
-        raise ValueError("its lists or mappings are too deep") from error
+        raise ValueError("its lists or mappings are nested too deeply") from error

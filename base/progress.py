@@ -1,4 +1,4 @@
-"""Progress of long operations on standard error. Imports nothing of Mixtrain."""
+"""Progress messages of long operations, on stderr. Imports nothing of Mixtrain."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LOG_EVERY_SECONDS = 30.0
 
 
 def begin(text: str) -> None:
-    """Print one line about an operation that starts. With several ranks only the first one calls it."""
+    """Print one line that announces a long operation. If there are several ranks, only the first one calls this."""
     print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def bar(total: int, what: str, done: int = 0, shown: bool = True) -> tqdm[Any]:
-    """Return a progress bar over `total` bytes, `done` of them finished; in a log it prints a line every
-    LOG_EVERY_SECONDS, and at start and end."""
+    """Return a tqdm progress bar over `total` bytes, of which `done` are already finished. If stderr is not a terminal,
+    it prints a line at the start, every LOG_EVERY_SECONDS, and at the end."""
     from tqdm import tqdm
 
     look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}
@@ -32,7 +32,7 @@ def bar(total: int, what: str, done: int = 0, shown: bool = True) -> tqdm[Any]:
 
 
 class _Lines:
-    """Stream for tqdm that turns each refresh of the bar into a line of a log."""
+    """File object for tqdm that writes each refresh of the progress bar as a line of a log."""
 
     def __init__(self, log: TextIO):
         self._log = log

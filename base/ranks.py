@@ -1,7 +1,7 @@
-"""Rank of this process and size of its launch, as the launcher has set them in the environment.
+"""The rank of this process and the number of ranks, from the environment variables that the launcher sets.
 
-No other module reads RANK, WORLD_SIZE and related variables. Imports nothing heavy: base/exit_handler.py is loaded
-first.
+No other module reads RANK, WORLD_SIZE and related variables. Imports nothing heavy, since base/exit_handler.py needs
+this module first.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from typing import NamedTuple, NoReturn
 
-LAUNCHERS = "bash launch/torchrun.sh, or none of these variables for one process"
+LAUNCHERS = "bash launch/torchrun.sh, or unset these variables to run one process"
 
 
 class Launch(NamedTuple):
-    """Rank and size of a launch: rank 0 of 1 without a launcher. `local_rank` and `local_world_size` count this node's
-    processes; None where the launcher does not set them."""
+    """Rank of this process and number of processes: rank 0 of 1 without a launcher. `local_rank` and `local_world_size`
+    count within this node; None if the launcher does not set them."""
 
     rank: int
     world_size: int
@@ -25,7 +25,7 @@ class Launch(NamedTuple):
         """Raise ConfigError if there are several processes and MASTER_ADDR or MASTER_PORT is unset or wrong."""
         if self.world_size == 1:
             return
-        several = f"where WORLD_SIZE ({self.world_size}) is above 1: the launcher sets it. Try {LAUNCHERS}"
+        several = f"if WORLD_SIZE ({self.world_size}) is above 1; the launcher sets it. Try {LAUNCHERS}"
         if not os.environ.get("MASTER_ADDR"):
             _refuse(f"MASTER_ADDR must be set {several}")
         port = _number("MASTER_PORT", 1)
@@ -34,24 +34,19 @@ class Launch(NamedTuple):
 
 
 def launched() -> Launch:
-    """Read and check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE: with wrong values ranks would wait for each
+    """Read and check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. With wrong values the ranks would wait for each
     other for ever.
 
-    Code that has process groups uses parallel/topology.py instead.
-
-    Raises:
-        ConfigError: naming the variable.
+    Code with process groups uses parallel/topology.py instead. Raises ConfigError with the name of the wrong variable.
     """
     rank, world_size, local_rank = _number("RANK"), _number("WORLD_SIZE", 1), _number("LOCAL_RANK")
     if world_size is None:
         if rank is not None:
-            _refuse(f"WORLD_SIZE must be set where RANK ({rank}) is: a launcher sets both. Try {LAUNCHERS}")
+            _refuse(f"WORLD_SIZE must be set if RANK ({rank}) is set; a launcher sets both. Try {LAUNCHERS}")
         return Launch(0, 1, local_rank)
     if rank is None:
         if world_size > 1:
-            _refuse(
-                f"RANK must be set where WORLD_SIZE ({world_size}) is above 1: a launcher sets both. Try {LAUNCHERS}"
-            )
+            _refuse(f"RANK must be set if WORLD_SIZE ({world_size}) is above 1; a launcher sets both. Try {LAUNCHERS}")
         return Launch(0, 1, local_rank)
     on_this_node = _number("LOCAL_WORLD_SIZE", 1)
     _below("RANK", rank, "WORLD_SIZE", world_size)
@@ -63,18 +58,18 @@ def launched() -> Launch:
 
 
 def world_size() -> int:
-    """Return the number of processes of this launch; 1 without a launcher. Raises ConfigError as `launched` does."""
+    """Return the number of processes that the launcher started; 1 without a launcher. Raises ConfigError."""
     return launched().world_size
 
 
 def use_fewer(world_size: int) -> None:
-    """Reduce this launch to `world_size` processes; the others stand by."""
+    """Reduce the number of processes of this run to `world_size`; the other started processes stay idle."""
     os.environ["WORLD_SIZE"] = str(world_size)
 
 
 def label() -> str:
-    """Return the prefix `[rank 3] ` of a printed line if a launcher started several ranks, else an empty string; also
-    with variables that `launched` rejects."""
+    """Return the prefix of a printed line, such as `[rank 3] `, if a launcher started several ranks, else an empty
+    string. Works even if `launched` would reject the launcher's variables."""
     rank = os.environ.get("RANK")
     return f"[rank {rank}] " if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
@@ -84,7 +79,7 @@ def _number(name: str, least: int = 0) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        _refuse(f"{name} ({text}) must be an integer of at least {least}: it is set by the launcher. Try {LAUNCHERS}")
+        _refuse(f"{name} ({text}) must be an integer of at least {least}; the launcher sets it. Try {LAUNCHERS}")
     return int(text)
 
 
@@ -96,4 +91,4 @@ def _refuse(text: str) -> NoReturn:
 
 def _below(name: str, value: int, other: str, limit: int) -> None:
     if value >= limit:
-        _refuse(f"{name} ({value}) must be less than {other} ({limit}): the launcher sets both. Try {LAUNCHERS}")
+        _refuse(f"{name} ({value}) must be less than {other} ({limit}); the launcher sets both. Try {LAUNCHERS}")

@@ -1,14 +1,14 @@
-"""Look at the checkpoints of a run: python -m checkpoint ls|verify|show|convert PATH.
+"""Inspect the checkpoints of a run: python -m checkpoint ls|verify|show|convert PATH.
 
-A checkpoint is either whole or absent, and loads into any layout.
+A checkpoint is either complete or absent, and loads into any layout.
 
-A checkpoint is a folder `step_0000100` with a safetensors file per rank that wrote (weights, optimizer state, random
-number states: boxes of global tensors, which do not depend on the layout), `state.json` (step, model, layout),
-`config.yaml` and, written last, `manifest.json` (every file with its size and checksum). It is written under a
-temporary name and renamed when complete, so a name without `.tmp` was complete once; the manifest shows whether it
-still is. Nothing in it is ever unpickled.
+A checkpoint is a folder `step_0000100` with a safetensors file from each rank that wrote (weights, optimizer state and
+random number states, as boxes of global tensors, which do not depend on the layout), `state.json` (step, model,
+layout), `config.yaml` and, written last, `manifest.json` (every file with its size and checksum). It is written under a
+temporary name and renamed when complete: a folder whose name has no `.tmp` was complete once, and the manifest shows
+whether it still is. Nothing in it is ever unpickled.
 
-checkpoint/state.py has its content, shards.py the files of tensors, saver.py the saving, manifest.py the checks.
+checkpoint/state.py has its content, shards.py the tensor files, saver.py the saving, manifest.py the checks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def show_list(path: Path) -> int:
-    """Read every byte of each checkpoint and print step, size, age and state; return 1 if one is not good."""
+    """Print step, size, age and state of each checkpoint, after reading every byte; return 1 if one is not good."""
     print(f"{'step':>9} {'size':>10} {'age':>8}  state")
     bad = 0
     for folder in reversed(manifest.checkpoints_at(path)):
@@ -51,8 +51,8 @@ def show_list(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Read every byte of each checkpoint, or of a folder of weights or of Hugging Face, and print all problems; return
-    1 if there is any."""
+    """Print all problems of each checkpoint, or of a folder of weights or of Hugging Face, after reading every byte;
+    return 1 if there is any."""
     bad = 0
     of_weights = is_folder_of_weights(path)
     also = ", or a folder of weights or of Hugging Face"
@@ -65,7 +65,7 @@ def verify(path: Path) -> int:
 
 
 def lacking_in(folder: Path) -> list[str]:
-    """Return a line for each weight that a checkpoint lacks. Its files are as its manifest says."""
+    """Return a line for each weight that is missing from a checkpoint whose files match its manifest."""
     try:
         shapes = logical_shapes(load(folder / manifest.CONFIG), read_state(folder)["vocab_size"])
         names = (name for name in manifest.read(folder) if name.endswith(safetensors_header.SUFFIX))
@@ -76,7 +76,7 @@ def lacking_in(folder: Path) -> list[str]:
 
 
 def is_folder_of_weights(path: Path) -> bool:
-    """Whether a path is a Hugging Face folder or one of logical weights, and neither a run nor a checkpoint."""
+    """Whether a path is a Hugging Face folder or a folder of logical weights, and neither a run nor a checkpoint."""
     try:
         kind = manifest.kind_of_model(path)
     except ConfigError:
@@ -87,8 +87,7 @@ def is_folder_of_weights(path: Path) -> bool:
 
 
 def problems_in(path: Path) -> list[str]:
-    """Read every byte of a folder of weights and return a line for each problem: damaged files, missing tensors, NaN
-    and Inf."""
+    """Read every byte of a folder of weights, and return a line for each damaged file, missing tensor, NaN or Inf."""
     from checkpoint.logical.reader import open_logical  # imports torch
 
     try:
@@ -120,7 +119,7 @@ def _problem_with(files: Reader, name: str) -> str | None:
 
 
 def show(path: Path) -> int:
-    """Print the content of a run's newest good checkpoint, or of a given one. Raises ConfigError."""
+    """Print the content of a given checkpoint, or of a run's newest good checkpoint. Raises ConfigError."""
     folder = manifest.good_checkpoint_at(path)
     state, files = read_state(folder), manifest.read(folder)
     print(
@@ -148,7 +147,7 @@ def show(path: Path) -> int:
 
 
 def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
-    """Write the weights of the newest good checkpoint of a run, or of a given one, to a new folder. Raises
+    """Write the weights of a given checkpoint, or of a run's newest good checkpoint, to a new folder. Raises
     ConfigError."""
     manifest.checkpoints_at(path)  # a wrong path is an error at once
     import torch  # imported here, because the other commands must not wait for it
@@ -177,14 +176,14 @@ def _age(seconds: float) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m checkpoint", description="Look at checkpoints of a run.")
+    """Run the command line and return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m checkpoint", description="Inspect the checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in {
-        "ls": "step, size, age of each checkpoint, and whether it is good",
-        "verify": "read every byte and say all that is wrong",
-        "show": "model, layout and tensors of a checkpoint",
-        "convert": "take the weights out, for checkpoint.weights=FOLDER or for Hugging Face",
+        "ls": "print step, size and age of each checkpoint, and whether it is good",
+        "verify": "read every byte and print all problems",
+        "show": "print model, layout and tensors of a checkpoint",
+        "convert": "write the weights to a folder, for checkpoint.weights=FOLDER or for Hugging Face",
     }.items():
         subcommand = commands.add_parser(name, help=text, description=text)
         or_weights = "; or a folder of weights or of Hugging Face" if name == "verify" else ""
@@ -199,7 +198,7 @@ def main(arguments: list[str] | None = None) -> int:
             subcommand.add_argument(
                 "--dtype",
                 choices=["float32", "bfloat16", "float16"],
-                help="of the weights, but for biases of routers, which are fp32; default: as the model has them",
+                help="data type of the weights, except routers' biases, which stay fp32 (default: the model's)",
             )
     options = parser.parse_args(arguments)
 

@@ -1,9 +1,8 @@
 """Export the model of a run: `python -m checkpoint.export RUN_OR_CHECKPOINT OUT_FOLDER`.
 
-Writes a folder of logical weights with its config and the tokenizer, from a checkpoint of any layout, on one process.
-No model is built: tensors are copied one at a time.
-`checkpoint.weights=OUT_FOLDER` starts another run from it; `python -m models.convert export` makes a Hugging Face
-folder of it.
+Writes a folder of logical weights with the config and the tokenizer, from a checkpoint of any layout, in one process.
+No model is built: tensors are copied one at a time. `checkpoint.weights=OUT_FOLDER` starts another run from this
+folder; `python -m models.convert export` converts it to a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the logical weights of a run's newest good checkpoint, or of a given one, to a new folder, as `dtype`
-    (None: as the model has them; biases of routers stay in fp32), with the run's tokenizer. Returns the checkpoint.
-    Raises ConfigError, and OSError if the disk fails."""
+    """Write the logical weights and the tokenizer of a given checkpoint, or of a run's newest good one, to a new
+    folder. Returns the checkpoint's path. `dtype`: of the weights, except routers' biases, which stay in fp32; None
+    keeps the model's dtype. Raises ConfigError, and OSError if the disk fails."""
     good, tokenizer = _checked(source)
     from checkpoint.logical.reader import open_checkpoint
     from models import folder as folders  # these import torch: --help must not wait for it
@@ -52,7 +51,8 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
 
 
 def export_huggingface(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the same weights to a new Hugging Face folder. Raises ConfigError also if no family has such a model."""
+    """Write the weights of a given checkpoint, or of a run's newest good one, to a new Hugging Face folder. Returns the
+    checkpoint's path. Raises ConfigError, also if no Hugging Face family has such a model."""
     good, tokenizer = _checked(source)
     from checkpoint.logical.reader import open_checkpoint
     from models import convert
@@ -74,14 +74,14 @@ def export_huggingface(source: Path, target: Path, dtype: torch.dtype | None = N
 
 
 def _checked(source: Path) -> tuple[Path, Path | None]:
-    """Return the good checkpoint of a path, and its tokenizer. Raises ConfigError."""
+    """Return the good checkpoint at a path, and the folder of its tokenizer if it has one. Raises ConfigError."""
     progress.begin(f"Checking {source}")
     good = manifest.good_checkpoint_at(source)
     return good, kept_tokenizer.of_checkpoint(good)
 
 
 def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, int | None] | None:
-    """Write a checkpoint's tokenizer, if it has one, and return its special tokens under Hugging Face's names."""
+    """Write a checkpoint's tokenizer, if it has one, and return its special token ids under Hugging Face's names."""
     if path is None:
         return None
     family = load(good / manifest.CONFIG).model.family
@@ -95,11 +95,14 @@ def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, i
 
 
 def _write_for_transformers(tokenizer: Tokenizer, family: str, folder: Path) -> None:
-    """For a tokenizer that transformers cannot read, write an equal one that it can, or print why there is none."""
+    """For a tokenizer that transformers cannot read, write an equivalent one; print the reason if there is none."""
     try:
         files = tokenizer.for_transformers(family)
     except NotConvertible as reason:
-        text = f"transformers may treat texts in another way: {tokenizer.path} has no equal tokenizer.json, as {reason}"
+        text = (
+            f"transformers may tokenize differently: {tokenizer.path} has no equivalent tokenizer.json, because "
+            f"{reason}"
+        )
         _print_note(f"{text}.")
         return
     for name, text in files.items():
@@ -112,7 +115,7 @@ def _print_note(text: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m checkpoint.export", description=__doc__.partition("\n\n")[0].replace("\n", " ")
     )

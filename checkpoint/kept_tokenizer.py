@@ -1,9 +1,6 @@
-"""The tokenizer that a run stores next to its checkpoints, identified by content: with another one a checkpoint's
-tokens mean nothing.
-
-`run_dir/tokenizer` is the newest; one that was replaced (`checkpoint.accept_changes`) stays, as `tokenizer-DIGEST`, for
-the checkpoints that were trained with it.
-"""
+"""The tokenizer that a run stores next to its checkpoints. It is identified by its content, because the weights are
+useless with other token ids. `run_dir/tokenizer` is the newest. A tokenizer that was replaced
+(`checkpoint.accept_changes`) is kept as `tokenizer-DIGEST` for the checkpoints that were trained with it."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ FOLDER = "tokenizer"
 
 
 def digest_of(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer that a checkpoint was trained with; None where its state names no data.
+    """Return the digest of the tokenizer that a checkpoint was trained with; None if its state.json describes no data.
     Raises ConfigError for a broken checkpoint."""
     data = read_state(checkpoint).get("data")
     return None if data is None else str(data["tokenizer"])
@@ -28,9 +25,7 @@ def digest_of(checkpoint: Path) -> str | None:
 
 def of_checkpoint(checkpoint: Path) -> Path | None:
     """Return the folder of the tokenizer that a checkpoint was trained with; None if the run stores no tokenizer.
-
-    Raises ConfigError if the run stores tokenizers, but not the checkpoint's.
-    """
+    Raises ConfigError if the run stores only other tokenizers."""
     run_dir, wanted = checkpoint.absolute().parent.parent, digest_of(checkpoint)
     kept = [run_dir / FOLDER, *run_dir.glob(f"{FOLDER}-*")]
     kept = [folder for folder in kept if folder.is_dir() and any(folder.iterdir())]
@@ -41,12 +36,12 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
             return folder
     raise ConfigError(
         f"{core_file(kept[0]) or kept[0]} differs from the tokenizer that checkpoint {checkpoint} was "
-        "trained with: its weights would read other tokens. Put the run's own tokenizer back."
+        "trained with: token ids would have another meaning. Restore the run's own tokenizer."
     )
 
 
 def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Store a run's tokenizer in `tokenizer`, after renaming one of other content. Raises OSError."""
+    """Store a run's tokenizer in `run_dir/tokenizer`; a different tokenizer there is renamed first. Raises OSError."""
     folder = run_dir / FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         old = tokenizer_digest(folder, tried=True)

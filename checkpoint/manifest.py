@@ -1,9 +1,9 @@
-"""The checkpoints of a run, and checks that they are complete. Reads files only, without torch.
+"""Find, verify, rename and delete the checkpoints of a run. Works on files only, without torch.
 
-A checkpoint folder is good if its manifest, which is written last, names every file, and all have the size and checksum
-in it. The checksum is XXH3 (128 bits): 10 GB/s on one core, compared with 0.5 to 2 for CRC-32 and SHA-256, so it can be
-checked at every save and every start. It finds damage, not forgery; against forgery, nothing that is loaded can be
-code.
+A checkpoint folder is good if its manifest, which is written last, names every file, and all files have the size and
+checksum in it. The checksum is XXH3 (128 bits): 10 GB/s on one core, compared with 0.5 to 2 for CRC-32 and SHA-256, so
+it can be checked at every save and every start. It detects damage, not forgery; a forged checkpoint still cannot run
+code, because nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Check = Callable[[Path], str | None]
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Return the folder of a step's checkpoint."""
+    """Return the folder of the checkpoint of a step."""
     return run_dir / "checkpoints" / f"step_{step:07d}"
 
 
 def write(folder: Path, step: int, files: dict[str, FileSum], buffer: memoryview | None = None) -> None:
-    """Write the manifest of a folder whose files are all on disk. Raises OSError."""
+    """Write the manifest of a checkpoint folder whose other files are all on disk. Raises OSError."""
     content = {"format": FORMAT, "step": step, "files": {name: vars(files[name]) for name in sorted(files)}}
     write_text(folder / MANIFEST, json.dumps({**content, SUM: own_sum(content)}, indent=1), buffer)
 
 
 def write_text(path: Path, text: str, buffer: memoryview | None = None) -> FileSum:
-    """Write a small file through to the disk and return its checksum, as `sum_of`. Raises OSError."""
+    """Write a small file, fsync it, and return its size and checksum. Raises OSError."""
     with writing(path), open(path, "wb") as stream:
         stream.write(text.encode())
         stream.flush()
@@ -52,7 +52,7 @@ def write_text(path: Path, text: str, buffer: memoryview | None = None) -> FileS
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new files of a folder survive a power cut. Raises OSError."""
+    """Fsync a folder, so that its new and renamed files survive a power failure. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,17 +61,17 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, FileSum]:
-    """Return the files that a folder's manifest names. Raises ValueError, with a message for users, if it is not
-    whole."""
+    """Return the files that a folder's manifest names, with size and checksum. Raises ValueError, with a message for
+    users, if the manifest is missing or damaged."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content["format"] != FORMAT:
-            raise _Invalid(f"its format ({content['format']}) is not the one this version reads ({FORMAT})")
+            raise _Invalid(f"its format ({content['format']}) is not the format that this version reads ({FORMAT})")
         if content.pop(SUM) != own_sum(content):
-            raise _Invalid(f"its {MANIFEST} does not have the checksum that stands in it")
+            raise _Invalid(f"its {MANIFEST} does not match the checksum that it contains")
         number = folder.name.removeprefix("step_")
         if number.isdigit() and folder.name != number and int(number) != content["step"]:
-            raise _Invalid(f"its {MANIFEST} is that of step {content['step']}")
+            raise _Invalid(f"its {MANIFEST} belongs to step {content['step']}")
         files = {name: FileSum(**entry) for name, entry in content["files"].items()}
     except FileNotFoundError:
         raise _Invalid(f"it has no {MANIFEST}") from None
@@ -88,25 +88,21 @@ def read(folder: Path) -> dict[str, FileSum]:
 
 
 class _Invalid(ValueError):
-    """The reason why a manifest is invalid, for the user."""
+    """The reason why a manifest is invalid, as a message for users."""
 
 
 def problem_with(folder: Path) -> str | None:
-    """Return the reason, in one line, why a folder is no complete checkpoint, from names and sizes alone, or None."""
-    return next(iter(_problems(folder, content=False)), None)
+    """Return one line on why a folder is not a complete checkpoint, or None. Checks names and sizes only."""
+    return next(iter(problems(folder, content=False)), None)
 
 
 def verify(folder: Path) -> str | None:
-    """Return the reason, in one line, why a folder is no good checkpoint, with every byte read, or None."""
+    """Return one line on why a folder is not a good checkpoint, or None. Reads every byte."""
     return next(iter(problems(folder)), None)
 
 
-def problems(folder: Path) -> list[str]:
-    """Return all problems of a checkpoint folder, with every byte read."""
-    return _problems(folder, content=True)
-
-
-def _problems(folder: Path, content: bool) -> list[str]:
+def problems(folder: Path, content: bool = True) -> list[str]:
+    """Return a line for each problem of a checkpoint folder. With `content`, reads every byte, else sizes only."""
     if not folder.is_dir():
         return ["no such folder"]
     try:
@@ -120,7 +116,8 @@ def _problems(folder: Path, content: bool) -> list[str]:
 
 
 def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
-    """Return a line for each file that matches the manifest but has invalid content, and for incomplete tensors."""
+    """Return a line for each file that matches the manifest but has invalid content, or for a tensor that is
+    incomplete."""
     found: list[str] = []
     entries: list[safetensors_header.Entry] = []
     for name in files:
@@ -134,19 +131,19 @@ def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
             elif name.endswith(safetensors_header.SUFFIX):
                 entries += safetensors_header.read(folder / name).values()
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-            found.append(f"its file {name} is none of a checkpoint: {' '.join(str(error).split())}")
+            found.append(f"its file {name} is not a valid checkpoint file: {' '.join(str(error).split())}")
     lacking = None if found else safetensors_header.incomplete(entries)
     return [*found, *([lacking] if lacking else [])]
 
 
 def all_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all checkpoint folders in a run folder, newest first, good or not, of any run."""
+    """Return all checkpoint folders in a run's folder, newest first, including damaged ones and those of other runs."""
     folders = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def run_of(folder: Path) -> str | None:
-    """Return the id of the run that wrote a checkpoint; None if its state is damaged."""
+    """Return the id of the run that wrote a checkpoint; None if its state.json is damaged."""
     try:
         found = json.loads((folder / STATE).read_bytes()).get("run")
     except (OSError, ValueError, RecursionError, AttributeError):
@@ -155,8 +152,8 @@ def run_of(folder: Path) -> str | None:
 
 
 def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
-    """Return the checkpoints in a run folder that another run wrote, newest first, each with the reason. Raises
-    ConfigError for a damaged run.json."""
+    """Return the checkpoints in a run's folder that another run wrote, newest first, each with a phrase that names this
+    run. Raises ConfigError if run.json is damaged."""
     held = record.read(run_dir)
     found = [(folder, run_of(folder)) for folder in all_checkpoints(run_dir)]
     # A damaged checkpoint has no reliable run id, and is passed over for its damage.
@@ -169,7 +166,7 @@ def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
 
 
 def _is_state_damaged(folder: Path) -> bool:
-    """Whether a checkpoint's manifest is whole, and its state does not match it."""
+    """Whether a checkpoint's state.json does not match its manifest, which itself is intact."""
     try:
         return sum_of(folder / STATE) != read(folder)[STATE]
     except ValueError:
@@ -179,28 +176,31 @@ def _is_state_damaged(folder: Path) -> bool:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a folder's own run, newest first, good or not. Raises ConfigError if the folder's run
-    is ambiguous."""
+    """Return the checkpoints of a folder's own run, newest first, including damaged ones. Raises ConfigError if it is
+    unclear which run the folder belongs to."""
     foreign = foreign_checkpoints(run_dir)
     if foreign and record.read(run_dir) is None:
         several = " and ".join(f"{folder.name} ({why})" for folder, why in foreign)
         raise ConfigError(
-            f"{run_dir} holds checkpoints of several runs, and no {record.RECORD} says which is its own: {several}."
+            f"{run_dir} holds checkpoints of several runs, and no {record.RECORD} names its own run: {several}. "
+            "Move the other runs' checkpoints to folders of their own."
         )
     others = [folder for folder, _ in foreign]
     return [folder for folder in all_checkpoints(run_dir) if folder not in others]
 
 
 def checkpoints_at(path: Path, also: str = "") -> list[Path]:
-    """Return the checkpoints at a path, newest first, damaged ones included: all of a run, or one. Raises ConfigError
-    if there are none; `also`: other kinds of paths that the caller accepts, for the message."""
+    """Return the checkpoints at a path (a run's folder or one checkpoint), newest first, including damaged ones. Raises
+    ConfigError if there are none; `also` names other kinds of paths that the caller accepts, for the message."""
     found = list_checkpoints(path.parent if path.name == "checkpoints" else path)
     if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
         found = [path]
     if not found:
         foreign = foreign_checkpoints(path)
         if foreign:
-            raise ConfigError(f"{path} holds no checkpoint of its own run: {foreign[0][0].name}: {foreign[0][1]}.")
+            raise ConfigError(
+                f"{path} holds no checkpoint of its own run: {foreign[0][0].name} is there, but {foreign[0][1]}."
+            )
         raise ConfigError(
             f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX{also}."
         )
@@ -208,8 +208,8 @@ def checkpoints_at(path: Path, also: str = "") -> list[Path]:
 
 
 def kind_of_model(path: Path) -> str:
-    """Return the kind of a trained model's folder: huggingface, checkpoint (also a run) or weights. Raises ConfigError
-    for any other path."""
+    """Return the kind of a trained model's folder: huggingface, checkpoint (also for a run) or weights. Raises
+    ConfigError for any other path."""
     if (path / "config.json").exists():
         return "huggingface"
     if any((path / name).exists() for name in (MANIFEST, STATE, "checkpoints")):
@@ -217,14 +217,14 @@ def kind_of_model(path: Path) -> str:
     if any((path / name).is_file() for name in (CONFIG, FOLDER_SUMS)):
         return "weights"
     raise ConfigError(
-        f"--checkpoint ({path}) is no model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder of "
-        "`python -m checkpoint.export` or `python -m models.convert`, or a Hugging Face folder with config.json."
+        f"--checkpoint ({path}) is not a model: it must be a run folder, one of its checkpoints/step_XXXXXXX, a folder "
+        "of `python -m checkpoint.export` or `python -m models.convert`, or a Hugging Face folder with config.json."
     )
 
 
 def good_checkpoint_at(path: Path) -> Path:
-    """Return a run's newest good checkpoint, or the given one, with every byte checked; print on standard error which
-    were passed over. Raises ConfigError if there is none."""
+    """Return the given checkpoint, or a run's newest good one, after checking every byte; skipped checkpoints are
+    printed to standard error. Raises ConfigError if none is good."""
     good, passed_over = newest_good(checkpoints_at(path), verify)
     if good is None:
         raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}.")
@@ -234,10 +234,8 @@ def good_checkpoint_at(path: Path) -> Path:
 
 
 def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[str]]:
-    """Return the first folder without a problem according to `check`, and a line for each folder before it.
-
-    Damaged ones are passed over. Raises ConfigError for one in another version's format.
-    """
+    """Return the first folder in which `check` finds no problem, and a line for each damaged folder before it. Raises
+    ConfigError for a checkpoint in another version's format."""
     passed_over: list[str] = []
     for folder in folders:
         problem = check(folder)
@@ -245,14 +243,15 @@ def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[st
             return folder, passed_over
         if is_of_other_format(folder):
             raise ConfigError(
-                f"checkpoint {folder} cannot be read: {problem}. Use the version that wrote it, or name another."
+                f"checkpoint {folder} cannot be read: {problem}. Use the version that wrote it, or name another "
+                "checkpoint."
             )
-        passed_over.append(f"passed over {folder}: {problem}")
+        passed_over.append(f"skipped {folder}: {problem}")
     return None, passed_over
 
 
 def is_of_other_format(folder: Path) -> bool:
-    """Whether a folder has a whole manifest, in a format that this version does not read."""
+    """Whether a folder has an intact manifest in a format that this version does not read."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         found = content.pop(SUM)
@@ -262,8 +261,8 @@ def is_of_other_format(folder: Path) -> bool:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its final name. An existing one stays until then, also if the job is killed.
-    Raises OSError."""
+    """Rename a complete checkpoint to its final name. A checkpoint that already has this name is kept until then, even
+    if the job is killed. Raises OSError."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -274,10 +273,8 @@ def put_in_place(temporary: Path, folder: Path) -> None:
 
 
 def tidy(run_dir: Path) -> None:
-    """Clean up after a killed job: delete half-written and half-deleted checkpoints, rename a replaced one back.
-
-    Only for the holder of the run's folder, and while no save is in progress. Raises OSError.
-    """
+    """Clean up after a killed job: delete half-written and half-deleted checkpoints, and restore the name of a replaced
+    one. Only for the process that has locked the run's folder, while no save is in progress. Raises OSError."""
     for replaced in (run_dir / "checkpoints").glob(f"step_*{REPLACED}"):
         folder = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if folder.exists():
@@ -289,8 +286,9 @@ def tidy(run_dir: Path) -> None:
 
 
 def prune(newest: Path, keep: int, keep_every: int) -> None:
-    """Delete checkpoints older than `newest`, which was just verified, except the newest `keep` in total (0 keeps all)
-    and each `keep_every`-th step (0: none). Incomplete ones are left for their owner to look at. Raises OSError."""
+    """Delete checkpoints that are older than `newest`, which was just verified, except the newest `keep` in total (0
+    keeps all) and each `keep_every`-th step (0: none). Incomplete ones are left for the user to inspect. Raises
+    OSError."""
     if keep == 0:
         return
     siblings = list_checkpoints(newest.parent.parent)

@@ -1,8 +1,5 @@
-"""`run_dir/run.json`: the id of the folder's run, how it was started, and the process that works on it. Reads and
-writes small files only.
-
-A run keeps its id for life; its checkpoints contain it, so that checkpoints of different runs are not confused.
-"""
+"""`run_dir/run.json`: the id of the folder's run, how the run was started, and the process that works on it. A run
+keeps its id for life; its checkpoints contain it, so that checkpoints of different runs are not confused."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class Record:
 
     @property
     def origin_text(self) -> str:
-        """A description of how the run started."""
+        """A phrase that describes how the run started."""
         if self.checkpoint is not None:
             return f"started from {self.checkpoint}"
         return "started fresh" if self.weights is None else f"started from the weights {self.weights}"
@@ -74,14 +71,14 @@ def requested_start(config: Config) -> tuple[str, str | None]:
 
 
 def new(config: Config, checkpoint: Path | None) -> Record:
-    """Return the record of a run that starts now, from a checkpoint of another run or from none."""
+    """Return the record of a run that starts now, from a checkpoint of another run if `checkpoint` is given."""
     resume, weights = requested_start(config)
     start = None if checkpoint is None else str(checkpoint.resolve())
     return Record(secrets.token_hex(4), resume, weights if start is None else None, start, created=time.time())
 
 
 def read(run_dir: Path) -> Record | None:
-    """Return the record of a folder's run, or None. Raises ConfigError for a record that cannot be read."""
+    """Return the record in a run's folder, or None if there is none. Raises ConfigError if it cannot be read."""
     path = run_dir / RECORD
     try:
         content = checksums.read_summed(path)
@@ -89,14 +86,14 @@ def read(run_dir: Path) -> Record | None:
         found = Record(**{key: value for key, value in content.items() if key in known})
         for name, kinds in _KINDS.items():
             if not isinstance(getattr(found, name), kinds):
-                raise ValueError(f"{name} ({getattr(found, name)}) is of another kind")
+                raise ValueError(f"{name} ({getattr(found, name)}) is of the wrong type")
         return found
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({' '.join(str(error).split())}): it says which run the folder holds. "
-            "Put it back; or take it away, and the run's checkpoints and events say it; or choose another run_dir."
+            f"{path} cannot be read ({' '.join(str(error).split())}): it identifies the folder's run. Restore it, or "
+            "delete it so that the run's checkpoints and events identify it, or choose another run_dir."
         ) from error
 
 
@@ -106,13 +103,13 @@ def write(run_dir: Path, record: Record) -> None:
 
 
 def this_process() -> dict[str, Any]:
-    """Return host, pid and start time of this process, as `is_alive` compares them."""
+    """Return host, pid and start time of this process, which `is_alive` compares."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "process_started": psutil.Process().create_time()}
 
 
 def is_alive(record: Record) -> bool:
-    """Whether the record's process is still running: on this host by its pid and start time, elsewhere by its
-    heartbeat."""
+    """Whether the record's process still runs: checked by pid and start time on this host, by heartbeat on another
+    host."""
     if record.host != socket.gethostname():
         return time.time() - record.heartbeat < SILENCE
     try:
@@ -122,10 +119,10 @@ def is_alive(record: Record) -> bool:
 
 
 class Keeper:
-    """Maintains the record of the run that this process works on, with a heartbeat every HEARTBEAT seconds."""
+    """Keeps the record of the run that this process works on up to date, with a heartbeat every HEARTBEAT seconds."""
 
     def __init__(self, run_dir: Path, record: Record):
-        """Raises OSError if the record cannot be written."""
+        """Write the record and start the heartbeats. Raises OSError if the record cannot be written."""
         self._run_dir, self._lock, self._ended = run_dir, threading.Lock(), threading.Event()
         self.record = dataclasses.replace(record, **this_process())
         self.note()
@@ -133,7 +130,7 @@ class Keeper:
         self._thread.start()
 
     def note(self, **facts: Any) -> None:
-        """Write fields of the record, and a heartbeat. Raises OSError."""
+        """Write changed fields and the time of a heartbeat to the record. Raises OSError."""
         with self._lock:
             self.record = dataclasses.replace(self.record, **facts, heartbeat=time.time())
             write(self._run_dir, self.record)
@@ -144,13 +141,13 @@ class Keeper:
                 self.note()
 
     def close(self) -> None:
-        """End the heartbeats."""
+        """Stop the heartbeats."""
         self._ended.set()
         self._thread.join(HEARTBEAT)
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step in metrics.jsonl; 0 if it has none."""
+    """Return the last step in metrics.jsonl; 0 if there is none."""
     try:
         with open(run_dir / METRICS, "rb") as stream:
             stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))

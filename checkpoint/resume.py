@@ -1,7 +1,5 @@
-"""The start of a job, on all ranks: the lock of its run folder, and the checkpoint that it resumes from.
-
-The ranks check the checkpoint together; checkpoint/start.py decides.
-"""
+"""The start of a job on all ranks: lock the run's folder, and find the checkpoint to resume from. checkpoint/start.py
+decides; the ranks verify the checkpoint together."""
 
 from __future__ import annotations
 
@@ -27,19 +25,19 @@ from checkpoint.start import Start
 from configs.changes import Change
 from configs.schema import Config
 from data.identity import Difference, Identity
-from parallel.joint_errors import raise_together
+from parallel.joint_errors import raise_together, raised_together
 
 LOCK = "job.lock"
 GRACE = 3.0  # seconds for a job that was just killed to release its folder
 
 
 class Claim:
-    """Rank 0's lock of a run's folder: a locked file that names the holder. The kernel releases the lock when the
+    """Rank 0's lock on a run's folder: a locked file that names the process. The kernel releases the lock when the
     process dies."""
 
     def __init__(self, run_dir: Path):
-        """Wait at most GRACE seconds for the lock. Raises ConfigError if another job holds it, or the folder cannot be
-        written."""
+        """Wait at most GRACE seconds for the lock. Raises ConfigError if another job has it, or the folder is not
+        writable."""
         self._run_dir = run_dir
         self._keeper: Keeper | None = None
         path = run_dir / LOCK
@@ -54,8 +52,8 @@ class Claim:
                     holder = path.read_text()
                     self._file.close()
                     raise ConfigError(
-                        f"run_dir ({run_dir}) is in use by another job: {_holder(holder)}. Two jobs would write over "
-                        "each other's checkpoints. Stop that one, or give this one another name or run_dir."
+                        f"run_dir ({run_dir}) is in use by another job: {_holder(holder)}. Two jobs would "
+                        "overwrite each other's checkpoints. Stop that job, or give this one another name or run_dir."
                     )
                 time.sleep(0.1)
             self._file.truncate(0)
@@ -69,8 +67,7 @@ class Claim:
             files.tidy(run_dir)
         except OSError as error:
             raise ConfigError(
-                f"run_dir ({run_dir}) cannot be written: {error.strerror}. Make room or give a folder that can be "
-                "written."
+                f"run_dir ({run_dir}) cannot be written: {error.strerror}. Free disk space, or give a writable folder."
             ) from error
 
     def _locked(self) -> bool:
@@ -79,20 +76,21 @@ class Claim:
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
-            print(f"run_dir has no locks ({error.strerror}): nothing keeps a second job out of it", flush=True)
+            print(f"run_dir cannot be locked ({error.strerror}): a second job could write to it, too", flush=True)
         return True
 
     def keep(self, record: Record) -> None:
-        """Write the record of the run that this process works on from now on. Raises OSError."""
+        """Write the record of the run that this process now works on, and keep it up to date. Raises OSError."""
         self._keeper = Keeper(self._run_dir, record)
 
     def note_saved(self, step: int) -> None:
-        """Record that the checkpoint of this step was announced: a later start must find one. Raises OSError."""
+        """Record that the checkpoint of this step was logged as saved, so that a later start must find it. Raises
+        OSError."""
         if self._keeper is not None:
             self._keeper.note(saved=step)
 
     def release(self) -> None:
-        """Release the folder for other jobs."""
+        """Release the folder, so that other jobs can lock it."""
         if self._keeper is not None:
             self._keeper.close()
         self._file.close()
@@ -102,25 +100,20 @@ def _holder(text: str) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         content = json.loads(text)
         return f"process {content['pid']} on {content['host']}, since {content['since']}"
-    return "it does not say which"
+    return "an unknown process"
 
 
 def claim(run_dir: Path) -> Claim | None:
-    """Lock the folder against other jobs; returns the claim on rank 0. A collective call. Raises ConfigError on every
-    rank."""
-    held, problem = None, None
-    if dist.get_rank() == 0:
-        try:
-            held = Claim(run_dir)
-        except ConfigError as error:
-            problem = str(error)
-    raise_together(problem)
+    """Lock the folder against other jobs, and return the lock on rank 0, None elsewhere. A collective call. Raises
+    ConfigError on every rank."""
+    with raised_together():
+        held = Claim(run_dir) if dist.get_rank() == 0 else None
     return held
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The start of this job, and its differences from the checkpoint; the same on every rank."""
+    """The start of this job, and how its settings and data differ from the checkpoint's; the same on every rank."""
 
     start: Start
     settings: list[Change]
@@ -128,12 +121,9 @@ class Resumption:
 
 
 def find(config: Config, vocab_size: int, identity: Identity, passed_over: Callable[[Path, str], None]) -> Resumption:
-    """Decide how the command starts, check every byte of its checkpoint, each on one of the ranks, and compare model,
-    settings and data with it. Rank 0 calls `passed_over` with the run's folder and a line for each checkpoint that is
-    not good.
-
-    A collective call. Raises ConfigError on every rank.
-    """
+    """Decide how the command starts, verify every byte of its checkpoint on all ranks together, and compare the
+    checkpoint's model, settings and data with the config's. Rank 0 calls `passed_over` with the run's folder and a line
+    for each checkpoint that is not good. A collective call. Raises ConfigError on every rank."""
 
     def decide() -> Resumption:
         found = start.find(config, _check_together)
@@ -149,8 +139,8 @@ def find(config: Config, vocab_size: int, identity: Identity, passed_over: Calla
 
 
 def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | None:
-    """Return the newest good checkpoint of a folder's run, every byte of it checked, or None. `passed_over`: as in
-    `find`. A collective call."""
+    """Return the newest good checkpoint of a folder's run, after verifying every byte, or None. A collective call.
+    `passed_over`: as in `find`."""
 
     def look() -> Path | None:
         good, lines = manifest.newest_good(manifest.list_checkpoints(run_dir), _check_together)
@@ -163,8 +153,8 @@ def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | No
 
 
 def _with_checks(work: Callable[[], Any]) -> Any:
-    """Do `work` on rank 0, which may call `_check_together`, while the other ranks check with it; return its result on
-    all ranks. Raises ConfigError on every rank."""
+    """Run `work` on rank 0, which may call `_check_together`, while the other ranks help to verify checkpoints; return
+    its result on all ranks. Raises ConfigError on every rank."""
     answer, problem = None, None
     if dist.get_rank() == 0:
         try:
@@ -180,7 +170,8 @@ def _with_checks(work: Callable[[], Any]) -> Any:
 
 
 def _check_together(folder: Path) -> str | None:
-    """Return the problem of a checkpoint, if any. Called on rank 0, while the other ranks are in `_with_checks`."""
+    """Return the problem of a checkpoint, or None. Rank 0 calls it while the other ranks, in `_with_checks`, verify a
+    share of the files."""
     problem = manifest.problem_with(folder)
     if problem is not None or dist.get_world_size() == 1:
         return problem or manifest.verify(folder)
@@ -191,7 +182,7 @@ def _check_together(folder: Path) -> str | None:
 
 
 def _check_share(folder: Path, files: dict[str, checksums.FileSum]) -> list[str]:
-    """Return the problems of the files that all ranks found; each reads some of them."""
+    """Verify this rank's share of the files, and return the problems that all ranks found."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found: list[Any] = [None] * world_size
     dist.all_gather_object(found, checksums.wrong_files(folder, files, sorted(files)[rank::world_size]))

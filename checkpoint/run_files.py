@@ -1,9 +1,6 @@
-"""Sizes and checksums of the files in a run's folder that grow while it trains, as a checkpoint stores them. A resumed
-run compares them, so that damage is reported.
-
-A byte is hashed once per process, however often a checkpoint is written. Files are only appended to, except when a run
-goes back to an older checkpoint (training/resilience/recovery.py), which calls `forget`.
-"""
+"""Sizes and checksums of the run's files that grow during training, as a checkpoint stores them. A resumed run compares
+them to detect damage. A byte is hashed once per process, however many checkpoints are written. Files are only appended
+to, except when a run returns to an older checkpoint (training/resilience/recovery.py), which calls `forget`."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ class _Hashed:
 
 
 class GrowingFiles:
-    """The growing files of a run's folder, and the hash state of each."""
+    """Hashes the growing files of a run's folder, continuing each file's hash from the last call."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -35,7 +32,7 @@ class GrowingFiles:
 
     def sums(self) -> dict[str, dict[str, Any]]:
         """Return the current size in bytes and XXH3 (128 bits) of each file, by name. Bytes that are appended meanwhile
-        may be missing. A file that cannot be read is left out: its writer reports the error."""
+        may be missing. A file that cannot be read is left out, because its writer reports the error."""
         found: dict[str, dict[str, Any]] = {}
         for path in sorted({path for pattern in GROWING for path in self._run_dir.glob(pattern)}):
             try:
@@ -51,12 +48,12 @@ class GrowingFiles:
         return found | {name: {"size": 0} for name in SUMMED if (self._run_dir / name).exists()}
 
     def forget(self) -> None:
-        """Hash all files anew, because the run has removed lines from them."""
+        """Hash all files from the beginning next time, because the run has removed lines from them."""
         self._hashed.clear()
 
 
 def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
-    """Describe in a few words each file that does not begin with the content that a checkpoint recorded in `sums`."""
+    """Return a phrase for each file that does not begin with the content that a checkpoint recorded in `sums`."""
     found = []
     for name, entry in sums.items():
         path = run_dir / name
@@ -77,7 +74,7 @@ def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _update(hashed: _Hashed, path: Path, size: int) -> None:
-    """Hash a file up to byte `size`. Raises OSError."""
+    """Continue a file's hash up to byte `size`. Raises OSError."""
     with open(path, "rb") as stream:
         stream.seek(hashed.size)
         while hashed.size < size and (block := stream.read(min(BLOCK, size - hashed.size))):

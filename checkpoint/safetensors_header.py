@@ -1,9 +1,10 @@
-"""The header of a checkpoint's tensor files: the boxes of global tensors and their bytes. Without torch.
+"""The header of a checkpoint's tensor files: for each stored tensor its box of a global tensor and its bytes. Without
+torch.
 
-The files are safetensors (https://huggingface.co/docs/safetensors): 8 bytes of length, a JSON header, then the bytes of
-the tensors. What safetensors lacks, the offset of each tensor in a global one, is stored in its metadata under `boxes`.
-So every rank writes its tensors without asking the others, any safetensors reader opens the files, and nothing in them
-can be code.
+The files are safetensors (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header,
+then the bytes of the tensors. The offset of each tensor in its global tensor, for which safetensors has no field, is
+stored in the metadata under `boxes`. So every rank writes its tensors without asking the others, any safetensors reader
+opens the files, and nothing in them can be code.
 """
 
 from __future__ import annotations
@@ -23,11 +24,9 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: the box of shape `shape` (as stored) of the global tensor `key` that starts at `offset`.
-
-    The global tensor may have more leading dimensions, in which the box is one wide. The bytes are [start, end) of the
-    file's body.
-    """
+    """One stored tensor: the box of the global tensor `key` that starts at `offset` and has the stored shape `shape`.
+    The global tensor may have more leading dimensions, in which the box has size 1. The tensor's bytes are [start,
+    end), counted from the end of the header."""
 
     key: str
     dtype: str  # in safetensors' names
@@ -39,7 +38,7 @@ class Entry:
 
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """Return the header behind its length, padded so that the body starts at a multiple of 8 bytes."""
+    """Return a file's header, preceded by its length and padded so that the tensors start at a multiple of 8 bytes."""
     content: dict[str, Any] = {}
     boxes = {}
     for i, entry in enumerate(entries):
@@ -54,19 +53,20 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """Return the entries of a file, by their names in it. Raises ValueError for any other file, and OSError."""
+    """Return the entries of a checkpoint's file, by their names in it. Raises OSError, and ValueError for any other
+    file."""
     return read_all(path)[1]
 
 
 def read_all(path: Path) -> tuple[SafetensorsHeader, dict[str, Entry]]:
-    """Return the header of a file and its entries, by their names in it. Raises ValueError for any other file, and
-    OSError."""
+    """Return the header of a checkpoint's file and its entries, by their names in it. Raises OSError, and ValueError
+    for any other file."""
     header = read_header(path)
     try:
         boxes = json.loads(header.metadata["boxes"])
         return header, {name: _entry(span, header.body, *boxes[name]) for name, span in header.tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is not one of a checkpoint ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its header is not that of a checkpoint file ({type(error).__name__}: {error})") from error
 
 
 def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offset: list[int]) -> Entry:
@@ -83,8 +83,8 @@ def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offse
 
 
 def incomplete(entries: Iterable[Entry]) -> str | None:
-    """Describe the first global tensor of which the entries of all files do not hold each element once; None if all are
-    complete."""
+    """Return a line on the first global tensor whose elements are not all stored exactly once in all files together;
+    None if all tensors are complete."""
     held: dict[str, list[Entry]] = {}
     for entry in entries:
         of_key = held.setdefault(entry.key, [])
@@ -96,7 +96,7 @@ def incomplete(entries: Iterable[Entry]) -> str | None:
         if count != whole:
             return f"its files hold {count} of the {whole} elements of {key}"
         if _overlap(found):
-            return f"its files hold elements of {key} twice, and lack others"
+            return f"its files hold some elements of {key} twice, and lack others"
     return None
 
 

@@ -1,9 +1,10 @@
-"""Saving during training: a snapshot between two steps, then a thread that writes while the next steps run.
+"""Save checkpoints during training: take a snapshot between two steps, then write it in a thread while the next steps
+run.
 
-A save has two phases on every rank: `write`, in which each rank's thread writes and reads back its own file, and
+A save has two phases on every rank: `write`, in which each rank's thread writes its own file and reads it back, and
 `commit`, in which rank 0's thread adds the small files, writes the manifest, renames the folder and deletes old
-checkpoints. The threads never communicate: every rank calls `poll` between two steps, which exchanges the progress over
-the CPU. If any rank fails, all raise.
+checkpoints. The threads never communicate: every rank calls `poll` between two steps, which exchanges the threads'
+states over the CPU. If any rank fails, all ranks raise.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ RUNNING, DONE, FAILED = 0, 1, -1
 
 
 class SaveError(RuntimeError):
-    """The reason, in one line, why a checkpoint could not be written; raised on every rank. Earlier ones are
+    """Raised on every rank when a checkpoint could not be written, with the reason in one line. Earlier checkpoints are
     untouched."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint: on disk, read back and renamed."""
+    """A complete checkpoint: on disk, read back, and renamed to its final name."""
 
     folder: Path
     step: int
@@ -64,10 +65,11 @@ class Saved:
 
 
 class Saver:
-    """Saves a model repeatedly, one save at a time. All calls are collective, except `close`."""
+    """Saves a model repeatedly, one save at a time. All methods are collective, except `cancel` and `close`."""
 
     def __init__(self, config: Config, link: HostLink):
-        """A collective call, after the process groups were created. `link`: copies snapshots from the device."""
+        """Create the saver, after the process groups. A collective call. `link` copies snapshots from device to
+        host."""
         self._shard_writer = ShardWriter(link)
         self.last_step: int | None = None  # the step that was saved last, None after the model was loaded
         self._save: _Save | None = None
@@ -95,11 +97,9 @@ class Saver:
         keep: int = 0,
         keep_every: int = 0,
     ) -> Saved | None:
-        """Take a snapshot and start to write it. Waits for an earlier save first, and returns that.
-
-        state: the content of state.json; its `step` is that of the folder's name. When the checkpoint is complete,
-        older ones are deleted by manifest.prune. Raises SaveError for the earlier save.
-        """
+        """Take a snapshot and start to write it. First waits for an earlier save, and returns the earlier checkpoint.
+        `state` is the content of state.json; its `step` must be that in the folder's name. When the checkpoint is
+        complete, manifest.prune deletes older ones. Raises SaveError if the earlier save failed."""
         named = folder.name.removeprefix("step_")
         step = state["step"]
         assert not named.isdigit() or int(named) == step, f"{folder} is no name for step {step}"
@@ -125,10 +125,8 @@ class Saver:
         return earlier
 
     def poll(self) -> Saved | None:
-        """Return the checkpoint that was completed since the last call, if any. Costs a small all-reduce during a save.
-
-        Raises SaveError on every rank if any rank failed; the incomplete checkpoint is deleted.
-        """
+        """Return the checkpoint that was completed since the last call, or None. Costs a small all-reduce during a
+        save. Raises SaveError on every rank if any rank failed; the incomplete checkpoint is then deleted."""
         save = self._save
         if save is None:
             return None
@@ -163,13 +161,13 @@ class Saver:
         return saved
 
     def cancel(self, reason: str) -> None:
-        """Cancel the save in progress, if this rank still can; it fails on all ranks."""
+        """Cancel the save in progress, unless this rank has finished its file; the save then fails on all ranks."""
         if self._save is not None:
             self._save.cancel(reason)
 
     def close(self) -> None:
-        """Stop the save that this run can no longer complete, and free its disk space. Not collective: other ranks may
-        have ended."""
+        """Cancel a save that is still in progress when the run ends, and free its disk space. Not collective: other
+        ranks may have ended."""
         if self._save is not None:
             self._save.cancel("the run ended")
             self._save.writer.wait(CLOSE_TIMEOUT)
@@ -180,7 +178,7 @@ class Saver:
 
 
 class _Save:
-    """One save: its files, its folder, and the writing thread of the current phase."""
+    """One save in progress: its files, its folder, and the writing thread of the current phase."""
 
     def __init__(
         self,
@@ -220,7 +218,8 @@ class _Save:
             self._release()
 
     def commit(self, files: list[tuple[str, FileSum]]) -> None:
-        """Start the second phase: rank 0 completes the folder. `files`: those of all ranks."""
+        """Start the second phase, in which rank 0 completes the folder. `files`: every rank's file name, size and
+        checksum."""
         self.committing = True
         self.writer = _WriterThread((lambda: self._commit(dict(files))) if self._rank == 0 else None)
 
@@ -254,17 +253,17 @@ class _Save:
         return sum(entry.size for entry in files.values()), complaint
 
     def _release(self) -> None:
-        """Let the updates continue that wait until offloaded state is written."""
+        """Release the snapshot of offloaded state, so that updates waiting for it can continue."""
         if self._offloaded is not None:
             self._offloaded.close()
 
     def cancel(self, reason: str) -> None:
-        """Have the writing thread stop soon."""
+        """Ask the writing thread to stop."""
         self._reason = reason
         self.cancelled.set()
 
     def abandon(self, group: dist.ProcessGroup | None) -> None:
-        """Free the disk space of the incomplete checkpoint: the disk may be full. A collective call."""
+        """Delete the incomplete checkpoint to free disk space, because the disk may be full. A collective call."""
         self.cancel("another rank failed")
         self.writer.wait(CLOSE_TIMEOUT)
         self._release()  # also if the writer hangs
@@ -272,26 +271,26 @@ class _Save:
         self.delete()
 
     def delete(self) -> None:
-        """Delete the incomplete folder on rank 0, unless its writer still runs."""
+        """Delete the incomplete folder on rank 0, unless its thread is still writing."""
         if self._rank == 0 and not self.writer.is_alive:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def _wait_for(path: Path) -> None:
-    """Wait until another host's file is visible here, which takes a while on network file systems. Raises OSError."""
+    """Wait until a file that another host wrote is visible here: network file systems cache names. Raises OSError."""
     deadline = time.monotonic() + VISIBLE_TIMEOUT
     while not path.exists():
         if time.monotonic() > deadline:
-            raise OSError(f"rank 0 does not see {path}: run_dir must be in a file system that all nodes share")
+            raise OSError(f"rank 0 does not see {path}: run_dir must be on a file system that all nodes share")
         time.sleep(0.2)
 
 
 class _Failed(Exception):
-    """The reason why a phase failed, for the user."""
+    """The reason why a phase failed, as a message for the user."""
 
 
 class _WriterThread:
-    """A phase's work on this rank, in its own thread; None: nothing to do."""
+    """Runs one phase of a save in a thread. `work` is None on a rank that has nothing to do in this phase."""
 
     def __init__(self, work: Callable[[], Any] | None):
         self.state = DONE if work is None else RUNNING
@@ -319,11 +318,11 @@ class _WriterThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread still runs."""
         return self._work is not None and self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the work is done; it fails if it takes longer."""
+        """Wait at most `seconds` until the work is done; a timeout counts as a failure."""
         if self._work is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():

@@ -1,8 +1,9 @@
-"""A checkpoint's tensor files: a writer with a snapshot in host memory, one file per rank, and a reader of boxes.
+"""A checkpoint's tensor files: a writer that first copies tensors to host memory, one file per rank, and a reader of
+boxes.
 
-Both take Megatron's ShardedTensors: views into this rank's tensors, each a box of a global tensor. The reader fills any
-box from the boxes that were written, whatever the layouts. Offloaded state is not part of the snapshot: it is read
-bucket by bucket while the file is written.
+Both take Megatron's ShardedTensors: views of this rank's tensors, each a box of a global tensor. The reader fills any
+box from the boxes that were written, whatever the layouts. Offloaded state is not copied first: it is read bucket by
+bucket while the file is written.
 """
 
 from __future__ import annotations
@@ -37,19 +38,18 @@ BAND_BYTES = 4 * 2**20  # of matrix rows that are read at once, if only some of 
 
 
 class SaveCancelled(Exception):
-    """The run ended while a file was being written."""
+    """Raised in the writing thread when its save was cancelled."""
 
 
 class NotFinite(Exception):
-    """The name of a tensor with NaN or Inf. Such a checkpoint could not be resumed, and would displace older ones."""
+    """Raised with the name of a tensor that has NaN or Inf. Such a checkpoint could not be resumed, and would displace
+    older ones."""
 
 
 class ShardWriter:
-    """Writes a rank's file of a checkpoint. Tensors on the device are copied to host memory, which every save reuses.
-
-    It is the link's pinned memory, for copies at full speed; without it a GPU's snapshot takes longer. Offloaded state
-    is read while the file is written.
-    """
+    """Writes a rank's file of a checkpoint. Tensors on the device are first copied to host memory, which every save
+    reuses. It is pinned memory of the host link, for copies at full speed; if none is left, a GPU's snapshot takes
+    longer. Offloaded state is read while the file is written."""
 
     def __init__(self, link: HostLink):
         self._link = link
@@ -62,14 +62,12 @@ class ShardWriter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of host memory that the writer holds."""
+        """Bytes of host memory that the writer has allocated."""
         return self._body.numel()
 
     def take(self, tensors: Sequence[ShardedTensor], offloaded: StateSnapshot | None = None) -> None:
-        """Copy the tensors' current values. After the return the originals may change.
-
-        offloaded: keeps the buckets of StoredTensors unchanged until they are written.
-        """
+        """Copy the tensors' current values; the originals may change once this returns. `offloaded` keeps the buckets
+        of StoredTensors (offloaded state) unchanged until they are written."""
         self._offloaded = offloaded
         # Wide elements first, so that each tensor starts at a multiple of its element size.
         order = sorted(tensors, key=lambda tensor: -tensor.data.element_size())
@@ -108,8 +106,8 @@ class ShardWriter:
         self._link.down.issue(copy_all, num_bytes=ends[-1], priority=SAVES).wait()
 
     def write(self, path: Path, cancelled: threading.Event) -> FileSum:
-        """Write the file through to the disk and read it back. Raises NotFinite, SaveCancelled and OSError, also if the
-        bytes that are read back differ."""
+        """Write the file, fsync it and read it back. Raises NotFinite, SaveCancelled and OSError, also if the bytes
+        that are read back differ."""
         sums: dict[int, tuple[int, int]] = {}  # offset in the file -> bytes and checksum of the chunk written there
         with writing(path), open(path, "wb", buffering=0) as stream:
             for offset, content in itertools.chain([(0, memoryview(self.header))], self._contents(cancelled)):
@@ -126,8 +124,8 @@ class ShardWriter:
         return _read_back(path, sums, self.buffer)
 
     def _contents(self, cancelled: threading.Event) -> Iterator[tuple[int, memoryview]]:
-        """Yield the offset in the file and the bytes of each tensor, which are valid until the next. Buckets first,
-        because updates wait for them."""
+        """Yield the offset in the file and the bytes of each tensor; the bytes are valid until the next are yielded.
+        Buckets of offloaded state come first, because updates wait for them."""
 
         def bucket_of(stored: tuple[int, StoredTensor]) -> int:
             return stored[1].bucket
@@ -145,7 +143,7 @@ class ShardWriter:
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
-    """Return a host tensor's bytes, without copying a dense one. Raises NotFinite."""
+    """Return a host tensor's bytes, copied only if the tensor is not dense. Raises NotFinite."""
     if tensor.dtype.is_floating_point and tensor.numel() > 0:
         low, high = tensor.aminmax()  # NaN if any is
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -154,7 +152,7 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
 
 
 def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview) -> FileSum:
-    """Return size and checksum of a file. Raises OSError if a chunk does not have its checksum in `sums`."""
+    """Return the size and checksum of a file. Raises OSError if a chunk differs from its checksum in `sums`."""
     digest, size = xxhash.xxh3_128(), 0
     with open(path, "rb", buffering=0) as stream:
         for offset, (length, expected) in sorted(sums.items()):
@@ -162,16 +160,17 @@ def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview)
             while filled < length and (count := stream.readinto(chunk[filled:])):
                 filled += count
             if offset != size or filled != length or xxhash.xxh3_64_intdigest(chunk) != expected:
-                raise OSError(f"{path} reads back other bytes than were written")
+                raise OSError(f"{path} does not read back the bytes that were written")
             digest.update(chunk)
             size += length
         if stream.read(1):
-            raise OSError(f"{path} reads back more bytes than were written")
+            raise OSError(f"{path} has more bytes than were written")
     return FileSum(size, digest.hexdigest())
 
 
 class ShardReader:
-    """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError if the checkpoint lacks anything."""
+    """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError if the checkpoint lacks an element of
+    them."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -192,19 +191,17 @@ class ShardReader:
 
     @torch.no_grad()
     def fill(self, tensor: ShardedTensor) -> None:
-        """Read the box of `tensor` into its data, which may be strided and of another dtype.
-
-        Padding that depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros if the files lack it.
-        """
+        """Read the box that `tensor` describes into its data, which may be strided and of another dtype. Padding that
+        depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros if the files lack it."""
         boxes = self._boxes.get(tensor.key)
         if boxes is None:
             raise ConfigError(
-                f"checkpoint {self.folder} has no tensor {tensor.key}: it is of another model or version."
+                f"checkpoint {self.folder} has no tensor {tensor.key}: another model or version wrote it."
             )
         theirs, ours = boxes[0][2].global_shape, tuple(tensor.global_shape)
         if len(theirs) != len(ours) or (theirs != ours and not tensor.allow_shape_mismatch):
             raise ConfigError(
-                f"checkpoint {self.folder} has {tensor.key} in shape {list(theirs)}, this model in {list(ours)}."
+                f"checkpoint {self.folder} has {tensor.key} in shape {list(theirs)}, but this model needs {list(ours)}."
             )
         target = tensor.data
         target = target[(None,) * (len(ours) - target.dim())]
@@ -228,7 +225,8 @@ class ShardReader:
             filled += found.numel()
         if filled != wanted:
             raise ConfigError(
-                f"checkpoint {self.folder} holds {filled} of {wanted} elements that this rank needs of {tensor.key}."
+                f"checkpoint {self.folder} holds only {filled} of the {wanted} elements of {tensor.key} that this rank "
+                "needs."
             )
 
     def _get(self, path: Path, name: str, entry: safetensors_header.Entry, inside: list[slice]) -> torch.Tensor:
@@ -248,7 +246,7 @@ class ShardReader:
 def _read_box(
     file: ReadOnlyFile, start: int, shape: Sequence[int], inside: Sequence[slice], found: torch.Tensor
 ) -> None:
-    """Fill a dense tensor with a box of a row-major tensor that starts at byte `start` of a file."""
+    """Read a box of a row-major tensor that starts at byte `start` of a file into the dense tensor `found`."""
     size = found.element_size()
     if not shape or all(each == slice(0, n) for each, n in zip(inside[1:], shape[1:])):  # one run of bytes
         first = inside[0].start * math.prod(shape[1:]) if shape else 0

@@ -1,9 +1,6 @@
-"""The decision of a command in its run_dir: start a run, resume the one that is there, or refuse. Reads small files,
-without torch.
-
-`checkpoint.resume` is where a run without a step starts. A run that has taken a step is resumed, by the same command or
-by `auto`; any other start is refused. docs/guide/resume.md has the table.
-"""
+"""Decide what a command does in its run_dir: start a run, resume the run there, or refuse. Reads small files, without
+torch. `checkpoint.resume` says where a run starts that has not taken a step yet. A run that has taken a step is
+resumed, by the same command or by `auto`; any other start is refused. docs/guide/resume.md has the table."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from configs.values import as_typed
 from data.identity import Difference, Identity, differences
 from data.tokenizer import tokenizer_digest
 
-# keys whose change gives the checkpoint's model; with more of them, another folder is the better advice
+# the most keys that the advice names to get the checkpoint's model; beyond that it names only another folder
 MAX_ADVISED = 6
 # Compared by content if the checkpoint identifies its data: the same data under another name are the same.
 BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.tokenizer")
@@ -41,7 +38,8 @@ BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.t
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a command. `checkpoint`: the one whose state is loaded; None: a fresh start."""
+    """The decision on how a command starts. `checkpoint`: the checkpoint whose state is loaded; None for a fresh
+    start."""
 
     record: Record
     checkpoint: Path | None
@@ -50,18 +48,18 @@ class Start:
 
     @property
     def origin(self) -> Path | None:
-        """The folder of the run whose checkpoint this one started from."""
+        """The folder of the run whose checkpoint this run started from; None if it started without one."""
         source = self.record.checkpoint
         return None if source is None else Path(source).parent.parent
 
     def line(self, step: int) -> str:
-        """Describe the start in a line; `step`: that of the checkpoint."""
+        """Return a line that describes the start. `step`: the checkpoint's step."""
         run = f"run {self.record.id}"
         if not self.is_new:
             again = (
-                "goes on at"
+                "continues at"
                 if step or self.record.checkpoint
-                else "was stopped before its first checkpoint, and begins again at"
+                else "was stopped before its first checkpoint, and starts again at"
             )
             return f"{run} {again} step {step} ({self.record.origin_text})"
         return f"{run} {self.record.origin_text.replace('started', 'starts')}" + (
@@ -71,10 +69,7 @@ class Start:
 
 def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
     """Decide how the command of `config` starts in its run_dir. `check` returns the problem of a checkpoint; the
-    default reads every byte.
-
-    Raises ConfigError if it must not start.
-    """
+    default reads every byte. Raises ConfigError if the command must not start."""
     run_dir = Path(config.run_dir)
     held = record.read(run_dir) or _adopted(run_dir)
     if held is None:
@@ -93,73 +88,67 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
     resume, weights = record.requested_start(config)
     if resume not in ("auto", held.resume):
         raise ConfigError(
-            f"{holds}, which {held.origin_text}, and checkpoint.resume={resume} begins another. {_ADVICE}."
+            f"{holds}, which {held.origin_text}, but checkpoint.resume={resume} starts another run. {_ADVICE}."
         )
     if weights not in (None, held.weights):
         raise ConfigError(
-            f"{holds}, which {held.origin_text}, and checkpoint.weights={weights} begins another. {_ADVICE}, "
-            "without that key."
+            f"{holds}, which {held.origin_text}, but checkpoint.weights={weights} starts another run. {_ADVICE}, "
+            "without checkpoint.weights."
         )
     good, passed_over = manifest.newest_good(own, check)
     if good is not None:
         taken, last = int(good.name[5:]), last_step(run_dir)
         if taken > max(last, held.saved) and last > 0:  # a step's metrics are written before its checkpoint
             raise ConfigError(
-                f"run_dir ({run_dir}) holds run {held.id} at step {max(last, held.saved)}, and {good.name}, which it "
-                f"has not saved, or {record.METRICS} was cut off. Move {good.name} out of {run_dir / 'checkpoints'} to "
-                "go on from the one before, or choose another run_dir."
+                f"run_dir ({run_dir}) holds run {held.id} at step {max(last, held.saved)}, but also {good.name}: the "
+                f"run did not save this checkpoint, or {record.METRICS} was truncated. Move {good.name} out of "
+                f"{run_dir / 'checkpoints'} to resume from the checkpoint before it, or choose another run_dir."
             )
         if taken < held.saved and not any(int(folder.name[5:]) >= held.saved for folder in own):
-            passed_over = [*passed_over, f"passed over {manifest.folder_of(run_dir, held.saved)}: it is gone"]
+            passed_over = [*passed_over, f"skipped {manifest.folder_of(run_dir, held.saved)}: it is missing"]
         return Start(held, good, False, tuple(passed_over))
     if own:
         raise ConfigError(
-            f"{holds}, and none of its checkpoints is good: {'; '.join(passed_over)}. Mend one, or choose another "
+            f"{holds}, and none of its checkpoints is good: {'; '.join(passed_over)}. Repair one, or choose another "
             "run_dir."
         )
     if held.saved:
         raise ConfigError(
-            f"{holds}, and its checkpoint of step {held.saved} is gone. Put it back, or choose another run_dir."
+            f"{holds}, and its checkpoint of step {held.saved} is missing. Restore it, or choose another run_dir."
         )
     if held.checkpoint is not None:
         return Start(held, _named(held.checkpoint, check), False)
     if weights != held.weights:
         raise ConfigError(
-            f"{holds}, which {held.origin_text}, and checkpoint.weights is not given. Give it again, or choose another "
-            "run_dir."
+            f"{holds}, which {held.origin_text}, but checkpoint.weights is not given. Give it again, or choose "
+            "another run_dir."
         )
     return Start(held, None, False)
 
 
-_ADVICE = "Choose another run_dir, or checkpoint.resume=auto to go on with this one"
+_ADVICE = "Choose another run_dir, or checkpoint.resume=auto to continue this run"
 
 
 def _new_run(config: Config, check: manifest.Check, run_id: str | None = None) -> Start:
-    """Return the start of a run without a step, which the command decides."""
+    """Return the start of a run that has taken no step, from where the command says."""
     folder: Path | None = None
     passed_over: list[str] = []
     if config.checkpoint.resume not in ("auto", "never"):
         if config.checkpoint.weights is not None:
             raise ConfigError(
                 f"checkpoint.weights ({config.checkpoint.weights}) and checkpoint.resume ({config.checkpoint.resume}) "
-                "both say where the run begins. Leave one out."
+                "both say where the run starts. Leave one out."
             )
-        folder, passed_over = _from_path(config.checkpoint.resume, check)
+        path = Path(config.checkpoint.resume)
+        # a run folder means its newest checkpoint
+        if not (path / manifest.MANIFEST).exists() and (path / "checkpoints").is_dir():
+            folder, passed_over = manifest.newest_good(manifest.list_checkpoints(path), check)
+        if folder is None:
+            folder, passed_over = _named(config.checkpoint.resume, check), []
     new_record = record.new(config, folder)
     if run_id is not None:
         new_record = dataclasses.replace(new_record, id=run_id)
     return Start(new_record, folder, True, tuple(passed_over))
-
-
-def _from_path(path: str, check: manifest.Check) -> tuple[Path, list[str]]:
-    """Return the checkpoint of checkpoint.resume=PATH, and a line for each that is not good. Raises ConfigError."""
-    folder = Path(path)
-    # a run folder means its newest checkpoint
-    if not (folder / manifest.MANIFEST).exists() and (folder / "checkpoints").is_dir():
-        good, passed_over = manifest.newest_good(manifest.list_checkpoints(folder), check)
-        if good is not None:
-            return good, passed_over
-    return _named(path, check), []
 
 
 def _named(path: str, check: manifest.Check) -> Path:
@@ -167,15 +156,16 @@ def _named(path: str, check: manifest.Check) -> Path:
     problem = check(folder)
     if problem is not None:
         raise ConfigError(
-            f"checkpoint.resume ({path}) is no checkpoint: {problem}. Give a folder .../checkpoints/step_XXXXXXX, a "
+            f"checkpoint.resume ({path}) is not a good checkpoint: {problem}. Give a folder "
+            ".../checkpoints/step_XXXXXXX, a "
             "run folder that holds one, auto (the newest good one in run_dir, or a fresh start) or never."
         )
     return folder
 
 
 def _adopted(run_dir: Path) -> Record | None:
-    """Return the record of a run whose run.json is gone, from its checkpoints and events; None for a folder without a
-    run. Raises ConfigError."""
+    """Return the record of a run whose run.json is missing, rebuilt from its checkpoints and events; None for a folder
+    without a run. Raises ConfigError."""
     folders, last = manifest.all_checkpoints(run_dir), last_step(run_dir)
     if not folders and last == 0:
         return None
@@ -205,7 +195,8 @@ def _adopted(run_dir: Path) -> Record | None:
 
 
 def in_new_folder(config: Config) -> str:
-    """Return a free run_dir next to that of `config`, as typed on the command line, for advice in messages."""
+    """Return a setting `run_dir=FOLDER` that names a free folder next to the config's run_dir, for advice in
+    messages."""
     number = 2
     while Path(f"{config.run_dir}_{number}").exists():
         number += 1
@@ -218,7 +209,8 @@ def in_new_folder(config: Config) -> str:
 
 
 def data_config(config: Config, start: Start) -> DataConfig:
-    """Return the config's data settings, with the tokenizer that the checkpoint was trained with."""
+    """Return the config's data settings, with the tokenizer that the checkpoint was trained with unless the config
+    accepts another."""
     accepted = config.checkpoint.accept_changes
     if start.checkpoint is None or "data.tokenizer" in accepted or "data.vocab_size" in accepted:
         return config.data
@@ -238,13 +230,14 @@ def data_config(config: Config, start: Start) -> DataConfig:
 def _missing_tokenizer(checkpoint: Path) -> ConfigError:
     folder = checkpoint.absolute().parent.parent / kept_tokenizer.FOLDER
     return ConfigError(
-        f"{folder} is missing: the tokenizer that the checkpoint {checkpoint} was trained with, and one trained today "
-        "is another. Put it back, or name it: data.tokenizer=PATH."
+        f"{folder} is missing: it held the tokenizer that checkpoint {checkpoint} was trained with, and a newly "
+        "trained tokenizer would differ. Restore the folder, or name a copy of it: data.tokenizer=PATH."
     )
 
 
 def documents_in_text(config: Config, start: Start) -> str:
-    """Return the checkpoint's data.documents_in_text, unless another value is accepted."""
+    """Return the data.documents_in_text that the checkpoint was trained with, unless the config accepts another
+    value."""
     if start.checkpoint is None or "data.documents_in_text" in config.checkpoint.accept_changes:
         return config.data.documents_in_text
     sources = read_state(start.checkpoint).get("data", {}).get("sources", [])
@@ -253,10 +246,8 @@ def documents_in_text(config: Config, start: Start) -> str:
 
 
 def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
-    """Raise ConfigError if the checkpoint has another model than the config, or another precision.
-
-    vocab_size: None if not known yet; then the checkpoint's is assumed.
-    """
+    """Raise ConfigError if the checkpoint's model or precision differs from the config's. `vocab_size`: None if it is
+    not known yet; then the checkpoint's is assumed."""
     saved = read_state(folder)
     theirs, size = saved["architecture"], vocab_size or saved["vocab_size"]
     fitting, keys = to_architecture(config, theirs, size)
@@ -273,14 +264,14 @@ def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
     typed = " ".join(as_typed(key, value) for key, value in keys.items())
     shown, other = show_both(our_value, their_value)
     raise ConfigError(
-        f"{name} ({shown}) differs from the checkpoint {folder} ({other}), which is of another model. "
+        f"{name} ({shown}) differs from the value in checkpoint {folder} ({other}): that is another model. "
         f"Try {f'{typed}, or ' if works else ''}another name or run_dir."
     )
 
 
 def changed_settings(config: Config, start: Start) -> list[Change]:
-    """Return the settings that differ from the checkpoint's. Raises ConfigError for a change that must be accepted by
-    name and is not."""
+    """Return the settings that differ from the checkpoint's. Raises ConfigError for a change that must be listed in
+    checkpoint.accept_changes and is not."""
     if start.checkpoint is None:
         first_attempt = Path(config.run_dir) / manifest.CONFIG
         return [] if start.is_new or not first_attempt.is_file() else _changed_since(first_attempt, config)
@@ -298,15 +289,15 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
         after, before = show_both(first.after, first.before)
         raise ConfigError(
             f"{first.key} ({after}) was {before} when {start.checkpoint} was written{more}: "
-            "training and validation documents, or the order or meaning of samples, would change under the run. Try "
-            f"{as_typed(first.key, first.before)}, or checkpoint.accept_changes=[{keys}] to go on all the same."
+            "training and validation documents, or the order or meaning of samples, would change during the run. Try "
+            f"{as_typed(first.key, first.before)}, or checkpoint.accept_changes=[{keys}] to continue anyway."
         )
     return found
 
 
 def _changed_since(path: Path, config: Config) -> list[Change]:
-    """Return the settings that affect the run and differ from a config.yaml. The architecture is compared separately,
-    spelled out."""
+    """Return the settings that affect the run and differ from those in a config.yaml; check_model compares the
+    architecture."""
     return [
         change
         for change in changes(load(path), config)
@@ -317,8 +308,8 @@ def _changed_since(path: Path, config: Config) -> list[Change]:
 
 
 def changed_data(config: Config, start: Start, identity: Identity) -> list[Difference]:
-    """Return the differences of the data from those that the checkpoint was trained on. Raises ConfigError for a
-    difference that must be accepted by name and is not."""
+    """Return the differences between the data and those that the checkpoint was trained on. Raises ConfigError for a
+    difference that must be listed in checkpoint.accept_changes and is not."""
     if start.checkpoint is None:
         return []
     trained = read_state(start.checkpoint).get("data")
@@ -332,14 +323,14 @@ def changed_data(config: Config, start: Start, identity: Identity) -> list[Diffe
     if refused:
         keys = ",".join(dict.fromkeys(change.key for change in refused))
         raise ConfigError(
-            f"{'; '.join(change.text for change in refused)}: the run of {start.checkpoint} would go on with other "
-            f"data. Put them back, or checkpoint.accept_changes=[{keys}] to go on all the same."
+            f"{'; '.join(change.text for change in refused)}: the run of {start.checkpoint} would continue with "
+            f"other data. Restore the data, or give checkpoint.accept_changes=[{keys}] to continue anyway."
         )
     return found
 
 
 def check_tokenizer(config: Config, start: Start) -> None:
-    """Raise ConfigError, before a corpus is touched, for a named tokenizer that is not the checkpoint's."""
+    """Raise ConfigError, before a corpus is read, if data.tokenizer names another tokenizer than the checkpoint's."""
     if (
         start.checkpoint is None
         or config.data.tokenizer == "sentencepiece"
@@ -351,12 +342,12 @@ def check_tokenizer(config: Config, start: Start) -> None:
     if trained is not None and tokenizer_digest(path) != trained:
         raise ConfigError(
             f"data.tokenizer ({config.data.tokenizer}) differs from the tokenizer that {start.checkpoint} "
-            "was trained with: token ids would have another meaning. Restore that tokenizer, or begin another run."
+            "was trained with: token ids would have another meaning. Restore that tokenizer, or start another run."
         )
 
 
 def describe_changes(settings: Iterable[Change], data: Iterable[Difference]) -> str:
-    """Describe the differences in a short paragraph, each key once; empty if there are none."""
+    """Return a short paragraph that describes the differences, each key once; empty if there are none."""
     sentences = {change.key: change.text for change in data}
     values = [
         f"{change.key} {' -> '.join(show_both(change.before, change.after))}"

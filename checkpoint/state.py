@@ -1,8 +1,6 @@
-"""The content of a checkpoint: weights, optimizer state, random number states and progress, collected and loaded.
-
+"""The content of a checkpoint (weights, optimizer state, random number states and progress): collect and load it.
 Tensors are stored in one file per rank (checkpoint/shards.py), the rest in `state.json` and, for people and for
-checkpoint/export.py, `config.yaml`.
-"""
+checkpoint/export.py, `config.yaml`."""
 
 from __future__ import annotations
 
@@ -20,13 +18,12 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from base.errors import ConfigError
 from checkpoint.shards import ShardReader
 from checkpoint.state_file import draws_alike, read_state
 from models.parallelize import bare, frozen_weights
 from optim import state as optimizer_state
 from optim.state import StoredTensor
-from parallel.joint_errors import raise_together
+from parallel.joint_errors import raised_together
 from parallel.megatron.optimizer import restore_scaler, scaler_state
 from parallel.megatron.random_state import random_states, restore_random_states
 from parallel.owned import is_off_device, with_boxes
@@ -42,7 +39,7 @@ __all__ = [
 
 
 def describe(optimizer: MegatronOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of state.json: the run's `state`, and the optimizer's scalars."""
+    """Return the content of state.json: the run's `state`, the optimizer's step count and its loss scaler."""
     return {
         **state,
         "optimizer_steps": optimizer_state.steps_taken(optimizer),
@@ -51,8 +48,8 @@ def describe(optimizer: MegatronOptimizer, state: dict[str, Any]) -> dict[str, A
 
 
 def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[ShardedTensor]:
-    """Return the tensors that this rank writes between two steps: views of the model's and optimizer's tensors, copies
-    of the random number states, and references to offloaded state."""
+    """Return the tensors that this rank saves: views of the model's and optimizer's tensors, copies of the random
+    number states, and references to offloaded state."""
     tensors = [*_model_tensors(chunks, optimizer), *_random_tensors(random_states())]
     return [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
 
@@ -60,54 +57,39 @@ def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOp
 def load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fill chunks and optimizer with a checkpoint and, where it was saved in this layout, restore its random
-    number states. Returns its state.json.
-
-    A collective call; the model may have taken other steps since. Raises ConfigError on every rank if any cannot read
-    its boxes.
-    """
-    problem = None
-    state: dict[str, Any] = {}
-    try:
-        state = _load(chunks, optimizer, folder, layout)
-    except ConfigError as error:
-        problem = str(error)
-    raise_together(problem)
-    return state
-
-
-def _load(
-    chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
-) -> dict[str, Any]:
-    state, reader = read_state(folder), ShardReader(folder)
-    optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
-    with frozen_weights(chunks):  # a pending gather of old weights must not overwrite the new ones
-        tensors = _model_tensors(chunks, optimizer)
-        for tensor in tensors:
-            if not isinstance(tensor, StoredTensor):
+    """Load a checkpoint into chunks and optimizer, and return its state.json. Random number states are restored only if
+    the checkpoint was saved in the same layout. A collective call, also allowed after steps were taken. Raises
+    ConfigError on every rank if any rank cannot read its boxes."""
+    with raised_together():
+        state, reader = read_state(folder), ShardReader(folder)
+        optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
+        with frozen_weights(chunks):  # a pending gather of old weights must not overwrite the new ones
+            tensors = _model_tensors(chunks, optimizer)
+            for tensor in tensors:
+                if not isinstance(tensor, StoredTensor):
+                    reader.fill(tensor)
+            optimizer_state.fill_stored(optimizer, tensors, reader.fill)
+        restore_scaler(optimizer, state["loss_scaler"])
+        states = {name: torch.empty_like(value) for name, value in random_states().items()}
+        tensors = _random_tensors(states)
+        # Random states are missing if another kind of device saved the checkpoint.
+        if draws_alike(state["layout"], layout) and all(tensor.key in reader for tensor in tensors):
+            for tensor in tensors:
                 reader.fill(tensor)
-        optimizer_state.fill_stored(optimizer, tensors, reader.fill)
-    restore_scaler(optimizer, state["loss_scaler"])
-    states = {name: torch.empty_like(value) for name, value in random_states().items()}
-    tensors = _random_tensors(states)
-    # Random states are missing if another kind of device saved the checkpoint.
-    if draws_alike(state["layout"], layout) and all(tensor.key in reader for tensor in tensors):
-        for tensor in tensors:
-            reader.fill(tensor)
-        restore_random_states(states)
+            restore_random_states(states)
     return state
 
 
 def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
-    """Fill bare model chunks, in any layout, with a checkpoint's weights alone. Raises ConfigError."""
+    """Load only a checkpoint's weights into bare model chunks, in any layout. Raises ConfigError."""
     reader = ShardReader(folder)
     for tensor in _weight_tensors(sharded_weights(chunks), chunks):
         reader.fill(tensor)
 
 
 def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return Megatron's sharded state dict of the chunks' weights: a key per chunk, with boxes of global tensors, which
-    do not depend on the layout."""
+    """Return Megatron's sharded state dict of the chunks' weights, one key per chunk; its boxes of global tensors do
+    not depend on the layout."""
     return {f"model{i}": with_boxes(chunk.sharded_state_dict()) for i, chunk in enumerate(chunks)}
 
 
@@ -118,7 +100,7 @@ def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
 
 
 def _weight_tensors(weights: dict[str, Any], chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
-    """Return the boxes of all weights on the device, as views into the chunks' own parameters and buffers."""
+    """Return the boxes of all weights that are on the device, as views of the chunks' own parameters and buffers."""
     sharded = [value for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedTensor)]
     offloaded = [value for chunk in chunks for value in chunk.parameters() if is_off_device(value)]
     stand_ins = {value.untyped_storage().data_ptr() for value in offloaded}

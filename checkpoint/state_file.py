@@ -1,4 +1,4 @@
-"""`state.json`, a checkpoint's description of itself apart from its tensors. Read without torch."""
+"""`state.json`: a checkpoint's step, model, layout and other facts besides its tensors. Read without torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from base.errors import ConfigError
 from checkpoint.manifest import STATE
 from configs.architecture import architecture
+from configs.job import Job
 from configs.schema import Config
 
 
@@ -21,7 +22,7 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(f"checkpoint {folder} cannot be read: {STATE}: {error}") from error
     if missing:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} does not say {missing[0]}.")
+        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} lacks {missing[0]}.")
     return state
 
 
@@ -38,28 +39,25 @@ _STATE_KEYS = (
 )
 
 
-def of_model(config: Config, vocab_size: int, world_size: int) -> dict[str, Any]:
-    """Return the keys of state.json that describe the model: architecture, precision and layout."""
+def of_model(job: Job) -> dict[str, Any]:
+    """Return the entries of state.json that describe the model: vocabulary size, architecture, precision and layout."""
     return {
-        "vocab_size": vocab_size,
-        "architecture": architecture(config, vocab_size),
-        "precision": config.training.precision,
-        "layout": layout_of(config, world_size),
+        "vocab_size": job.vocab_size,
+        "architecture": architecture(job.config, job.vocab_size),
+        "precision": job.config.training.precision,
+        "layout": layout_of(job.config, job.world_size),
     }
 
 
 def layout_of(config: Config, world_size: int) -> dict[str, Any]:
-    """Return the layout of the model on the ranks, as state.json has it."""
+    """Return the parallel layout as state.json stores it: `world_size` and the keys of `parallel`."""
     return {"world_size": world_size, **asdict(config.parallel)}
 
 
 def draws_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the random number states of one layout fit another: each rank draws for the same sequence rows and
-    layers.
-
-    The ranks of experts draw nothing. Keys of `parallel` that are not sizes are ignored, because later versions add
-    some.
-    """
+    """Whether random number states saved in one layout fit the other: each rank must draw for the same sequence rows
+    and layers. Expert parallelism does not affect the draws. Keys of `parallel` that are not sizes are ignored, because
+    later versions add some."""
     sizes_alike = all((one.get(key) or 1) == (other.get(key) or 1) for key in _DRAWING)
     return sizes_alike and bool(one.get("sequence")) == bool(other.get("sequence"))
 
@@ -68,8 +66,8 @@ _DRAWING = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context")
 
 
 def describe_layout(layout: dict[str, Any]) -> str:
-    """Describe the ranks and the parallel degrees above 1 of a layout (`world_size` and the keys of `parallel`) on one
-    line."""
+    """Return the ranks and the parallel degrees above 1 of a layout on one line, such as "4 ranks: data 2 x tensor
+    2"."""
     ranks, degrees = layout["world_size"], {name: layout.get(key) or 1 for name, key in _DEGREES.items()}
     data = ranks // (degrees["tensor"] * degrees["pipeline"] * degrees["context"])
     named = [f"{name} {size}" for name, size in {"data": data, **degrees}.items() if size > 1]

@@ -1,4 +1,4 @@
-"""The architecture that a configuration describes: the values that decide names, shapes and meaning of its weights."""
+"""The architecture of a configured model: the values that determine the names, shapes and meaning of its weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from configs.schema import KEYS, Config
 
 
 def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return the values that decide names, shapes and meaning of the weights, by section, with every default resolved;
-    equal for equal models."""
+    """Return the values of the sections `model` and `moe` that determine the names, shapes and meaning of the weights,
+    with all defaults resolved. The result is equal for equal models."""
     model = {key: getattr(config.model, key) for key in _MODEL_ARCHITECTURE}
     model["vocab_size"] = vocab_size
     model["ffn_hidden_size"] = derived.ffn_hidden_size(config)
@@ -43,28 +43,28 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
         if moe["group_top_k"] is None or moe["group_score_top_k"] == moe["top_k"] / moe["group_top_k"]:
             moe["group_score_top_k"] = None  # the same choice
         if all(moe["layers"]):
-            model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer uses the value
+            model["ffn_hidden_size"] = moe["ffn_hidden_size"]  # no dense layer uses its own value
     return {"model": model, "moe": moe}
 
 
 def for_use(config: Config) -> Config:
-    """Return the config to open a trained model with: its own values of keys that belong to the model
-    (`Key.of_the_model`), and the default of every other key, which only concerned its training."""
+    """Return the configuration with which a trained model is opened: the model's own values of all keys that belong to
+    it (`Key.of_the_model`), and defaults for the keys that only concerned its training."""
     opened = Config()
     for name, key in KEYS.items():
         if key.of_the_model:
             put(opened, name, copy.deepcopy(get(config, name)))
-    opened.data.tokenizer = "given"  # the rules for a tokenizer trained on the corpus do not apply
+    opened.data.tokenizer = "given"  # so that the rules for training a tokenizer do not apply
     return opened
 
 
 def to_architecture(
     config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int
 ) -> tuple[Config, dict[str, Any]]:
-    """Return the config with the fewest keys changed that give it the architecture `theirs`, and these keys with their
-    values, keys that others follow from first.
+    """Return a copy of the configuration, changed in as few keys as possible so that its architecture is `theirs`, and
+    the changed keys with their values. Keys that determine others come first.
 
-    vocab_size: that of `config`. With rotary positions the sequence length does not belong to the architecture.
+    vocab_size: the vocabulary size of `config`. With rotary positions, the sequence length may differ.
     """
     changed, keys = copy.deepcopy(config), dict[str, Any]()
     while True:
@@ -77,8 +77,8 @@ def to_architecture(
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the names of keys that differ, with their value in `theirs`. A key missing there has no meaning or its
-    default."""
+    """Yield the name and the value in `theirs` of each key that differs between two architectures. A key that `theirs`
+    lacks has its default there."""
     names = [f"{section}.{key}" for section in ("moe", "model") for key in {**theirs[section], **ours[section]}]
     for name in [
         *(name for name in _PRIMARY_KEYS if name in names),
@@ -92,8 +92,8 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, 
 
 
 def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return the values for config.yaml of a weights folder: `architecture`, and the other values of the model that its
-    training used."""
+    """Return the sections that config.yaml of a weights folder stores: the architecture, and the other values of the
+    model that its training used."""
     overrides = architecture(config, vocab_size)
     overrides["model"].update(
         (key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std")
@@ -106,10 +106,10 @@ def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
     return overrides
 
 
-# keys that others follow from
+# Keys that determine whether other keys have a meaning.
 _PRIMARY_KEYS = ("model.family", "model.attention", "model.position_embedding", "model.qk_norm")
 _LATENT_ONLY = ("attention", "q_lora_rank", "kv_lora_rank", "rotary_head_dim", "value_head_dim")
-# learned positions are weights: with them another length is another model
+# Learned positions are weights, so with them a model of another sequence length is another model.
 _MODEL_ARCHITECTURE = [
     name.removeprefix("model.")
     for name, key in KEYS.items()

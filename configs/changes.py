@@ -11,7 +11,7 @@ from configs.schema import KEYS, Config
 
 
 class Change(NamedTuple):
-    """A key with two values, and the effect on a run that resumes with the second."""
+    """A key whose value differs between a checkpoint and the run that resumes from it, and the effect of the change."""
 
     key: str
     before: Any
@@ -20,13 +20,14 @@ class Change(NamedTuple):
 
 
 def changes(before: Config, after: Config) -> list[Change]:
-    """Return every key whose value differs, in the schema's order."""
+    """Return every key whose value differs between two configurations, in the order of the schema."""
     values = ((name, get(before, name), get(after, name)) for name in KEYS)
     return [Change(name, old, new, on_resume(name, before, after)) for name, old, new in values if old != new]
 
 
 def on_resume(name: str, before: Config, after: Config) -> OnResume:
-    """Return the effect of another value of a key between these configurations: the schema's, or a lesser one."""
+    """Return the effect on a resumed run if a key changes between these two configurations: the effect that the schema
+    states, or a weaker one if the other keys allow it."""
     both = (before, after)
     if name == "training.steps" and all(
         c.optimizer.schedule == "constant" or c.optimizer.decay_steps is not None for c in both
@@ -48,7 +49,7 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
 
 
 def _changes_dropout(name: str, config: Config) -> bool:
-    """Whether the masks of dropout depend on this key of the layout: see parallel/dropout.py."""
+    """Whether another value of this layout key changes the random masks of dropout (parallel/dropout.py)."""
     model, parallel = config.model, config.parallel
     if name == "parallel.context":
         return model.hidden_dropout > 0  # a rank draws for its sequence rows
@@ -58,7 +59,7 @@ def _changes_dropout(name: str, config: Config) -> bool:
 
 
 def _depends_on_micro_batches(config: Config) -> bool:
-    """Whether results depend on how samples are grouped: by dropout, or by routing within a micro-batch."""
+    """Whether dropout or routing makes results depend on how samples are grouped into micro-batches."""
     moe = config.moe
     routes = derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)
     return derived.has_dropout(config) or routes

@@ -1,6 +1,6 @@
-"""Composition of a command line into a typed configuration, with every mistake reported in one line.
+"""Composition of a command line into a typed configuration. Every mistake is reported in one line.
 
-`run` handles the entry point's whole command line; tests and tools use `compose` and `load`.
+`run` handles the entire command line of the entry point; tests and tools use `compose` and `load`.
 """
 
 from __future__ import annotations
@@ -46,24 +46,21 @@ from configs.validate import planned_world_size, usable_world_size, validate, va
 from configs.values import for_hydra, one_line, set_values, to_config
 
 ConfigStore.instance().store(name="schema", node=Config)
-# Presets use them so that warm-up and final learning rate follow an override of steps or peak rate.
+# Functions for presets: warm-up and final learning rate follow the number of steps and the peak learning rate.
 OmegaConf.register_new_resolver("fraction", lambda share, number: round(float(share) * int(number)), replace=True)
 OmegaConf.register_new_resolver(
     "times", lambda factor, number: float(f"{float(factor) * float(number):.12g}"), replace=True
 )
 
-HIDDEN = "hardware"  # a key whose files have a folder in configs/, which Hydra takes for a group
+HIDDEN = "hardware"  # a key, not a group, although its files have a folder in configs/ as groups do
 
 
 def compose(overrides: list[str], config_dir: str | None = None) -> Config:
-    """Compose the presets and `overrides` (as on the command line) into a typed configuration, which the caller must
-    `validate`.
+    """Compose presets and `overrides` (the arguments of a command line) into a typed configuration. It is not validated
+    yet.
 
-    Args:
-        config_dir: a folder of further presets, whose names must differ from the shipped ones.
-
-    Raises:
-        ConfigError: for a line that cannot be read, an unknown group, choice or key, or a value of the wrong type.
+    config_dir: a folder with further presets, whose names must differ from the shipped ones. Raises ConfigError for an
+    argument that cannot be parsed, an unknown group, choice or key, or a value of the wrong type.
     """
     read = [check_override(text, config_dir) for text in overrides]
     values = [override for override in read if override.key_or_group in KEYS]
@@ -75,7 +72,7 @@ def compose(overrides: list[str], config_dir: str | None = None) -> Config:
 
 
 def compose_groups(choices: list[Override], config_dir: str | None = None) -> DictConfig:
-    """Compose the presets of these choices (and Hydra's settings), without resolving values. Raises ConfigError."""
+    """Compose the chosen presets and Hydra's own settings, without resolving references. Raises ConfigError."""
     lines = tuple(override.input_line or "" for override in choices)
     if config_dir is None:
         return copy.deepcopy(_shipped(lines))
@@ -93,14 +90,13 @@ def _composed(lines: tuple[str, ...]) -> DictConfig:
         raise ConfigError(explain(error)) from error
 
 
-_shipped = functools.cache(_composed)  # the runs of a sweep, and tests, use the same few presets many times
+_shipped = functools.cache(_composed)  # runs of a sweep, and tests, compose the same presets many times
 
 
 def load(path: str | Path) -> Config:
-    """Read a run's `config.yaml`.
+    """Read the configuration that a run stored in its `config.yaml`.
 
-    Raises:
-        ConfigError: if the file is missing, is no YAML mapping, or does not fit the schema.
+    Raises ConfigError if the file is missing, is not a YAML mapping, or does not fit the schema.
     """
     content = read_mapping(Path(path))
     try:
@@ -113,21 +109,22 @@ def load(path: str | Path) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Return the configuration as YAML that `load` reads."""
+    """Return the configuration as YAML text that `load` can read."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
 def given_keys(overrides: list[str]) -> frozenset[str]:
-    """Return the dotted names of the keys that a command line sets itself, not by a preset. Raises ConfigError."""
+    """Return the dotted names of the keys that a command line sets itself, not through a preset. Raises ConfigError."""
     return frozenset(key for text in overrides if (key := parse(text).key_or_group) in KEYS)
 
 
 def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
-    """Run `main` with the command line's configuration and the keys that it sets, then exit with the returned status.
+    """Run `main` with the configuration of the command line and the set of keys that it sets, then exit with the status
+    that `main` returns.
 
-    Any `ConfigError`, also one that `main` raises, ends in one line on stderr and exit status 2. Hydra handles `--cfg`,
-    `--info` and shell completion. `-m` (`--multirun`) runs the product of comma-separated values, one run after the
-    other in this process, after all of them were checked.
+    A `ConfigError`, also one that `main` raises, prints one line on stderr and ends with exit status 2. Hydra handles
+    `--cfg`, `--info` and shell completion. `-m` (`--multirun`) runs every combination of comma-separated values, one
+    run after the other in this process; all combinations are validated first.
     """
     prints_only = True
     try:
@@ -147,7 +144,7 @@ def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
             if prints_only:
                 sys.stdout.flush()
     except BrokenPipeError:
-        if not prints_only:  # an error of the training
+        if not prints_only:  # an error during training
             raise
         command.drop_output()
         sys.exit(0)
@@ -158,19 +155,21 @@ def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
 
 
 def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[str]]] | None:
-    """Return the configurations to run, each with the keys that its line sets, or None if Hydra is to print something
-    instead."""
+    """Return the validated configurations to run, each with the keys that its command line sets. Returns None if Hydra
+    is to print something instead."""
     for option in ("config_path", "config_name", "experimental_rerun"):
         if getattr(args, option, None) is not None:
             raise ConfigError(
                 f"--{option.replace('_', '-')} is not supported. Try --config-dir FOLDER for presets of your own"
             )
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        raise ConfigError(f"--config-dir ({args.config_dir}) must be a folder of presets, such as {CONFIG_DIR.name}")
+        raise ConfigError(
+            f"--config-dir ({args.config_dir}) must be an existing folder of presets, such as {CONFIG_DIR.name}"
+        )
     if args.resolve and not (args.cfg or args.help):
-        raise ConfigError("--resolve goes with --cfg or --help. Try --cfg job --resolve")
+        raise ConfigError("--resolve needs --cfg or --help. Try --cfg job --resolve")
     if args.multirun and (args.cfg or args.info is not None):
-        raise ConfigError("--multirun cannot be combined with --cfg or --info. Try one of them alone")
+        raise ConfigError("--multirun cannot be combined with --cfg or --info. Try only one of these options")
     if args.help:
         print(help.describe(compose(args.overrides, args.config_dir), presets_by_group(args.config_dir)), flush=True)
         sys.exit(0)
@@ -184,7 +183,9 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
         try:
             batches = BasicSweeper.split_arguments([parse(text) for text in args.overrides], max_batch_size=None)
         except HydraException as error:
-            raise ConfigError(f"cannot sweep: {one_line(str(error))}. Try key=value,value") from error
+            raise ConfigError(
+                f"the sweep (-m) cannot be parsed: {one_line(str(error))}. Try key=value,value"
+            ) from error
         lines = [line for batch in batches for line in batch]
     launch = launched()
     launch.check_meeting()
@@ -202,21 +203,21 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
     if len(set(run_dirs)) < len(run_dirs):
         swept = next(o.get_key_element() for o in map(parse, args.overrides) if o.is_sweep_override())
         own = f"'name={configs[0].name}_${{{swept}}}'"
-        advice = own if "." in swept else "one run after the other, each with a name=... of its own"
-        raise ConfigError(f"run_dir ({run_dirs[0]}) must differ between the runs of a sweep. Try {advice}")
+        advice = own if "." in swept else "separate commands, each with its own name=..."
+        raise ConfigError(f"run_dir ({run_dirs[0]}) must be different in each run of a sweep. Try {advice}")
     return list(zip(configs, given, strict=True))
 
 
 def _show(args: argparse.Namespace) -> None:
-    """Let Hydra print what the options request; the configuration is known to compose."""
+    """Make Hydra print the information that the options request. The overrides must already have been checked."""
 
     def never(_: Any) -> NoReturn:
-        raise AssertionError("Hydra was asked to show something, not to run")
+        raise AssertionError("Hydra was called to print something, not to run")
 
     as_read = {text: for_hydra(parse(text)) for text in args.overrides}
     hidden = [text for text in args.overrides if parse(text).key_or_group == HIDDEN]
     if hidden:
-        # The last one applies. It becomes the schema's default, which Hydra does not take for the choice of a group.
+        # The last value counts. As the default of the schema, Hydra does not take it for the choice of a group.
         default = Config(**{HIDDEN: getattr(compose(hidden, args.config_dir), HIDDEN)})
         ConfigStore.instance().store(name="schema", node=default)
     sys.argv = [as_read.get(text, text) for text in sys.argv if text not in hidden]

@@ -1,4 +1,4 @@
-"""Texts of `train.py --help` (groups of presets; every key with its value, rule and meaning) and `--version`."""
+"""Texts that `train.py --help` (groups of presets; all keys with value, rule and meaning) and `--version` print."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ See docs/guide/configuration.md.
 
 
 def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
-    """Return the help text, with the values of a composed configuration."""
+    """Return the help text, with the values that a composed configuration has."""
     lines = [USAGE, "Groups of presets: group=choice", ""]
     for group, choices in groups.items():
         lines += textwrap.wrap(f"{group}: {', '.join(choices)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -57,8 +57,7 @@ def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
 
 
 def version() -> str:
-    """Return the version of Mixtrain and those of the libraries that a run's results depend on, without importing
-    them."""
+    """Return the versions of Mixtrain and of the libraries that affect results, without importing the libraries."""
     project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
         "project"
     ]

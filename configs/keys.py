@@ -1,7 +1,7 @@
 """Keys of the schema: type, default, meaning, choices, range, and the effect of a changed value on a resumed run.
 
-`key` stores them in a dataclass field's metadata, `table` collects them into one flat table. `--help`, the checks of
-single values and the tests' tables of wrong and of changed values use it.
+`key` stores these properties in the metadata of a dataclass field, and `table` collects all keys in a flat dict, which
+`--help`, the checks of single values and the tests use.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 import types
 import typing
 from collections.abc import Iterator
@@ -17,20 +18,28 @@ from typing import Any, Literal
 
 OnResume = Literal["free", "say", "refuse"]
 
-# of integers without a limit of their own: rules count up to a value, and a larger one is a typing error
+# Limit of integers without a limit of their own: some rules count up to the value, and a larger one is a typing error.
 LARGEST = 2**31 - 1
 
+# Fields of a Key that limit a number: the words for it in a message, and the comparison that must hold.
+LIMITS = {
+    "low": ("at least", operator.ge),
+    "above": ("greater than", operator.gt),
+    "high": ("at most", operator.le),
+    "below": ("less than", operator.lt),
+}
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema.
+    """The properties of one configuration key.
 
-    on_resume is the effect of resuming with another value than the checkpoint's:
-    free: the same is computed, apart from rounding in another layout. say: training changes from this step on, which is
-    printed and recorded. refuse: validation documents, or the order or meaning of samples, would change; refused unless
-    `checkpoint.accept_changes` lists the key. It is an upper bound: `changes.on_resume` compares two configurations.
+    on_resume is the effect of resuming with another value than the checkpoint's. free: the results stay the same, apart
+    from rounding in another layout. say: training changes from this step on, which is printed and recorded. refuse: the
+    validation documents, or the order or meaning of samples, would change; the run refuses to start unless
+    `checkpoint.accept_changes` lists the key. This is the strongest effect that a change can have; `changes.on_resume`
+    compares two configurations.
     """
 
     name: str  # dotted
@@ -39,19 +48,19 @@ class Key:
     meaning: str
     on_resume: OnResume
     choices: tuple[Any, ...] = ()  # (): any value of the type; null is legal as well if the type allows it
-    low: float | None = None  # of a number, or of each number of a list
-    above: float | None = None  # the same, not included
-    high: float | None = None
-    below: float | None = None
-    form: str = ""  # description of a value of type Any
-    # decides names, shapes or meaning of the weights: another value is another model, which is never accepted
+    low: float | None = None  # inclusive lower limit of the number, or of each number in a list
+    above: float | None = None  # exclusive lower limit
+    high: float | None = None  # inclusive upper limit
+    below: float | None = None  # exclusive upper limit
+    form: str = ""  # description of the legal values if the type is Any
+    # determines names, shapes or meaning of the weights: another value is another model, which a resume never accepts
     architecture: bool = False
-    # weights do not, or not always, depend on it, but users of the trained model need it
+    # needed to use the trained model, although its weights do not (or not always) depend on it
     stays_with_model: bool = False
 
     @property
     def of_the_model(self) -> bool:
-        """Whether the value belongs to a trained model rather than to its training."""
+        """Whether the value belongs to a trained model, not only to its training."""
         return self.architecture or self.stays_with_model
 
     @property
@@ -61,12 +70,12 @@ class Key:
 
     @property
     def nullable(self) -> bool:
-        """Whether null is a value of the key."""
+        """Whether null is a legal value of the key."""
         return type(None) in self.kinds or (self.type is Any and self.default is None)
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """The types of a legal value."""
+        """The Python types that a legal value may have."""
         is_union = typing.get_origin(self.type) in (typing.Union, types.UnionType)
         return typing.get_args(self.type) if is_union else (self.type,)
 
@@ -76,11 +85,11 @@ class Key:
         return typing.get_args(self.type)[0] if typing.get_origin(self.type) is list else None
 
     def fresh_default(self) -> Any:
-        """Return a copy of the default."""
+        """Return a copy of the default value."""
         return copy.deepcopy(self.default)
 
     def kind(self) -> str:
-        """Return a description of the type."""
+        """Return a description of the type, such as "an integer or null"."""
         if self.type is Any:
             return self.form
         if self.of_items is not None:
@@ -88,7 +97,7 @@ class Key:
         return " or ".join(TYPE_NAMES[kind] for kind in self.kinds)
 
     def rule(self) -> str:
-        """Return the rule for a value, to follow "must be" in a message."""
+        """Return a description of the legal values that completes "must be" in an error message."""
         null = " or null" if self.nullable else ""
         if self.choices:
             return f"{one_of(self.choices)}{null}"
@@ -99,7 +108,7 @@ class Key:
         return f"{first}{' of' if limits.startswith('at') else ''} {limits}{null}" if limits else f"{first}{null}"
 
     def broken_rule(self, value: Any) -> str | None:
-        """Return the rule that a value of the right type breaks, to follow "must be"; None for a legal one."""
+        """Return the rule that a value breaks, which completes "must be" in an error message; None if it is legal."""
         if value is None or self.type is Any:
             return None
         values = value if isinstance(value, list) else [value]
@@ -107,40 +116,28 @@ class Key:
             return "a finite number"
         if self.choices and value not in self.choices:
             return one_of(self.choices)
-        if any(isinstance(item, (int, float)) and not self._is_within(item) for item in values):
+        limits = [(limit, holds) for name, (_, holds) in LIMITS.items() if (limit := getattr(self, name)) is not None]
+        if any(isinstance(item, (int, float)) and not holds(item, limit) for item in values for limit, holds in limits):
             return self.rule() if isinstance(value, list) else self._limits()
         if any(isinstance(item, int) and item > LARGEST for item in values):
             return f"at most {LARGEST}"
         return None
 
-    def _is_within(self, value: float) -> bool:
-        return (
-            (self.low is None or value >= self.low)
-            and (self.above is None or value > self.above)
-            and (self.high is None or value <= self.high)
-            and (self.below is None or value < self.below)
-        )
-
     def _limits(self) -> str:
-        limits = (
-            ("at least", self.low),
-            ("greater than", self.above),
-            ("at most", self.high),
-            ("less than", self.below),
-        )
-        return " and ".join(f"{bound} {limit}" for bound, limit in limits if limit is not None)
+        limits = ((words, getattr(self, name)) for name, (words, _) in LIMITS.items())
+        return " and ".join(f"{words} {limit}" for words, limit in limits if limit is not None)
 
 
 def one_of(choices: tuple[Any, ...]) -> str:
-    """Return choices as the end of a rule: "one of a, b"."""
+    """Return a list of choices as a phrase: "one of a, b", or just "a" for a single choice."""
     return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
 
 
 def key(
     default: Any, meaning: str, on_resume: OnResume | None = None, *, architecture: bool = False, **more: Any
 ) -> Any:
-    """Return a dataclass field with the properties of a `Key`; with `architecture` instead of `on_resume` a resume
-    refuses a change."""
+    """Return a dataclass field for a configuration key with these properties. `architecture`: the key determines the
+    model's weights, so a resumed run refuses any change of it."""
     assert (on_resume is None) == architecture, "on_resume, or architecture"
     metadata = {"meaning": meaning, "on_resume": on_resume or "refuse", "architecture": architecture, **more}
     if isinstance(default, (list, dict)):
@@ -149,12 +146,12 @@ def key(
 
 
 def table(schema: type) -> dict[str, Key]:
-    """Return every key of a dataclass whose fields are keys or sections, by dotted name, in order."""
+    """Return all keys of a dataclass whose fields are keys or nested sections, as an ordered dict by dotted name."""
     return {found.name: found for found in _keys(schema, "")}
 
 
 def get(config: Any, key: str) -> Any:
-    """Return the value at a dotted key of a config, or inside a mapping that is such a value."""
+    """Return the value of a dotted key of a configuration. The last names may be keys of a mapping that is a value."""
     value: Any = config
     for name in key.split("."):
         value = value[name] if isinstance(value, dict) else getattr(value, name)
@@ -162,7 +159,7 @@ def get(config: Any, key: str) -> Any:
 
 
 def put(config: Any, key: str, value: Any) -> None:
-    """Set the value at a dotted key of a config."""
+    """Set the value of a dotted key of a configuration."""
     section, _, last = key.rpartition(".")
     setattr(get(config, section) if section else config, last, value)
 

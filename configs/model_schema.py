@@ -32,7 +32,7 @@ class ModelConfig:
     )
     head_dim: Optional[int] = key(
         None,
-        "channels per head, with attention=latent those of a key without rotation; null: hidden_size / "
+        "channels per head (with attention=latent: of the part of a key that is not rotated); null: hidden_size / "
         "num_attention_heads",
         architecture=True,
         low=1,
@@ -48,14 +48,14 @@ class ModelConfig:
     )
     kv_lora_rank: int = key(512, "latent: width of compressed keys and values", architecture=True, low=1)
     rotary_head_dim: int = key(
-        64, "latent: rotating channels of queries and of the one key that all heads share", architecture=True, low=1
+        64, "latent: rotated channels of each query and of the key that all heads share", architecture=True, low=1
     )
     value_head_dim: int = key(128, "latent: channels of a value head", architecture=True, low=1)
-    # Learned positions are weights: with them another length is another model.
+    # Learned positions are weights, so with them a model of another length is another model.
     sequence_length: int = key(64, "tokens per sample", "refuse", low=1, stays_with_model=True)
     max_positions: Optional[int] = key(
         None,
-        "rope: longest text, in tokens, that an export declares, if more than sequence_length; set by an import",
+        "rope: longest text, in tokens, that an export declares if it exceeds sequence_length; set by an import",
         "free",
         low=1,
         stays_with_model=True,
@@ -87,7 +87,7 @@ class ModelConfig:
     )
     vocab_size: Optional[int] = key(
         None,
-        "vocabulary size in tokens; null: the tokenizer's. Padding for a layout changes storage, not results",
+        "vocabulary size in tokens; null: the tokenizer's; a layout may pad it, without effect on results",
         architecture=True,
         low=1,
     )
@@ -100,7 +100,7 @@ class ModelConfig:
     )
     rotary_base: float = key(10000.0, "base of the rotary frequencies", architecture=True, above=0)
     rotary_fraction: float = key(
-        1.0, "fraction of each head's channels that rotate", architecture=True, above=0, high=1
+        1.0, "fraction of each head's channels that are rotated", architecture=True, above=0, high=1
     )
     rotary_scaling: Any = key(
         None,
@@ -110,17 +110,18 @@ class ModelConfig:
         form="a mapping such as {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}",
     )
     normalization: str = key("rmsnorm", "type of normalization", architecture=True, choices=("rmsnorm", "layernorm"))
-    norm_epsilon: float = key(1e-5, "added to the variance in a normalization", architecture=True, above=0)
+    norm_epsilon: float = key(1e-5, "number added to the variance in a normalization", architecture=True, above=0)
     norm_position: str = key(
         "pre",
-        "normalization before (pre) or after (post) each block; post: only bert, as in the original",
+        "normalization before (pre) or after (post) each block; post only for bert, as in the original",
         architecture=True,
         choices=("pre", "post"),
     )
     qk_norm: bool = key(False, "normalize queries and keys", architecture=True)
     qk_norm_over: str = key(
         "head",
-        "span of qk_norm; head: each head by itself; all_heads: the channels of all heads together (OLMoE; rmsnorm)",
+        "channels that qk_norm normalizes together; head: those of a head; all_heads: those of all heads (OLMoE; "
+        "rmsnorm)",
         architecture=True,
         choices=("head", "all_heads"),
     )
@@ -137,7 +138,7 @@ class ModelConfig:
     init_std: float = key(0.02, "standard deviation of the initial weights", "free", low=0)
     sentence_head: str = key(
         "none",
-        "bert: second task on pairs of texts: next_sentence (BERT) or sentence_order (ALBERT)",
+        "bert: additional task on pairs of texts, next_sentence (BERT) or sentence_order (ALBERT)",
         architecture=True,
         choices=("none", "next_sentence", "sentence_order"),
     )
@@ -162,16 +163,16 @@ PLACEMENT_POLICIES = ("static", "flex", "least_loaded", "solve", "auto")
 class PlacementConfig:
     policy: str = key(
         "static",
-        "static: only the primary of each expert computes. Others replicate experts of overloaded ranks elsewhere; "
-        "flex: as FlexMoE; least_loaded: as LLEP; solve: keeps replicas for the step and adds those that save time; "
-        "auto: solve or static, by the last step's loads",
+        "static: each expert is computed on one rank only; other policies replicate experts of overloaded ranks: "
+        "flex, like FlexMoE; least_loaded, like LLEP; solve: keep replicas for a step and add those that save time; "
+        "auto: solve or static, depending on the last step's loads",
         "free",
         choices=PLACEMENT_POLICIES,
     )
     costs: str = key(
         "assumed",
-        "costs used by the planners; measured: at the run's first start, stored in its checkpoints; two runs may then "
-        "sum in different orders",
+        "costs with which placements are planned; measured: once, at the run's first start; two runs may then differ "
+        "in the order of sums",
         "free",
         choices=("assumed", "measured"),
     )
@@ -195,25 +196,25 @@ class PlacementConfig:
     )
     replay: Optional[str] = key(
         None,
-        "folder with placement_*.plans of another run, whose plan each training call repeats; null: plan anew",
+        "folder with placement_*.plans of another run, whose plans the training calls repeat; null: plan anew",
         "free",
     )
     max_load: Optional[float] = key(
         None,
-        "solve: limit of a rank's assignments in a call, as a multiple of the mean over ranks, kept even by replicas "
-        "that cost time; null: no limit",
+        "solve: limit of a rank's assignments in a call, as a multiple of the mean over ranks; replicas are added even "
+        "if they cost time; null: no limit",
         "free",
         low=1.0,
     )
     over_limit: str = key(
         "warn",
-        "response if no plan keeps max_load; warn: run the closest plan, print a warning once and count the calls; "
-        "stop: save after that step and end",
+        "response if no plan stays within max_load; warn: use the closest plan, print one warning and count such "
+        "calls; stop: save after that step and end",
         "free",
         choices=("warn", "stop"),
     )
     extra_slots: int = key(
-        0, "replicas of other ranks' experts that a rank may hold per MoE layer", "free", low=0, high=64
+        0, "most replicas of other ranks' experts that a rank stores per MoE layer", "free", low=0, high=64
     )
 
 
@@ -227,7 +228,10 @@ class MoEConfig:
         None, "width of a routed expert; null: model.ffn_hidden_size", architecture=True, low=1
     )
     shared_expert_ffn_hidden_size: Optional[int] = key(
-        None, "width of the shared expert, which computes every token; null: none", architecture=True, low=1
+        None,
+        "width of the shared expert, which processes every token; null: no shared expert",
+        architecture=True,
+        low=1,
     )
     layers: Any = key(
         1,
@@ -240,7 +244,7 @@ class MoEConfig:
     )
     normalize_top_k: bool = key(
         True,
-        "scale the weights of a token's experts to sum 1; must be false for softmax with top_k=1",
+        "scale the weights of a token's experts so that they sum to 1; must be false for softmax with top_k=1",
         architecture=True,
     )
     routed_scaling_factor: Optional[float] = key(
@@ -260,7 +264,7 @@ class MoEConfig:
     expert_bias: bool = key(
         False, "aux-loss-free balancing (DeepSeek-V3); needs router_score=sigmoid", architecture=True
     )
-    expert_bias_rate: float = key(1e-3, "amount by which a step raises or lowers an expert's bias", "say", low=0)
+    expert_bias_rate: float = key(1e-3, "change of an expert's bias per optimizer step", "say", low=0)
     num_groups: Optional[int] = key(
         None, "group-limited routing: number of expert groups; null: no groups", architecture=True, low=1
     )
@@ -288,7 +292,7 @@ class MoEConfig:
     )
     pipeline_degree: Any = key(
         1,
-        "chunks into which an MoE layer divides its tokens to overlap communication; auto: by measured costs",
+        "chunks into which an MoE layer cuts its tokens to overlap communication; auto: by measured costs",
         "free",
         form="an integer of at least 1, or auto",
     )
@@ -303,8 +307,8 @@ class MoEConfig:
     )
     weight_lag: int = key(
         1,
-        "chunks by which weight gradients are delayed after input gradients in the backward pass; ignored with auto "
-        "degrees",
+        "number of chunks by which weight gradients lag behind input gradients in the backward pass; no effect with "
+        "auto degrees",
         "free",
         low=0,
     )
@@ -326,8 +330,8 @@ class MoEConfig:
     )
     weight_slots: int = key(
         2,
-        "offloaded weights: MoE layers whose weights fit on the device at once; more save transfers between forward "
-        "and backward pass",
+        "offloaded weights: number of MoE layers whose weights fit on the device at once; a larger number saves "
+        "transfers between forward and backward pass",
         "free",
         low=1,
     )
@@ -344,7 +348,7 @@ class MoEConfig:
     )
     memory_budget: Optional[float] = key(
         None,
-        "device memory, in MiB per rank, for MoE buffers that auto choices must fit; null: no limit",
+        "device memory, in MiB per rank, for MoE buffers, within which auto chooses; null: no limit",
         "free",
         above=0,
     )

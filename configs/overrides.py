@@ -1,5 +1,5 @@
-"""Overrides of the schema's defaults, on the command line and in preset files, checked before Hydra merges them: every
-mistake is reported in one line that names the field, its value and a value that works."""
+"""Checks of the values that override the schema's defaults, on the command line and in preset files, before Hydra
+merges them. Every mistake is reported in one line that names the field, its value and a value that works."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from configs.values import as_typed, converted, one_line, refers, suggest, wrong
 
 CONFIG_DIR = Path(__file__).resolve().parent
 PRIMARY = "config"  # config.yaml
-UNQUOTED = "; unquoted, YAML reads on, off, yes and no as true or false, and 1e3 as a number"
+UNQUOTED = "; without quotes, YAML reads on, off, yes and no as true or false, and 1e3 as a number"
 
 
 def _choices(group: str, config_dir: str | None = None) -> list[str]:
@@ -33,14 +33,14 @@ def _choices(group: str, config_dir: str | None = None) -> list[str]:
 
 
 def presets_by_group(config_dir: str | None = None) -> dict[str, list[str]]:
-    """Return the groups of presets, each with its presets. The folder configs/hardware is no group: a key names its
-    files."""
+    """Return the names of the presets of each group, as a dict by group. configs/hardware is not a group: the key
+    `hardware` names its files."""
     folders = sorted(path.name for path in CONFIG_DIR.iterdir() if path.is_dir() and path.name not in KEYS)
     return {group: presets for group in folders if (presets := _choices(group, config_dir))}
 
 
 def parse(text: str) -> Override:
-    """Return one override as Hydra reads it. Raises ConfigError if Hydra cannot."""
+    """Return one override (`key=value`) as parsed by Hydra. Raises ConfigError if Hydra cannot parse it."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -53,17 +53,17 @@ def parse(text: str) -> Override:
 
 
 def _example(key: str, wish: Any = None) -> str:
-    """Return `key=value` with a value that the key or group accepts, the wish if it does."""
+    """Return `key=value` with a value that the key or group accepts: `wish` if it is accepted, else another one."""
     if choices := presets_by_group().get(key):
         return f"{key}={wish if isinstance(wish, str) and wish in choices else choices[0]}"
     return as_typed(key, suggest(KEYS[key], wish)) if key in KEYS else f"{key}=value"
 
 
 def check_override(text: str, config_dir: str | None) -> Override:
-    """Return one override as Hydra reads it.
+    """Return one override (`key=value`) as parsed by Hydra, after checking that a run supports it.
 
-    Raises:
-        ConfigError: for a key, group or choice that does not exist, or a form that a run does not support.
+    Raises ConfigError for a key, group or choice that does not exist, or a form of override that a run does not
+    support.
     """
     override = parse(text)
     key = override.key_or_group
@@ -74,10 +74,10 @@ def check_override(text: str, config_dir: str | None) -> Override:
     if override.is_sweep_override():
         values = text.partition("=")[2]
         raise ConfigError(
-            f"{key} ({values}) has several values, which only a sweep takes. Try -m, or {key}={values.split(',')[0]}"
+            f"{key} ({values}) has several values, which needs a sweep. Try -m, or {key}={values.split(',')[0]}"
         )
     if override.is_delete():
-        raise ConfigError(f"{text}: a key cannot be removed. Try {_example(key)}")
+        raise ConfigError(f"{text}: ~ cannot remove a key of the schema. Try {_example(key)}")
     groups = list(presets_by_group(config_dir))
     if key in groups:
         value = override.value()
@@ -94,12 +94,12 @@ def check_override(text: str, config_dir: str | None) -> Override:
         raise ConfigError(unknown_key(key, groups, override.value()))
     if override.is_add() and not override.is_force_add():
         plain = text.lstrip("+")
-        raise ConfigError(f"{text}: + is for new keys, and {key} exists. Try {plain}")
+        raise ConfigError(f"{text}: + adds a new key, but {key} already exists. Try {plain}")
     return override
 
 
 def check_choice(group: str, choice: Any, shown: str, config_dir: str | None) -> None:
-    """Raise ConfigError for a choice that a group does not have. `shown` is the choice as written."""
+    """Raise ConfigError if a group has no preset `choice`. `shown`: the choice as the user wrote it."""
     choices = _choices(group, config_dir)
     if not isinstance(choice, str) or choice not in choices:
         close = nearest(str(choice), choices)
@@ -109,8 +109,8 @@ def check_choice(group: str, choice: Any, shown: str, config_dir: str | None) ->
 
 
 def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> str:
-    """Return the message about an unknown key, with the key that was most likely meant: similar within its section,
-    else with the same last name anywhere, else with a similar name."""
+    """Return the error message for an unknown key. It proposes the key that was probably meant: a similar name in the
+    same section, else the same last name in another section, else any similar name."""
     names = list(KEYS)
     section, _, last = key.rpartition(".")
     siblings = [name.rpartition(".")[2] for name in names if section and name.rpartition(".")[0] == section]
@@ -122,21 +122,21 @@ def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> 
             nearest(last, by_last) or ""
         )
     if close:
-        return f"{key} is no known key. Try {_example(close, wish)}."
+        return f"{key} is not a known key. Try {_example(close, wish)}."
     if siblings:
-        return f"{key} is no known key. Keys of {section}: {', '.join(siblings)}."
+        return f"{key} is not a known key. {section} has the keys {', '.join(siblings)}."
     tops = dict.fromkeys(name.partition(".")[0] for name in KEYS)
-    return f"{key} is no known key. Try python train.py --help; the sections are {', '.join(tops)}."
+    return f"{key} is not a known key. Try python train.py --help; the sections are {', '.join(tops)}."
 
 
 def explain(error: Exception) -> str:
-    """Return one line for an error of Hydra or OmegaConf, which concerns Hydra's own keys or a shipped preset."""
+    """Return an error of Hydra or OmegaConf as one line. It concerns Hydra's own keys or a shipped preset."""
     current: BaseException | None = error
     while current is not None:
         if isinstance(current, OmegaConfBaseException):
             key = (current.full_key or "").strip()
             if isinstance(current, (ConfigKeyError, ConfigAttributeError)) and key.startswith("hydra"):
-                return f"{key} is no key of Hydra. Try --hydra-help."
+                return f"{key} is not a key of Hydra. Try --hydra-help."
             message = one_line((current.msg or str(current)).split("\n")[0])
             return f"{key}: {message}" if key else message
         current = current.__cause__ or current.__context__
@@ -144,9 +144,9 @@ def explain(error: Exception) -> str:
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
-    """Return the keys and values of a YAML file, unresolved. Raises ConfigError if it is missing or no mapping."""
+    """Return the keys and values of a YAML file, with references unresolved. Raises ConfigError."""
     try:
-        files.read_yaml(path)  # rejects expanding aliases and special files; OmegaConf then reads numbers its own way
+        files.read_yaml(path)  # rejects expanding aliases and special files; OmegaConf parses numbers differently
         content = OmegaConf.load(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
@@ -154,12 +154,12 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"cannot read {path}: {one_line(str(error))}") from error
     mapping = OmegaConf.to_container(content) if OmegaConf.is_dict(content) else None
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
+        raise ConfigError(f"{path} must contain a mapping of keys to values")
     return mapping
 
 
 def check_mapping(content: Mapping[Any, Any], prefix: str = "") -> None:
-    """Check that a file's keys exist and that each value is legal by itself. Raises ConfigError, naming the key."""
+    """Check that the keys of a YAML file exist and have legal values. Raises ConfigError, naming the key."""
     for last, value in content.items():
         name = f"{prefix}{last}"
         if name in KEYS:
@@ -186,21 +186,21 @@ def _check_value(key: Key, value: Any) -> None:
 
 
 def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path] = frozenset()) -> None:
-    """Check a preset of the user's folder and the presets that its defaults name; shipped ones are checked by tests.
+    """Check a preset of the user's folder, and the presets that its defaults list names. Tests check the shipped
+    presets.
 
-    Raises:
-        ConfigError: naming the file and the key.
+    Raises ConfigError, naming the file and the key.
     """
     path = Path(config_dir, group, f"{choice}.yaml")
     if not path.is_file():
         return
     shown = f"{group}/{choice}.yaml"
     if path in seen:
-        raise ConfigError(f"{shown}: its defaults lead back to itself")
+        raise ConfigError(f"{shown}: its defaults list leads back to the same preset")
     if (CONFIG_DIR / group / path.name).is_file() and path.resolve() != (CONFIG_DIR / group / path.name).resolve():
         raise ConfigError(
-            f"{shown} of --config-dir has the name of a shipped preset, which would be taken instead. Give it another "
-            "name"
+            f"{shown} of --config-dir has the same name as a shipped preset, which would be used instead. Rename the "
+            "file"
         )
     content = read_mapping(path) if path.read_bytes().strip() else {}
     try:
@@ -214,21 +214,21 @@ def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path]
 
 
 def _package(path: Path, group: str) -> str:
-    """Return the prefix of a preset's keys in the configuration; "": the keys are complete."""
+    """Return the prefix for the keys of a preset file, such as `model.`; an empty string if the file has full names."""
     found = re.search(r"^\s*#\s*@package\s+(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
     package = found[1] if found else group
     if package == "_global_":
         return ""
     if package == "experiment":
         raise ConfigError(
-            "the first line must be # @package _global_, or its keys would belong to a section experiment, which is "
-            "none"
+            "the first line must be # @package _global_. Without it, the keys would belong to a section named "
+            "experiment, which does not exist"
         )
     return f"{group if package == '_group_' else package}."
 
 
 def _defaults(entries: Any, group: str) -> list[tuple[str, str]]:
-    """Return the groups and choices that the defaults of a preset name."""
+    """Return (group, choice) for each entry of a preset's defaults list."""
     found = []
     for entry in entries if isinstance(entries, list) else [entries]:
         if entry == "_self_":
@@ -237,13 +237,14 @@ def _defaults(entries: Any, group: str) -> list[tuple[str, str]]:
         override = str(name).replace("/", "").split()
         if more or not isinstance(choice, str) or not isinstance(entries, list):
             raise ConfigError(
-                "defaults must be a list of `- override /model: NAME`, of names of other presets of the folder, or "
-                "_self_"
+                "each entry of defaults must be `override /model: NAME`, the name of another preset of the same group, "
+                "or _self_"
             )
         if isinstance(entry, Mapping) and override != ["override", "model"]:
             other = override[-1] if override else str(name)
             raise ConfigError(
-                f"defaults may override model alone, since {other}=... on the command line must win. Set {other}'s keys"
+                f"defaults may override only model, so that {other}=... on the command line has an effect. Set keys of "
+                f"{other} instead"
             )
         found.append((override[-1], choice))
     return found

@@ -1,4 +1,5 @@
-"""`model.rotary_scaling`: rotary frequencies scaled for texts longer than those of pretraining, in Hugging Face's keys.
+"""`model.rotary_scaling`: scaling of the rotary frequencies for texts longer than those of pretraining, in Hugging
+Face's format.
 
 linear: position interpolation (Chen et al. 2023, arXiv:2306.15595). llama3: Llama 3.1 (Grattafiori et al. 2024,
 arXiv:2407.21783). yarn: Peng et al. 2023, arXiv:2309.00071, with DeepSeek's attention scale. longrope: Ding et al.
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-REQUIRED = object()  # default of a key without one
+REQUIRED = object()  # stands for the default of a key that must be given
 LARGEST = 2**31 - 1
 
 
@@ -22,8 +23,8 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Item:
-    """A key of a kind of scaling. `rule` follows "must be" in a message. Unless `nullable` is false, null means the
-    default of a key that has one."""
+    """The rule for one key of a `rotary_scaling` mapping. `rule` completes "must be" in an error message. null means
+    the default, unless the key has no default or `nullable` is false."""
 
     rule: str
     fits: Callable[[Any], bool]
@@ -32,7 +33,7 @@ class Item:
     nullable: bool = True
 
     def takes(self, value: Any) -> bool:
-        """Whether a value is legal."""
+        """Whether a value is legal for this key."""
         return self.fits(value) if value is not None else self.default is not REQUIRED and self.nullable
 
 
@@ -51,7 +52,7 @@ def _length(low: int) -> Item:
 
 
 _FACTORS = Item(
-    "a list of numbers above 0, one for each pair of channels that turns",
+    "a list of numbers above 0, one for each pair of rotated channels",
     lambda value: isinstance(value, list) and bool(value) and all(_is_number(item) and item > 0 for item in value),
     None,
 )
@@ -86,8 +87,8 @@ NAMES = ", ".join(KINDS)
 
 
 class Fault(NamedTuple):
-    """An error in a scaling: its key ("" for the whole), the rule, to follow the value in a message, and the corrected
-    scaling, if known."""
+    """An error in a `rotary_scaling` mapping: the wrong key (an empty string for the mapping itself), the rule that
+    follows the value in an error message, and the corrected mapping, if there is one."""
 
     key: str
     rule: str
@@ -95,12 +96,13 @@ class Fault(NamedTuple):
 
 
 def kind_of(value: dict[str, Any]) -> Any:
-    """Return the kind of scaling that a mapping names: `rope_type`, or `type` as in older versions of transformers."""
+    """Return the kind of scaling that a mapping names as `rope_type`, or as `type` for older versions of
+    transformers."""
     return value.get("rope_type", value.get("type"))
 
 
 def faults(value: Any) -> Iterator[Fault]:
-    """Yield the errors of a value of `model.rotary_scaling` by itself."""
+    """Yield the errors in a value of `model.rotary_scaling`, without regard to other keys."""
     if value is None:
         return
     if not isinstance(value, dict):
@@ -155,17 +157,17 @@ def _full(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalised(value: Any) -> Any:
-    """Return a scaling with every key of its kind, equal for equal scalings; an illegal one is returned unchanged."""
+    """Return a scaling with every key of its kind, so that equal scalings compare equal; an illegal one unchanged."""
     return _full(value) if isinstance(value, dict) and not any(faults(value)) else value
 
 
 def _concentration(factor: float, scale: float) -> float:
-    """Return YaRN's "mscale" (arXiv:2309.00071, equation 22, with DeepSeek's weight of the logarithm)."""
+    """Return YaRN's factor "mscale" (arXiv:2309.00071, equation 22), with DeepSeek's weight of the logarithm."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
 def attention_factor(scaling: dict[str, Any] | None) -> float:
-    """Return the factor on cosines and sines of a legal scaling, as in transformers."""
+    """Return the factor by which a legal scaling multiplies cosines and sines, as in transformers."""
     scaling = normalised(scaling)
     if scaling is None or "attention_factor" not in scaling:
         return 1.0
@@ -180,12 +182,12 @@ def attention_factor(scaling: dict[str, Any] | None) -> float:
 
 
 def switches_at(scaling: dict[str, Any] | None) -> int | None:
-    """Return the text length beyond which all positions use longrope's other frequencies; None for other scalings."""
+    """Return the text length beyond which longrope uses its second list of frequencies; None for other scalings."""
     scaling = normalised(scaling)
     return scaling[LENGTH] if scaling is not None and scaling["rope_type"] == "longrope" else None
 
 
 def scores_factor(scaling: dict[str, Any] | None) -> float:
-    """Return DeepSeek's additional factor on the scores of latent attention, from `mscale_all_dim`."""
+    """Return DeepSeek's factor on the attention scores of latent attention, from `mscale_all_dim`; else 1.0."""
     scale = (scaling or {}).get("mscale_all_dim")
     return _concentration(scaling["factor"], scale) ** 2 if scaling and scale else 1.0

@@ -1,9 +1,9 @@
 """The typed configuration: every key with its default, meaning, choices or range, and the effect of a changed value on
-resume.
+a resumed run.
 
-Hydra composes YAML groups over these dataclasses, configs/rules checks the combinations, and `derived.py` computes the
-values that follow. Nothing heavy is imported here, so that a wrong config fails in a second, before any rank allocates
-memory.
+Hydra composes groups of YAML presets over these dataclasses, configs/rules checks the combinations of values, and
+`derived.py` computes values that follow from them. Nothing heavy is imported here, so that a wrong configuration fails
+within a second, before any rank allocates memory.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from configs.model_schema import ModelConfig, MoEConfig
 class ParallelConfig:
     layout: str = key(
         "given",
-        "given: the layout of these keys; auto: search for the fastest first, keeping keys of the command line",
+        "given: the layout that these keys set; auto: first search for the fastest layout, without changing keys of "
+        "the command line",
         "free",
         choices=("given", "auto"),
     )
-    tensor: int = key(1, "ranks over which every matrix of attention and dense layers is sharded", "free", low=1)
+    tensor: int = key(1, "ranks over which the matrices of attention and dense layers are sharded", "free", low=1)
     sequence: bool = key(
-        False, "sequence parallelism: shard activations between these layers over the tensor ranks", "free"
+        False, "sequence parallelism: between these layers, shard activations over the tensor ranks, too", "free"
     )
     pipeline: int = key(1, "pipeline stages over which the layers are divided", "free", low=1)
     virtual_pipeline: Optional[int] = key(
@@ -34,15 +35,15 @@ class ParallelConfig:
     context: int = key(1, "ranks over which each sequence is sharded", "free", low=1)
     context_heads: Optional[int] = key(
         None,
-        "context ranks that exchange heads for sequence rows, the others exchange keys and values; null: chosen "
-        "by bytes sent, 1 with separate documents",
+        "context ranks per group; ranks of a group exchange heads for sequence rows, groups exchange keys and values; "
+        "null: the number that sends the fewest bytes, or 1 with separate documents",
         "free",
         low=1,
     )
     expert: int = key(1, "ranks over which the experts are distributed", "free", low=1)
     expert_tensor: Optional[int] = key(
         None,
-        "ranks over which each expert's matrices are sharded; null: tensor when expert is 1, else 1",
+        "ranks over which each expert's matrices are sharded; null: tensor if expert is 1, else 1",
         "free",
         low=1,
     )
@@ -52,26 +53,26 @@ class ParallelConfig:
         "gather weights during the forward pass; needs optimizer.distributed and overlap_grad_reduce",
         "free",
     )
-    timeout_seconds: int = key(600, "seconds after which an unfinished collective fails", "free", low=1)
+    timeout_seconds: int = key(600, "seconds after which a collective that has not finished fails", "free", low=1)
     priority_exchanges: bool = key(
-        True, "on a GPU: run exchanges of experts and of pipeline stages before other queued work", "free"
+        True, "on a GPU: give exchanges of expert and pipeline parallelism priority over other kernels", "free"
     )
     exchange_sms: Optional[int] = key(
         None,
-        "on a GPU: multiprocessors that the experts' products leave free for concurrent exchanges; null: 20 with "
-        "expert above 1, else 0",
+        "on a GPU: multiprocessors that the experts' matmuls leave free for concurrent exchanges; null: 20 if expert "
+        "is above 1, else 0",
         "free",
         low=0,
     )
     early_communicators: bool = key(
         True,
-        "on a GPU: split all NCCL communicators from one at the start, rather than create each at its first use",
+        "on a GPU: create all NCCL communicators at the start by splitting one, instead of each at its first use",
         "free",
     )
     device_connections: Optional[int] = key(
         None,
-        "on a GPU: hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); null: 32 with expert above 1, 1 with tensor above 1, "
-        "else the driver's 8",
+        "on a GPU: hardware queues (CUDA_DEVICE_MAX_CONNECTIONS); null: 32 if expert is above 1, else 1 if tensor is "
+        "above 1, else the driver's 8",
         "free",
         low=1,
         high=32,
@@ -93,45 +94,47 @@ class DataConfig:
     )
     documents_in_text: str = key(
         "file",
-        "unit that is one document in .txt, .raw and .tokens files: the file, text between blank lines, or a line",
+        "extent of a document in .txt, .raw and .tokens files: the file, the text between blank lines, or a line",
         "refuse",
         choices=("file", "blank_line", "line"),
     )
     documents: str = key(
         "joined",
-        "gpt: joined: tokens attend across the documents of a sample; separate: only within their document, whose "
+        "gpt; joined: tokens attend to all documents of their sample; separate: only to their own document, in which "
         "positions start at 0",
         "say",
         choices=("joined", "separate"),
     )
     tokenizer: str = key(
         "sentencepiece",
-        "sentencepiece: train one on the corpus; else the path of a .model file or a Hugging Face folder",
+        "sentencepiece: train a tokenizer on the corpus; else the path of a .model file or a Hugging Face folder",
         "refuse",
     )
     vocab_size: int = key(4096, "vocabulary size, in tokens, of a tokenizer trained on the corpus", "refuse", low=1)
     cache_dir: str = key("cache", "folder for trained tokenizers and token files; safe to delete", "free")
     validation_fraction: float = key(
         0.02,
-        "fraction of the text held out for validation: whole documents by a hash of their names, the last one cut; 0: "
-        "none",
+        "fraction of the text held out for validation: documents chosen by a hash of their names, of which the last "
+        "may be cut; 0: none",
         "refuse",
         low=0,
         below=1,
     )
     validation_corpora: Any = key(
         {},
-        "additional validation texts by name; none is trained on, and each has its own loss",
+        "additional texts for validation only, by name; each has its own reported loss",
         "refuse",
         form="a mapping of names (letters, digits, _ - .) to stdlib, a path, or a list of paths",
     )
     num_workers: Optional[int] = key(None, "processes that tokenize; null: one per core", "free", low=1)
-    prefetch: int = key(4, "optimizer steps whose batches are prepared ahead", "free", low=1)
+    prefetch: int = key(4, "number of optimizer steps for which batches are prepared ahead", "free", low=1)
     mask_probability: float = key(0.15, "bert: fraction of the tokens that are predicted", "refuse", above=0, below=1)
     short_sequence_probability: float = key(
         0.1, "bert: fraction of the samples that are shortened", "refuse", low=0, below=1
     )
-    timeout_seconds: int = key(3600, "seconds that a rank waits for another one to prepare the data", "free", low=1)
+    timeout_seconds: int = key(
+        3600, "seconds that a process waits while another process prepares the data", "free", low=1
+    )
 
 
 @dataclass
@@ -140,9 +143,9 @@ class OptimizerConfig:
     lr: float = key(1e-3, "peak learning rate", "say", low=0)
     min_lr: float = key(1e-4, "learning rate at the end of the decay", "say", low=0)
     weight_decay: float = key(0.1, "decoupled weight decay of the matrices", "say", low=0)
-    beta1: float = key(0.9, "decay of the first moment", "say", low=0, below=1)
-    beta2: float = key(0.95, "decay of the second moment", "say", low=0, below=1)
-    epsilon: float = key(1e-8, "added to the square root of the second moment", "say", above=0)
+    beta1: float = key(0.9, "decay rate of the first moment", "say", low=0, below=1)
+    beta2: float = key(0.95, "decay rate of the second moment", "say", low=0, below=1)
+    epsilon: float = key(1e-8, "number added to the square root of the second moment", "say", above=0)
     clip_grad: float = key(1.0, "gradient norm to which a step is clipped; 0: no clipping", "say", low=0)
     schedule: str = key(
         "cosine",
@@ -166,21 +169,22 @@ class OptimizerConfig:
     )
     engine: str = key(
         "auto",
-        "with offloaded state, where weights are updated: on the device, the host, or split; auto: by measured times",
+        "with offloaded state: where weights are updated, on the device, on the host, or split over both; auto: by "
+        "measured times",
         "free",
         choices=("auto", "device_stream", "host", "split"),
     )
     bucket_parameters: int = key(
         2**24,
-        "with offloaded state, most parameters of a rank that are transferred and updated together; capped at an "
-        "eighth of the rank's",
+        "with offloaded state: most parameters of a rank that are transferred and updated together; never more than an "
+        "eighth of the rank's parameters",
         "free",
         low=4096,
     )
     early_update: str = key(
         "auto",
-        "update offloaded state during the backward pass, and once more if the step is clipped; auto: while few steps "
-        "are clipped",
+        "with offloaded state: update it during the backward pass, and again if the step is clipped; auto: while few "
+        "steps are clipped",
         "free",
         choices=("auto", "always", "never"),
     )
@@ -197,7 +201,7 @@ class MemoryConfig:
     host_budget: Optional[float] = key(
         None,
         "host memory per rank, in MiB, for offloaded optimizer state, activations and experts; null: the rank's share "
-        "of 80% of the free memory",
+        "of 80% of the memory that is free",
         "free",
         above=0,
     )
@@ -214,13 +218,13 @@ class MemoryConfig:
 
 @dataclass
 class ProfileConfig:
-    steps: list[int] = key([], "optimizer steps to trace into run_dir/traces", "free", low=1)
+    steps: list[int] = key([], "optimizer steps whose profiler traces are written to run_dir/traces", "free", low=1)
     ranks: Any = key("all", "ranks that write traces", "free", form="all, or a list of ranks")
 
 
 @dataclass
 class TrainingConfig:
-    # A schedule that decays until the last step follows this key: configs/changes.py.
+    # The effect of a change depends on the learning-rate schedule: configs/changes.py.
     steps: int = key(20, "optimizer steps of the whole run, including those before a resume", "say", low=1)
     global_batch_size: int = key(8, "samples per optimizer step", "say", low=1)
     micro_batch_size: int = key(4, "samples per forward pass of one rank", "say", low=1)
@@ -242,33 +246,33 @@ class TrainingConfig:
     )
     activation_offload: Any = key(
         "none",
-        "layer inputs kept on the host until the backward pass, in MiB per rank; auto: as many as fit; needs "
+        "layer inputs stored on the host until the backward pass, in MiB per rank; auto: as many as fit; needs "
         "recompute=full",
         "free",
         form="none, auto or a number greater than 0",
     )
     pass_order: str = key(
         "by_micro_batch",
-        "schedule of a step's passes; by_layer: all micro-batches run through a layer before the next layer, so "
-        "offloaded weights are loaded once; auto: by predicted time",
+        "schedule of a step's passes; by_layer: all micro-batches pass through a layer before the next layer starts, "
+        "so that offloaded weights are loaded once; auto: by predicted time",
         "free",
         choices=("by_micro_batch", "by_layer", "auto"),
     )
     token_tile: Optional[int] = key(
         None,
-        "tokens per tile of the output layer and, with recompute=full, of dense layers. null: logits of up to 512 "
-        "tokens at once, of more in tiles of at most 1/64 of them or 128; dense layers are not tiled",
+        "tokens that the output layer and, with recompute=full, dense layers compute at once; null: the output layer "
+        "up to 512 tokens, or 1/64 of more tokens (at least 128), and dense layers all tokens",
         "free",
         low=1,
     )
     memory_limit_gib: Optional[float] = key(
         None,
-        "device memory for a rank's tensors; a run predicted not to fit is refused. null: the GPU's memory",
+        "device memory, in GiB, for a rank's tensors; a run predicted to need more is refused; null: the GPU's memory",
         "free",
         above=0,
     )
     expandable_segments: bool = key(
-        True, "on a GPU: let the allocator's segments grow, which reduces fragmentation where sizes vary", "free"
+        True, "on a GPU: let the allocator's segments grow, which reduces fragmentation if sizes vary", "free"
     )
     dry_run: Optional[bool] = key(
         None, "run a synthetic batch before the first step to detect a lack of memory; null: only on a GPU", "free"
@@ -276,30 +280,32 @@ class TrainingConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval_interval: int = key(0, "optimizer steps between evaluations; 0: no evaluation", "free", low=0)
     eval_batches: int = key(8, "global batches per evaluation", "say", low=1)
-    deterministic: bool = key(False, "use only operations that repeat bit for bit", "say")
+    deterministic: bool = key(False, "use only operations whose results repeat bit for bit", "say")
     device: str = key(
-        "auto", "device type of the ranks; auto: cuda where there is a GPU", "free", choices=("auto", "cpu", "cuda")
+        "auto", "device type of the ranks; auto: cuda if there is a GPU", "free", choices=("auto", "cpu", "cuda")
     )
     time_limit_minutes: Optional[float] = key(
         None,
-        "wall time after which the run saves and ends with status 75, as on SIGTERM; null: no limit",
+        "minutes after which the run saves a checkpoint and ends with status 75, as on SIGTERM; null: no limit",
         "free",
         above=0,
     )
     nonfinite: str = key(
         "stop",
-        "on NaN or Inf in loss or gradients: stop, skip the batch, or roll back to the last good checkpoint and skip "
-        "it",
+        "response to NaN or Inf in loss or gradients: stop, skip the batch, or roll back to the last good checkpoint "
+        "and skip the batch",
         "say",
         choices=("stop", "skip", "rollback"),
     )
     spike_factor: Optional[float] = key(
         None,
-        "a loss above this multiple of the median of the last 64 losses is a spike; null: no check",
+        "a loss above this multiple of the median of the last 64 losses counts as a spike; null: no check",
         "say",
         above=1,
     )
-    spike: str = key("skip", "response to a spike, as for nonfinite", "say", choices=("stop", "skip", "rollback"))
+    spike: str = key(
+        "skip", "response to a spike, with the choices of nonfinite", "say", choices=("stop", "skip", "rollback")
+    )
     straggler_factor: Optional[float] = key(
         1.5,
         "report a rank that is slower than the others of its stage by this factor; null: no report",
@@ -307,7 +313,7 @@ class TrainingConfig:
         above=1,
     )
     elastic: bool = key(
-        False, "if the number of ranks does not fit the layout, use the most that do; the others stand by", "free"
+        False, "if the number of ranks does not fit the layout, use as many as fit; the others stay idle", "free"
     )
 
 
@@ -317,20 +323,23 @@ class CheckpointConfig:
     keep: int = key(3, "number of newest checkpoints to keep; 0: all", "free", low=0)
     resume: str = key(
         "auto",
-        "start of the run; auto: from its newest valid checkpoint; never: from step 0; or the path of a checkpoint",
+        "checkpoint to start from; auto: the run's newest valid one; never: none, start at step 0; or a path",
         "free",
     )
     accept_changes: list[str] = key(
-        [], "keys that may differ from the checkpoint although a resume would refuse the change", "free"
+        [], "keys that may differ from the checkpoint although a resume would otherwise refuse the change", "free"
     )
     at_end: bool = key(True, "write a checkpoint when the run ends", "free")
     weights: Optional[str] = key(
-        None, "folder of `python -m models.convert import` that a fresh run starts from; null: random weights", "free"
+        None,
+        "folder written by `python -m models.convert import`, whose weights a new run starts from; null: random "
+        "weights",
+        "free",
     )
     keep_every: int = key(0, "also keep checkpoints whose step is a multiple of this; 0: none", "free", low=0)
     async_save: bool = key(
         True,
-        "write checkpoints while the next steps run; needs host memory for the rank's shard of a checkpoint",
+        "write checkpoints while the next steps run, which needs host memory for the rank's shard of a checkpoint",
         "free",
     )
 
@@ -371,25 +380,25 @@ class Config:
     run_dir: str = key("runs/${name}", "folder into which the run writes", "free")
     plan: Any = key(
         False,
-        "true: print the memory, traffic and time of the run instead of running; json: the same for scripts; search: "
-        "the fastest layout",
+        "true: print the predicted memory, traffic and time instead of running; json: the same as JSON; search: search "
+        "for the fastest layout",
         "free",
         form="true, false, json or search",
     )
     plan_world_size: Optional[int] = key(
-        None, "number of ranks to plan for; null: those started, or the fewest that fit the layout", "free", low=1
+        None, "number of ranks to plan for; null: the started ranks, or the fewest that fit the layout", "free", low=1
     )
     hardware: Optional[str] = key(
         None,
-        "hardware figures for predicted times: a name in configs/hardware or the path of a .yaml file; null: none, or "
-        "in a search those of this machine",
+        "hardware figures for predicted times: a name in configs/hardware or the path of a .yaml file; null: none, "
+        "except in a search, which uses those of this machine",
         "free",
     )
     model: ModelConfig = field(default_factory=ModelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    # Before the optimizer, whose values in presets follow the number of steps: the first wrong key is reported.
+    # Before the optimizer, since the first wrong key is reported, and presets of the optimizer refer to the steps.
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)

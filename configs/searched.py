@@ -1,4 +1,4 @@
-"""Keys that a search of layouts may change, in plan=search and in a run with parallel.layout=auto."""
+"""The keys that a search for the fastest layout may change, with plan=search or parallel.layout=auto."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 from configs.keys import put
 from configs.schema import KEYS, Config
 
-# In the order of the printed command: the layout's, then those that save memory.
+# In the order of the printed command: first keys of the layout, then keys that save memory.
 LAYOUT_KEYS = (
     "parallel.tensor",
     "parallel.sequence",
@@ -30,19 +30,19 @@ SAVING_KEYS = (
     "moe.weights_device",
     "training.pass_order",
 )
-# Searched only if they are auto: a search does not offload experts unasked.
+# Searched only if their value is auto: a search offloads experts only on request.
 ASKED_KEYS = ("moe.weights_device", "training.pass_order")
 SEARCHED = (*LAYOUT_KEYS, *SAVING_KEYS)
 
 
 def searches_layout(config: Config) -> bool:
-    """Whether a search chooses the layout, so that presets' values of SEARCHED are only its start."""
+    """Whether a search chooses the layout, so that values of the searched keys that come from presets may change."""
     return config.plan == "search" or config.parallel.layout == "auto"
 
 
 def smallest(config: Config, given: frozenset[str]) -> Config:
-    """Return a copy with the smallest layout that the `given` keys allow: no layout can solve a problem that
-    remains."""
+    """Return a copy of the configuration with the smallest layout that the `given` keys allow. If a rule is still
+    broken, no layout can satisfy it."""
     changed = copy.deepcopy(config)
     for key in SEARCHED:
         if key not in given and key != "moe.memory_strategy" and key not in ASKED_KEYS:

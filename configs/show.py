@@ -1,4 +1,4 @@
-"""Values in command-line form, and the nearest match of a mistyped name."""
+"""Formatting of values as on the command line, and search for the name that a mistyped one resembles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def show(value: Any, width: int | None = 60) -> str:
-    """Return a value as written on the command line; a list or mapping of more than `width` characters is shortened."""
+    """Return a value as on the command line. A list or mapping longer than `width` characters is shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, (list, dict)):
@@ -21,19 +21,19 @@ def show(value: Any, width: int | None = 60) -> str:
 
 
 def show_both(one: Any, other: Any) -> tuple[str, str]:
-    """Return two different values as text, in full if shortened they would look the same."""
+    """Return two different values as texts, unshortened if the shortened texts would be equal."""
     shown = show(one), show(other)
     return shown if shown[0] != shown[1] else (show(one, None), show(other, None))
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the one of `names` most similar to the typed `name`; None if none is similar."""
+    """Return the entry of `names` that is most similar to a mistyped name, or None if none is similar."""
     close = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=cutoff)
     return close[0] if close else None
 
 
 def visible(text: str) -> str:
-    """Return a text from a file for printing, with unprintable characters (such as direction marks) escaped."""
+    """Return a text for printing, with unprintable characters (such as direction marks) escaped."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )

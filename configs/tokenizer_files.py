@@ -1,5 +1,5 @@
-"""Detection of the tokenizer's files in a folder, shared by the packages that read, store and convert tokenizers.
-Imports nothing of Mixtrain."""
+"""Detection of a tokenizer's files in a folder, for the packages that read, store and convert tokenizers. Imports
+nothing of Mixtrain."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ PATTERNS = {
     WORD_PIECES: ("vocab.txt", "*-vocab.txt"),
     TIKTOKEN: ("*.tiktoken",),
 }
-# Classes of tokenizer_config.json that read another format than the first one.
+# Formats that a tokenizer class named in tokenizer_config.json reads, if it is not tokenizer.json.
 OF_CLASS = {
     **dict.fromkeys(("GPT2Tokenizer", "GPTNeoXTokenizer", "RobertaTokenizer", "Qwen2Tokenizer"), BYTE_PAIRS),
     **dict.fromkeys(("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer"), WORD_PIECES),
     "QWenTokenizer": TIKTOKEN,
 }
-# Model types whose tokenizers transformers 5 always reads with this class, whatever the folder names
+# Model types for which transformers 5 always uses this tokenizer class, even if the folder names another
 # (models/auto/tokenization_auto.py).
 ALWAYS_READ_WITH = {"qwen2": "Qwen2Tokenizer"}
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\s*")
 
 
 def format_of(file: Path) -> str:
-    """Return the format of a tokenizer's file, by its name and the first line of a .model file."""
+    """Return the format of a tokenizer's main file, from its name or, for a .model file, from its first line."""
     name = file.name
     if name.endswith((".model", ".tiktoken")):
         return TIKTOKEN if name.endswith(".tiktoken") or _holds_ranks(file) else MODEL
@@ -65,18 +65,17 @@ def format_of(file: Path) -> str:
 
 
 def formats_in(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of a folder that can define a tokenizer, by format, the preferred format first."""
+    """Return the files of a folder that can define a tokenizer, as lists by format with the preferred format first."""
     found = {kind: sorted({file for name in names for file in folder.glob(name)}) for kind, names in PATTERNS.items()}
     found = {kind: [file for file in files if file.is_file()] for kind, files in found.items()}
-    # only with its merges: other files are called vocab.json, too
+    # Only with merges: other kinds of files are called vocab.json, too.
     found[BYTE_PAIRS] = [file for file in found[BYTE_PAIRS] if merges_of(file) is not None]
     first = [JSON, OF_CLASS.get(_class_in(folder), JSON)]
     return {kind: found[kind] for kind in [*dict.fromkeys([*first, *PATTERNS])] if found[kind]}
 
 
 def core_file(path: Path) -> Path | None:
-    """Return the file that defines the tokenizer at `path` (a file or a folder); None if there is none, or several of
-    the preferred format."""
+    """Return the file that defines the tokenizer at `path` (a file or a folder); None if there is none, or several."""
     if not path.is_dir():
         return path if path.is_file() else None
     files = next(iter(formats_in(path).values()), [])
@@ -84,13 +83,13 @@ def core_file(path: Path) -> Path | None:
 
 
 def merges_of(file: Path) -> Path | None:
-    """Return the file of merges that belongs to a vocab.json, gpt2-vocab.json or encoder.json; None without one."""
+    """Return the merges file that belongs to a vocab.json, NAME-vocab.json or encoder.json, or None."""
     name = "vocab.bpe" if file.name == "encoder.json" else f"{file.name.removesuffix('vocab.json')}merges.txt"
     return file.with_name(name) if file.with_name(name).is_file() else None
 
 
 def _holds_ranks(file: Path) -> bool:
-    """Whether a file has tiktoken's format, by its first line."""
+    """Whether the first line of a file has tiktoken's format (base64, a space, a rank)."""
     try:
         with file.open("rb") as stream:
             return RANK_LINE.fullmatch(stream.readline(4096)) is not None
@@ -99,7 +98,7 @@ def _holds_ranks(file: Path) -> bool:
 
 
 def _class_in(folder: Path) -> str:
-    """Return the tokenizer's class that tokenizer_config.json names; "" without one."""
+    """Return the tokenizer class that a folder's tokenizer_config.json names, or an empty string."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         return str(settings.get("tokenizer_class", "")).removesuffix("Fast")
@@ -108,7 +107,7 @@ def _class_in(folder: Path) -> str:
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
-    """Return the files of the tokenizer at `path` (a file or a folder) by the names that readers expect."""
+    """Return the files of the tokenizer at `path` (a file or a folder), by the name that readers expect."""
     core = core_file(path)
     folder = path if path.is_dir() else path.parent
     kind = JSON if core is None else format_of(core)
@@ -116,15 +115,14 @@ def tokenizer_files(path: Path) -> dict[str, Path]:
     if core is None or kind == JSON:
         found |= {name: folder / name for name in VOCABULARIES if (folder / name).is_file()}
     if core is not None:
-        found[core.name if kind == TIKTOKEN else kind] = core  # only its name tells a tiktoken file
+        found[core.name if kind == TIKTOKEN else kind] = core  # a tiktoken file is recognized by its own name only
         if kind == BYTE_PAIRS and (merges := merges_of(core)) is not None:
             found["merges.txt"] = merges
     return found
 
 
 def copy_tokenizer(path: Path, folder: Path) -> None:
-    """Copy the tokenizer at `path` to `folder`, under the names that readers expect and with the default file mode.
-    Raises OSError."""
+    """Copy the files of the tokenizer at `path` to `folder`, under the names that readers expect. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, file in tokenizer_files(path).items():
         if not ((folder / name).exists() and file.samefile(folder / name)):

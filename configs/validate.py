@@ -1,5 +1,5 @@
-"""Validation of a configuration for a number of processes, with a fix that works in every message, and the number of
-processes that a configuration needs."""
+"""Validation of a configuration for a number of processes. Every error message proposes a fix that works. Also computes
+the number of processes that a configuration needs."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ from configs.searched import smallest
 from configs.show import show
 from configs.values import as_typed
 
-MAX_PLANNED_COPIES = 64  # of the model, tried for a plan without a given number of ranks
-MAX_FIXES = 40  # tried for one problem, nearest first
+MAX_PLANNED_COPIES = 64  # most replicas of the model that are tried for a plan without a number of ranks
+MAX_FIXES = 40  # most fixes that are tried for a problem, nearest first
 
 
 def validate(config: Config, world_size: int) -> None:
-    """Check a configuration for a run on `world_size` processes.
+    """Check that a configuration can run on `world_size` processes.
 
-    Raises:
-        ConfigError: naming the first field that breaks a rule, its value, the rule, and a value that works.
+    Raises ConfigError for the first rule that is broken. The message names the field, its value, the rule, and a value
+    that works.
     """
     _raise_first_problem(config, world_size)
 
 
 def validate_for_search(config: Config, given: frozenset[str], started: int) -> None:
-    """Check a configuration before a search of its layout (configs/searched.py) for problems that no layout can solve.
+    """Check a configuration, before a search for its layout, for problems that no layout can solve. Raises ConfigError.
 
-    `given`: the keys of the command line, which the search keeps. Whether a layout for the ranks exists is left to the
-    search. Raises ConfigError.
+    given: the keys of the command line, which the search does not change. started: the number of processes. Whether any
+    layout fits the number of ranks is left to the search.
     """
     if config.plan and config.plan_world_size is None and started == 1:
         raise ConfigError(
-            "plan_world_size (null) must be the number of ranks to search for where no ranks are started. Try "
-            "plan_world_size=8."
+            "plan_world_size (null) must be set to the number of ranks to search for, because only one process is "
+            "started. Try plan_world_size=8."
         )
     changed = smallest(config, given)
     _raise_first_problem(changed, _fewest(changed))
 
 
 def validate_for_use(config: Config, world_size: int) -> None:
-    """Check the layout of a trained model that is opened (configs/architecture.for_use) by the rules of training, with
-    batch and sequence length chosen to fit. Raises ConfigError, whose advice changes only the layout."""
+    """Check the layout in which a trained model is opened by the rules of training, with a batch size and a sequence
+    length that fit. Raises ConfigError, whose advice changes only the layout."""
     asked = copy.deepcopy(config)
     layout = asked.parallel
     layout.sequence = layout.tensor > 1
     asked.model.sequence_length = 8 * layout.tensor * asked.model.sequence_length
-    # a batch that the layouts of the advice divide as well
+    # A batch size that is also divisible in the layouts that the advice may propose.
     asked.training.micro_batch_size, asked.training.global_batch_size = 1, math.lcm(*range(1, 9)) * world_size
     asked.training.global_batch_size *= layout.pipeline
     _raise_first_problem(asked, world_size, "parallel.")
@@ -67,8 +67,7 @@ def _raise_first_problem(config: Config, world_size: int, section: str = "") -> 
 
 
 def usable_world_size(config: Config, world_size: int) -> int:
-    """Return how many of the started processes take part: all, or with `training.elastic` the most that the
-    configuration allows."""
+    """Return how many started processes a run uses: all, or with `training.elastic` the most that are legal."""
     if config.training.elastic:
         for size in range(world_size, 0, -1):
             if first_problem(config, size) is None:
@@ -77,8 +76,8 @@ def usable_world_size(config: Config, world_size: int) -> int:
 
 
 def planned_world_size(config: Config, started: int) -> int:
-    """Return the number of processes of a plan: `plan_world_size`, those started, or without a launcher the fewest that
-    the config allows."""
+    """Return the number of processes to plan for: `plan_world_size` if it is set, else the number of started processes,
+    or without a launcher the fewest that the configuration allows."""
     if config.plan_world_size is not None:
         return max(1, config.plan_world_size)  # a rule rejects smaller values
     if started > 1:
@@ -89,15 +88,15 @@ def planned_world_size(config: Config, started: int) -> int:
 
 
 def _fewest(config: Config) -> int:
-    """Return the number of ranks that hold one replica of the model."""
+    """Return the number of ranks that one replica of the model needs."""
     return math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))
 
 
 def _advice(config: Config, world_size: int, problem: Problem, section: str = "") -> str:
-    """Return "Try ..." with the first change of the configuration and the first of the number of processes after which
-    everything is legal; "" without one.
+    """Return "Try ..." with the first change of the configuration, and the first change of the number of processes,
+    after which no rule is broken; an empty string if there is none.
 
-    section: the only section whose keys can be set; the rest of the configuration is legal with its defaults.
+    section: if not empty, the only section whose keys the advice may set.
     """
     fixes = _settable(problem, section)
     if section:
@@ -106,7 +105,7 @@ def _advice(config: Config, world_size: int, problem: Problem, section: str = ""
     sides = [[fix for fix in fixes if (WORLD_SIZE in fix) == launch] for launch in (False, True)]
     found = [_working(config, world_size, side, section) for side in sides]
     texts = [_show_fix(fix) for fix in found if fix is not None]
-    if not texts and fixes:  # there are more problems: propose a fix of this one
+    if not texts and fixes:  # there are several problems: propose a fix of the first
         after = [(fix, first_problem(*_apply(config, world_size, fix))) for fix in fixes]
         solved = [fix for fix, other in after if other is None or other.key != problem.key]
         texts = [_show_fix((solved or fixes)[0])]
@@ -128,7 +127,7 @@ def _apply(config: Config, world_size: int, fix: Fix) -> tuple[Config, int]:
 
 
 def _working(config: Config, world_size: int, fixes: list[Fix], section: str, more: int = 1) -> Fix | None:
-    """Return the first fix that works alone, else the first that works with one fix of the next problem."""
+    """Return the first fix after which no rule is broken, else the first that works with a fix of the next problem."""
     left: list[tuple[Fix, Problem]] = []
     for fix in fixes[:MAX_FIXES]:
         problem = first_problem(*_apply(config, world_size, fix))

@@ -1,6 +1,7 @@
-"""Values of keys: set from the command line, converted to their types, and with references to other values resolved.
+"""Conversion of configuration values: set from the command line, converted to the type of their key, and with
+references such as ${name} resolved.
 
-Every error names the key, the value as written, the rule, and a value that works.
+Every error message names the key, the value as written, the rule, and a value that works.
 """
 
 from __future__ import annotations
@@ -22,20 +23,19 @@ from configs.rotary import normalised
 from configs.schema import KEYS, Config
 from configs.show import nearest, show
 
-MISSING = "???"  # OmegaConf's mark of a value that is still to be set
+MISSING = "???"  # OmegaConf's mark for a value that is not set yet
 NODES: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
 
 
 def one_line(text: str) -> str:
-    """Return the text with every run of white space replaced by one blank."""
+    """Return the text on one line, with every run of white space replaced by a single space."""
     return " ".join(text.split())
 
 
 def set_values(composed: DictConfig, overrides: Iterable[Override]) -> dict[str, Any]:
-    """Set the command line's values in a composed configuration, and return the previous values by key.
+    """Set the values of the command line in a composed configuration. Returns the previous values as a dict by key.
 
-    Raises:
-        ConfigError: for a value of another type than the key's.
+    Raises ConfigError if a value does not have the type of its key.
     """
     before: dict[str, Any] = {}
     for override in overrides:
@@ -56,25 +56,22 @@ def _written(override: Override) -> str:
 
 
 def _is_text(override: Override) -> bool:
-    """Whether Hydra reads a number or a boolean although the key takes a text: name=1e3 is that text, not 1000.0."""
+    """Whether Hydra parses a value as a number or boolean although the key takes a text, as in name=1e3."""
     key = KEYS.get(override.key_or_group)
     return key is not None and str in key.kinds and isinstance(override.value(), (bool, int, float))
 
 
 def for_hydra(override: Override) -> str:
-    """Return the override in a form that Hydra itself reads as the same value."""
+    """Return the command-line override, quoted if Hydra would otherwise parse a text as a number or boolean."""
     is_text = not override.is_sweep_override() and _is_text(override)
     return f"{override.key_or_group}={_quoted(_written(override))}" if is_text else override.input_line or ""
 
 
 def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Config:
-    """Return the typed configuration, with every reference resolved.
+    """Return the typed configuration with all references resolved.
 
-    Args:
-        before: previous values of the keys that the command line has set.
-
-    Raises:
-        ConfigError: for a reference that cannot be resolved or has the wrong type, naming the key with the reference.
+    before: the values that the keys of the command line had before, for advice in error messages. Raises ConfigError if
+    a reference cannot be resolved or its value has the wrong type; the message names the key with the reference.
     """
     before = before or {}
     failed = {}
@@ -83,7 +80,7 @@ def to_config(composed: DictConfig, before: dict[str, Any] | None = None) -> Con
         if reason is not None:
             failed[name] = (show(written), reason)
     if failed:
-        # A key that refers to another failing key is not the cause; in a circle, the key set by the command line is.
+        # A key that refers to another failing key is not the cause. In a cycle, the key of the command line is.
         causes = [name for name in failed if not failed.keys() & set(re.findall(r"\$\{([\w.]+)\}", failed[name][0]))]
         name = min(causes or failed, key=lambda name: name not in before)
         written, reason = failed[name]
@@ -103,9 +100,9 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
-    """Return why the written value of a key cannot be resolved, to follow its rule in a message; None if it can."""
+    """Return the reason why the value of a key cannot be resolved, as the end of an error message; None if it can."""
     if written == MISSING:
-        return "and has none yet"
+        return "but has no value yet"
     if not refers(written):
         return None
     try:
@@ -117,7 +114,7 @@ def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
 
 
 def refers(value: Any) -> bool:
-    """Whether a value, or an item in it, contains a reference: ${key} or ${oc.env:NAME}."""
+    """Whether a value, or an item of a list or dict, contains a reference such as ${key} or ${oc.env:NAME}."""
     if isinstance(value, (list, tuple)):
         return any(map(refers, value))
     if isinstance(value, dict):
@@ -126,7 +123,7 @@ def refers(value: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return why a reference has no value, to follow the rule in a message."""
+    """Return the reason why a reference could not be resolved, as the end of an error message."""
     texts = [str(error)]
     while error.__cause__ is not None:
         error = error.__cause__
@@ -134,9 +131,9 @@ def _reason(error: BaseException) -> str:
     text = one_line(" ".join(texts))
     for pattern, message in (
         (r"Environment variable '(.*?)' not found", "but the environment variable {} is not set"),
-        (r"Interpolation key '(.*?)' not found", "but {} is no key"),
-        (r"(RecursionError|maximum recursion)", "but it refers to itself in a circle"),
-        (r"Unsupported interpolation type (\S+)", "but there is no function {}"),
+        (r"Interpolation key '(.*?)' not found", "but {} is not a key"),
+        (r"(RecursionError|maximum recursion)", "but the value refers to itself"),
+        (r"Unsupported interpolation type (\S+)", "but the function {} does not exist"),
         (r"Value '(.*?)' of type", "not {}"),
         (r"Cannot convert '(\w+)'", "not a {}"),
     ):
@@ -147,8 +144,7 @@ def _reason(error: BaseException) -> str:
 
 
 def converted(key: Key, value: Any) -> Any:
-    """Return a value converted to the key's type; a reference is returned unchanged. Raises ValueError for another
-    type."""
+    """Return a value converted to the type of a key; a reference unchanged. Raises ValueError for another type."""
     if value == MISSING:
         raise ValueError("must have a value")
     if key.type is Any or (value is None and key.nullable) or (isinstance(value, str) and refers(value)):
@@ -156,13 +152,13 @@ def converted(key: Key, value: Any) -> Any:
     if key.of_items is None:
         return _scalar(next(kind for kind in key.kinds if kind in NODES), value)
     if not isinstance(value, list):
-        raise ValueError("no list")
+        raise ValueError("not a list")
     return [item if isinstance(item, str) and refers(item) else _scalar(key.of_items, item) for item in value]
 
 
 def _scalar(kind: Any, value: Any) -> Any:
     if value is None or isinstance(value, (dict, list)):
-        raise ValueError("no single value")
+        raise ValueError("not a single value")
     if (
         kind is str
         and isinstance(value, (bool, float))
@@ -175,19 +171,17 @@ def _scalar(kind: Any, value: Any) -> Any:
 
 
 def wrong_value(key: Key, written: str, reason: str, wish: Any, usual: Any = None) -> str:
-    """Return the message about an illegal value of a key.
+    """Return the error message for an illegal value of a key, with a legal value to try.
 
-    Args:
-        reason: follows the rule in the message.
-        wish: the value, if it may be similar to a legal one.
-        usual: a legal value, if one is known.
+    reason: text to append to the rule. wish: the illegal value, if a legal one may resemble it. usual: a known legal
+    value.
     """
     shown = written if len(written) <= 60 else f"{written[:50]}..."
     return f"{key.name} ({shown}) must be {key.rule()}{reason}. Try {as_typed(key.name, suggest(key, wish, usual))}."
 
 
 def suggest(key: Key, wish: Any = None, usual: Any = None) -> Any:
-    """Return a legal value of a key: the wish if it can be converted, else the usual value, else the default."""
+    """Return a legal value of a key for advice: `wish` or one close to it, else the usual value, else the default."""
     rounded = [int(wish)] if isinstance(wish, float) and wish.is_integer() and int in key.kinds else []  # such as 1e3
     close = [nearest(wish, key.choices)] if isinstance(wish, str) and key.choices else []
     for value in (value for value in (wish, *rounded, *close, usual) if value is not None):
@@ -201,7 +195,7 @@ def suggest(key: Key, wish: Any = None, usual: Any = None) -> Any:
 
 
 def as_typed(name: str, value: Any) -> str:
-    """Return `name=value`, quoted as far as a shell and Hydra need to read the same value."""
+    """Return `name=value` for a command line, with the quotes that a shell and Hydra need to read the same value."""
     plain = f"{name}={show(value, width=None)}"
     try:
         if shlex.split(plain) == [plain] and OverridesParser.create().parse_override(plain).value() == value:
@@ -220,7 +214,7 @@ def _quoted(value: Any) -> str:
 
 
 def _current_value(composed: DictConfig, key: Key) -> Any:
-    """Return the value of a key in a composed configuration; the schema's default if it cannot be resolved."""
+    """Return the value of a key in a composed configuration; the default if it cannot be resolved."""
     try:
         value = OmegaConf.select(composed, key.name)
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

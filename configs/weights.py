@@ -1,8 +1,7 @@
-"""The model of a folder of logical weights, which `checkpoint.weights` sets in a run's configuration.
+"""The model of `checkpoint.weights`, a folder of logical weights (weights stored independently of any layout).
 
-The folder's config.yaml has the sections `model` and `moe`. They override presets; a conflict with the command line is
-an error. The run uses the folder's tokenizer; a tokenizer that the command line names must have the same
-content.
+The sections `model` and `moe` of the folder's config.yaml override presets; a conflict with the command line is an
+error. The run uses the folder's tokenizer; a tokenizer named on the command line must have the same content.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from configs.tokenizer_files import core_file
 
 FORMAT = "mixtrain-weights-1"
 SECTIONS = ("model", "moe")
-# keys that no preset sets
+# Keys that no preset sets: the folder's value counts even if a preset of the model is named.
 OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_family", "model.config_json")
 
 
 def read_config(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the sections `model` and `moe` of a folder of logical weights. Raises ConfigError if the folder is missing
-    or was changed since it was written; of the weights only the file sizes are checked."""
+    """Return the sections `model` and `moe` from config.yaml of a folder of logical weights. Raises ConfigError if the
+    folder is missing or was changed since it was written. Of weight files, only the sizes are checked."""
     path = folder / "config.yaml"
     check_files(folder)
     try:
@@ -42,16 +41,16 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(
-            f"folder {folder} must hold a config.yaml of format {FORMAT}, as `python -m models.convert import` writes "
-            "it."
+            f"folder {folder} must contain a config.yaml of format {FORMAT}, which `python -m models.convert import` "
+            "writes."
         )
     found, typed = {section: content.get(section) for section in SECTIONS}, OmegaConf.structured(Config)
     for section, values in found.items():
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: {section} must be a section of keys, not {values}.")
+            raise ConfigError(f"{path}: {section} must be a mapping of keys to values, not {values}.")
         for key, value in values.items():
             if f"{section}.{key}" not in KEYS:
-                raise ConfigError(f"{path}: {section}.{key} is no key of this version.")
+                raise ConfigError(f"{path}: {section}.{key} is not a key of this version of Mixtrain.")
             try:
                 typed.merge_with({section: {key: value}})
             except OmegaConfBaseException as error:
@@ -64,10 +63,10 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_files(folder: Path, weights: slice | None = None) -> None:
-    """Raise ConfigError if files of a folder of logical weights were changed since it was written. A folder without
-    checksums is accepted unchecked.
+    """Raise ConfigError if files of a folder of logical weights were changed since the folder was written. A folder
+    without checksums passes.
 
-    weights: the files of weights to read, as a slice of their sorted names; None: read all other files instead.
+    weights: the weight files to read, as a slice of their sorted names; None reads all files except weight files.
     """
     try:
         sums = checksums.read_folder_sums(folder)
@@ -80,29 +79,29 @@ def check_files(folder: Path, weights: slice | None = None) -> None:
         problems = problems or checksums.wrong_files(folder, sums, chosen)
     if problems:
         raise ConfigError(
-            f"folder {folder} is not as it was written: {problems[0]}. Copy it again; without its "
-            f"{checksums.FOLDER_SUMS} it is taken as it is."
+            f"folder {folder} was changed after it was written: {problems[0]}. Copy the folder again, or delete its "
+            f"{checksums.FOLDER_SUMS} to use it as it is."
         )
 
 
 def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
-    """Return a default Config with these keys replaced. Raises ConfigError for an unknown key."""
+    """Return the default configuration with the given keys replaced. Raises ConfigError for an unknown key."""
     config = Config()
     for section, values in overrides.items():
         target = getattr(config, section)
         unknown = set(values) - {field.name for field in fields(target)}
         if unknown:
-            raise ConfigError(f"{section}.{min(unknown)} is no key of this version.")
+            raise ConfigError(f"{section}.{min(unknown)} is not a key of this version of Mixtrain.")
         for key, value in values.items():
             setattr(target, key, value)
     return config
 
 
 def adopt(config: Config, named: set[str]) -> None:
-    """Set the model and tokenizer of the folder `checkpoint.weights` in a composed config.
+    """Set the model and the tokenizer of a composed configuration to those of the folder `checkpoint.weights`.
 
-    named: keys and groups of the command line. Raises ConfigError if the folder is invalid, or if they name another
-    model.
+    named: keys and groups of the command line. Raises ConfigError if the folder is invalid, or if the command line
+    names another model.
     """
     assert config.checkpoint.weights is not None
     folder = Path(config.checkpoint.weights)
@@ -110,13 +109,13 @@ def adopt(config: Config, named: set[str]) -> None:
         return
     theirs = read_config(folder)
     if theirs["model"].get("vocab_size") is None:
-        raise ConfigError(f"{folder / 'config.yaml'} must say model.vocab_size. Import or export the folder again.")
+        raise ConfigError(f"{folder / 'config.yaml'} must contain model.vocab_size. Import or export the folder again.")
     _adopt_model(config, theirs, named, folder)
     if config.data.tokenizer == KEYS["data.tokenizer"].default:
         if core_file(folder) is None:
             raise ConfigError(
-                f"checkpoint.weights ({folder}) comes without a tokenizer, and its weights mean nothing with another "
-                "than their own. Name it: data.tokenizer=PATH."
+                f"checkpoint.weights ({folder}) contains no tokenizer, and the weights need the tokenizer that they "
+                "were trained with. Set data.tokenizer=PATH."
             )
         config.data.tokenizer = str(folder)
 
@@ -135,7 +134,7 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
             put(config, name, key.fresh_default())
     vocab_size = get(config, "model.vocab_size")
     ours = architecture(config, vocab_size)
-    for section in reversed(SECTIONS):  # report the number of experts before a width that follows from it
+    for section in reversed(SECTIONS):  # report a wrong number of experts before a width that follows from it
         for last in dict.fromkeys(
             [*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]
         ):
@@ -143,22 +142,22 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
             if mine != their and not means_nothing(config, name, mine, their):
                 shown, theirs_shown = show_both(mine, their)
                 raise ConfigError(
-                    f"{name} ({shown}) is {theirs_shown} in checkpoint.weights ({origin}), which brings its model. "
-                    f"Leave {name} and presets of another model out."
+                    f"{name} ({shown}) must be {theirs_shown}, the value of the model in checkpoint.weights "
+                    f"({origin}). Remove {name} and presets of another model from the command line."
                 )
 
 
 def means_nothing(config: Config, name: str, one: Any, other: Any) -> bool:
-    """Whether the same weights fit both values: rotary positions have no weights that depend on the length, and both
-    sentence heads have the same ones."""
+    """Whether weights of a model with one value of a key also fit the other value: rotary positions have no weights
+    that depend on the sequence length, and both sentence heads have the same weights."""
     if name == "model.sequence_length":
         return config.model.position_embedding == "rope"
     return name == "model.sentence_head" and "none" not in (one, other)
 
 
 def _adopt_again(config: Config, named: set[str]) -> bool:
-    """Set the model from the run's own config.yaml if the run started from these weights, whose folder is now missing.
-    Returns whether it did."""
+    """If the folder of weights is missing and this run already started from it, set the model from the run's own
+    config.yaml. Returns whether it did."""
     path = Path(config.run_dir) / "config.yaml"
     try:
         kept = files.read_yaml(path)

@@ -1,8 +1,8 @@
-"""Digests of files' contents in 32 hexadecimal digits; a file is read again only after a change.
+"""Digests of files' contents, as 32 hexadecimal digits. A file is read again only after it has changed.
 
-The digest is XXH3 (128 bits, 10 GB/s on a core) over the digests of blocks of 64 MiB, which threads read in parallel.
-It detects exchanged and damaged files, not forged ones. It is kept under data.cache_dir with the file's size, times and
-inode; if any of them has changed, the file is read again.
+The digest is XXH3 (128 bits, 10 GB/s per core) over the digests of blocks of 64 MiB, which threads read in parallel. It
+detects exchanged and damaged files, not forged ones. It is stored under data.cache_dir with the size, times and inode
+of the file; if any of them differs later, the file is read again.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ BLOCK_BYTES = 1 << 26
 READ_BYTES = 1 << 22
 MAX_THREADS = 8
 TRIES = 3
-ANNOUNCED_BYTES = 4 << 30  # files of this size take long enough to read that a message is shown
-# A file that is changed twice within one tick of its file system's clock has the same times after both changes. So the
-# digest of a file that was changed less than this before it was read is not kept.
+ANNOUNCED_BYTES = 4 << 30  # from this size on, a message announces that a file is read
+# Two changes within one tick of the file system's clock leave the same times. So the digest of a file that changed
+# less than this long before it was read is not stored.
 TICK_NS = 2_000_000_000
 
 
 def file_digest(path: str | Path, cache: Path, timeout: float) -> str:
-    """Return the digest of a file's current bytes; from `cache` if the file has not changed since.
+    """Return the digest of a file's current content, from `cache` if the file has not changed since it was read.
 
-    Of processes that call it at once one reads. timeout: seconds that the others wait. Raises ConfigError if the file
-    cannot be read or changes meanwhile, TimeoutError.
+    If several processes call this at once, one reads the file and the others wait, for at most `timeout` seconds.
+    Raises ConfigError if the file cannot be read or changes while it is read, and TimeoutError.
     """
     path = Path(path).absolute()
     stored = cache / "digests" / f"{xxhash.xxh3_64(os.fsencode(path)).hexdigest()}.json"
@@ -68,7 +68,7 @@ def file_digest(path: str | Path, cache: Path, timeout: float) -> str:
 
 
 def _kept(path: Path, stored: Path) -> str | None:
-    """Return the stored digest of a file that has not changed since; else None."""
+    """Return the stored digest of a file that has not changed since it was read, else None."""
     fingerprint = _fingerprint(os.stat(path))
     try:
         kept = json.loads(stored.read_text())
@@ -79,24 +79,26 @@ def _kept(path: Path, stored: Path) -> str | None:
 
 
 def _fingerprint(stat: os.stat_result) -> dict[str, int]:
-    """Return the attributes that change when a file is written or exchanged. (Not the device: its number differs
-    between the nodes that share a file.)"""
+    """Return the attributes of a file that change when it is written or exchanged. (The device number is not among
+    them, because it differs between the nodes that share a file.)"""
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 
 def _read(path: Path) -> tuple[str, dict[str, int]]:
-    """Return the digest, and the fingerprint that the file had both before and after it was read."""
+    """Return the digest of a file's content and the file's fingerprint, which was the same before and after reading."""
     for _ in range(TRIES):
         with open(path, "rb", buffering=0) as file:
             before = _fingerprint(os.fstat(file.fileno()))
             if before["size"] >= ANNOUNCED_BYTES:
-                progress.begin(f"Reading {path} ({before['size'] / 1e9:.0f} GB), to know it by its content")
+                progress.begin(f"Reading {path} ({before['size'] / 1e9:.0f} GB) to compute the digest of its content")
             starts = range(0, before["size"], BLOCK_BYTES)
             with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(starts)))) as threads:
                 digests = list(threads.map(functools.partial(_block_digest, file.fileno()), starts))
         if _fingerprint(os.stat(path)) == before:
             return xxhash.xxh3_128(b"".join(digests)).hexdigest(), before
-    raise ConfigError(f"data.corpus: {path} changes while it is read; start again when what writes it has ended")
+    raise ConfigError(
+        f"data.corpus: {path} changes while it is read. Start again when the program that writes the file has ended"
+    )
 
 
 def _block_digest(descriptor: int, start: int) -> bytes:
@@ -113,5 +115,5 @@ def _block_digest(descriptor: int, start: int) -> bytes:
 
 
 def digest_of(*items: Any) -> str:
-    """Return the digest of any values that JSON can hold: 32 hexadecimal digits."""
+    """Return the digest of any JSON-compatible values, as 32 hexadecimal digits."""
     return xxhash.xxh3_128(json.dumps(items, sort_keys=True).encode()).hexdigest()

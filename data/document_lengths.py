@@ -1,8 +1,8 @@
-"""Lengths of documents, of their segments in samples, and the numbers of token pairs that attend to each other.
+"""Lengths of documents and of their segments in samples, and numbers of token pairs that attend to each other.
 
-A segment is the span of a document within a sample. A token attends to the tokens of its segment up to itself; in
-layers with a sliding window, to the last `window` of them. Shares are relative to the pairs of samples of one document
-each, without a window.
+A segment is the span of a document within a sample. A token attends to the earlier tokens of its segment and to itself;
+in layers with a sliding window, to the last `window` of these. Shares are relative to the token pairs of samples that
+consist of one document each, without a window.
 """
 
 from __future__ import annotations
@@ -19,33 +19,27 @@ from data.indexed import IndexedTokens, documents
 from data.prepare import TokenFile, find_prepared
 from data.samples.shared import check_files, of_split
 
-SEGMENT_LENGTHS = "segment_lengths"  # key in a batch of an evaluation
+SEGMENT_LENGTHS = "segment_lengths"  # key in the batches of an evaluation
 DRAWN = 16  # micro-batches whose segments are drawn for a plan
 Made = TypeVar("Made")
 QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def document_lengths(file: TokenFile) -> np.ndarray:
-    """Return the tokens, int64 [n], of each document of a token file's split that has any.
-
-    Raises ConfigError for a damaged file.
-    """
+    """Return the length in tokens, int64 [n], of each non-empty document in a token file's split."""
     *index, wanted = of_split(file, IndexedTokens(file.prefix))
     lengths = documents(*index)[1]
     return lengths[wanted & (lengths > 0)]
 
 
 def summary(lengths: np.ndarray) -> dict[str, float]:
-    """Return number, mean, quantiles and largest of documents' lengths [n] in tokens; n is at least 1."""
+    """Return number, mean, quantiles and maximum of the lengths [n] of documents, in tokens; n is at least 1."""
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
     return {"number": len(lengths), "mean": float(lengths.mean()), **quantiles, "longest": int(lengths.max())}
 
 
 def describe_lengths(files: Sequence[TokenFile], sequence_length: int | None) -> list[str]:
-    """Return the lines that `python -m data.prepare` prints on the documents of token files.
-
-    Raises ConfigError for a damaged file.
-    """
+    """Return the lines that `python -m data.prepare` prints on the lengths of documents. Raises ConfigError."""
     every = [document_lengths(file) for file in files]
     if not sum(map(len, every)):
         return []
@@ -62,32 +56,30 @@ def describe_lengths(files: Sequence[TokenFile], sequence_length: int | None) ->
             for file, lengths in zip(files, every, strict=True)
         )
         lines.append(
-            f"attention   data.documents=separate keeps {share:.1%} of its pairs at model.sequence_length="
+            f"attention   data.documents=separate keeps {share:.1%} of the token pairs at model.sequence_length="
             f"{sequence_length}"
         )
     return lines
 
 
 def expected_share(lengths: np.ndarray, sequence_length: int, window: int | None = None) -> float:
-    """Return the expected share of pairs within documents of these lengths [n], concatenated in any order and cut into
-    samples.
+    """Return the expected share of token pairs that attend to each other if documents of these lengths [n] are
+    concatenated in random order and cut into samples of `sequence_length` tokens.
 
-    A sample begins at any token of a document. So the expected position in its segment of token `i` of a document is
-    i - i(i + 1) / 2s for i < s, and (s - 1) / 2 for later tokens.
+    A sample begins at any token of a document. So the expected position in its segment of token `i` of a document is i
+    - i(i + 1) / 2s for i < s, and (s - 1) / 2 for later tokens.
     """
     s = float(sequence_length)
-    reach = float(min(window or sequence_length, sequence_length))  # most keys of a token
-    inside = np.minimum(lengths, reach).astype(np.float64)  # tokens before the reach is full
+    reach = float(min(window or sequence_length, sequence_length))  # most keys that a token attends to
+    inside = np.minimum(lengths, reach).astype(np.float64)  # tokens with fewer keys than the most
     pairs = inside * (inside + 1) / 2 - (inside - 1) * inside * (inside + 1) / (6 * s)
     pairs += (lengths - inside) * (reach - reach * (reach - 1) / (2 * s))
     return float(pairs.sum() / (lengths.sum() * (s + 1) / 2))
 
 
 def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
-    """Return the `expected_share` of the blend that a config trains on, as a mean over the layers.
-
-    Raises ConfigError for a damaged file.
-    """
+    """Return the expected share of token pairs that attend to each other in samples of the training data, as a mean
+    over the layers and the weighted token files. Raises ConfigError if a file is damaged."""
     check_files(files)
     length, window, pattern = config.model.sequence_length, config.model.sliding_window, derived.window_pattern(config)
     windowed = sum(pattern) / len(pattern)
@@ -100,18 +92,13 @@ def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
 
 
 def planned_share(config: Config) -> float | None:
-    """Return the `corpus_share` of a config's corpus if its documents are separate and it is prepared; else None.
-
-    Nothing is made or written.
-    """
+    """Return the `corpus_share` of the configured corpus if documents are separate and it is prepared, else None."""
     return _of_prepared(config, corpus_share)
 
 
 def planned_segments(config: Config) -> list[np.ndarray] | None:
-    """Return the segments' lengths, int64 [n], in each of DRAWN micro-batches of a config's corpus.
-
-    None unless ranks share sequences of separate documents and the corpus is prepared. Nothing is made or written.
-    """
+    """Return the lengths of segments, int64 [n], in each of DRAWN micro-batches of the configured corpus. Returns None
+    unless sequences of separate documents are sharded over ranks and the corpus is prepared. Writes no files."""
     return None if config.parallel.context == 1 else _of_prepared(config, draw_segments)
 
 
@@ -122,14 +109,14 @@ def _of_prepared(config: Config, make: Callable[[Config, Sequence[TokenFile]], M
         files = find_prepared(config.data, config.model.family)
         return None if files is None else make(config, files)
     except ConfigError:
-        return None  # training reports it; a plan needs no corpus
+        return None  # a plan needs no corpus; training reports the error
 
 
 def draw_segments(config: Config, files: Sequence[TokenFile]) -> list[np.ndarray]:
-    """Return the segments' lengths, int64 [n], of DRAWN typical micro-batches of a blend of files.
+    """Return the lengths of segments, int64 [n], in each of DRAWN random micro-batches of a blend of token files.
 
-    Documents are concatenated in any order and cut into samples, so a sample begins at any token of a document. Raises
-    ConfigError for a damaged file.
+    Documents are concatenated in random order and cut into samples, so that a sample begins at any token of a document.
+    Raises ConfigError if a file is damaged.
     """
     check_files(files)
     draw, length = np.random.default_rng(config.training.seed), config.model.sequence_length
@@ -153,7 +140,8 @@ def _sample(draw: np.random.Generator, lengths: np.ndarray, size: int) -> np.nda
 
 
 def attended_pairs(config: Config, positions: Any) -> int:
-    """Return the token pairs that attend in samples with positions int64 [b, s] (host), summed over layers."""
+    """Return the number of token pairs that attend to each other, summed over the layers, in samples whose tokens have
+    these positions in their segments, int64 [b, s] on the host."""
     keys = np.asarray(positions) + 1
     pattern = derived.window_pattern(config)
     pairs = int(keys.sum()) * (len(pattern) - sum(pattern))
@@ -164,13 +152,13 @@ def attended_pairs(config: Config, positions: Any) -> int:
 
 
 def share_of(config: Config, pairs: float) -> float:
-    """Return the `attended_pairs` of a global batch as a share of those of one-document samples without a window."""
+    """Return the attended token pairs of a global batch as a share of those in samples of one document each."""
     length, samples = config.model.sequence_length, config.training.global_batch_size
     return pairs / (config.model.num_layers * samples * length * (length + 1) / 2)
 
 
 def segment_lengths(positions: Any) -> np.ndarray:
-    """Return the length of each token's segment, int64 [b, s], from its position in it, int64 [b, s] (on the host)."""
+    """Return the length of each token's segment, from its position in the segment; both int64 [b, s] on the host."""
     begins = np.asarray(positions) == 0
     begins[:, 0] = True
     first = np.flatnonzero(begins)
@@ -179,6 +167,6 @@ def segment_lengths(positions: Any) -> np.ndarray:
 
 
 def bucket_name(bucket: int) -> str:
-    """Return the values of a bucket of powers of 2: 0, 1, 2-3, 4-7, ..."""
+    """Return the range of values in a bucket of a histogram with powers of 2: 0, 1, 2-3, 4-7, ..."""
     first, last = 2 ** (bucket - 1) if bucket else 0, 2**bucket - 1
     return str(first) if first == last else f"{first}-{last}"

@@ -1,9 +1,9 @@
-"""Megatron's token files: `<prefix>.bin` holds the tokens, `<prefix>.idx` the length and offset of each sequence, and
-the documents' bounds.
+"""Megatron's token files: `<prefix>.bin` contains the tokens; `<prefix>.idx` contains the length and offset of each
+sequence, and the bounds of the documents.
 
-The layout is that of megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). It is read and written here,
-without importing Megatron, because that import takes seconds in each process that tokenizes; a test holds the two
-compatible.
+The format is that of megatron/core/datasets/indexed_dataset.py (megatron-core 0.16.1). This module reads and writes it
+without importing Megatron, because the import takes seconds in each process that tokenizes. A test checks that both
+stay compatible.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ VERSION = 1
 HEADER_BYTES = len(HEADER) + 8 + 1 + 8 + 8  # magic, version, dtype code, number of sequences, number of document bounds
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 UINT16_VOCAB_LIMIT = 65500  # Megatron's rule: smaller vocabularies are stored as uint16
-REBUILD = "delete it, or run `python -m data.prepare` again with the same data settings to rebuild it"
+REBUILD = "delete the file, or run `python -m data.prepare` with the same data settings to write it again"
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
-    """Return the dtype that Megatron stores tokens of this vocabulary in."""
+    """Return the dtype in which Megatron stores the tokens of a vocabulary of this size."""
     return np.uint16 if vocab_size < UINT16_VOCAB_LIMIT else np.int32
 
 
 def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarray, document_bounds: np.ndarray) -> None:
-    """Write an .idx file. sequence_lengths [n]: tokens; document_bounds [d + 1]: documents' first sequences, then n."""
+    """Write an .idx file. sequence_lengths [n] in tokens; document_bounds [d + 1]: documents' first sequences, then
+    n."""
     code = next(code for code, known in DTYPES.items() if known is dtype)
     lengths = np.ascontiguousarray(sequence_lengths, dtype=np.int32)
     pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -47,12 +48,11 @@ def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarra
 
 
 class IndexedTokens:
-    """A pair of .bin/.idx files: the index is in memory, the tokens are read when they are asked for.
+    """A pair of .bin and .idx files. The index is in memory; tokens are read on demand.
 
-    tokens: the whole .bin; sequence_lengths [n] int32; sequence_starts [n] int64, in tokens;
-    document_bounds [d + 1] int64: the first sequence of each document, then n.
-
-    Raises ConfigError with the file's name if one is missing or damaged.
+    tokens: reader of the .bin file. sequence_lengths [n] int32 and sequence_starts [n] int64: in tokens.
+    document_bounds [d + 1] int64: index of each document's first sequence, then n. Raises ConfigError with the file's
+    name if a file is missing or damaged.
     """
 
     def __init__(self, prefix: str | Path):
@@ -61,11 +61,10 @@ class IndexedTokens:
         for path in (bin_path, idx_path):
             if not os.path.isfile(path):
                 raise ConfigError(
-                    f"data.corpus: token file {path} does not exist, though its partner is expected beside it; "
+                    f"data.corpus: token file {path} does not exist; token files come in pairs of .bin and .idx; "
                     f"{REBUILD}"
                 )
-        # Neither file is mapped into memory: if another process truncates it, reading would end this one with a bus
-        # error.
+        # Files are not mapped into memory: reading one that another process truncates would raise a bus error.
         with open(idx_path, "rb") as file:
             self.fingerprints = [_fingerprint(os.fstat(file.fileno()))]
             content = file.read()
@@ -79,13 +78,13 @@ class IndexedTokens:
         if version != VERSION or code not in DTYPES:
             raise ConfigError(
                 f"data.corpus: {idx_path} has index version {version} and dtype code {code}; "
-                f"supported are version {VERSION} and codes {sorted(DTYPES)}; {REBUILD}"
+                f"supported are version {VERSION} and dtype codes {sorted(DTYPES)}; {REBUILD}"
             )
         expected = HEADER_BYTES + num_sequences * (4 + 8) + num_bounds * 8
         if idx_bytes < expected:  # longer is legal: Megatron appends a byte per sequence to multimodal indices
             raise ConfigError(
-                f"data.corpus: {idx_path} is truncated: {idx_bytes} bytes, but its header announces {num_sequences} "
-                f"sequences and {num_bounds} document bounds, which take {expected}; {REBUILD}"
+                f"data.corpus: {idx_path} is truncated: it has {idx_bytes} bytes, but the {num_sequences} sequences "
+                f"and {num_bounds} document bounds of its header take {expected} bytes; {REBUILD}"
             )
         self.dtype = np.dtype(DTYPES[code])
         index = np.frombuffer(content, dtype=np.uint8)
@@ -101,17 +100,17 @@ class IndexedTokens:
         announced = int(pointers[-1]) + int(self.sequence_lengths[-1]) * self.dtype.itemsize if num_sequences else 0
         if bin_bytes != announced:
             raise ConfigError(
-                f"data.corpus: {bin_path} has {bin_bytes} bytes, but {idx_path} announces {announced}: "
+                f"data.corpus: {bin_path} has {bin_bytes} bytes, but must have {announced} according to {idx_path}: "
                 f"the file is truncated or damaged; {REBUILD}"
             )
         self.sequence_starts = pointers // self.dtype.itemsize
 
 
 class TokenReader:
-    """The tokens of an open .bin file, which threads may share.
+    """Reader of the tokens in an open .bin file, which several threads may share.
 
-    A file that is deleted or replaced stays readable; one that is written to or truncated is an error at the next
-    reading, never a crash.
+    A file that is deleted or replaced stays readable. If the file is changed or truncated, the next read raises
+    ConfigError; it never crashes the process.
     """
 
     def __init__(self, path: str, dtype: np.dtype):
@@ -128,27 +127,27 @@ class TokenReader:
         return self.read([(begin, end)])
 
     def read(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Return the tokens of [begin, end) of each span, in a row. Raises ConfigError if the file has changed."""
+        """Return the tokens of spans [begin, end), concatenated. Raises ConfigError if the file has changed."""
         size, descriptor = self.dtype.itemsize, self._file.fileno()
         content = b"".join([_read(descriptor, (end - begin) * size, begin * size) for begin, end in spans])
         now = _fingerprint(os.fstat(descriptor))
         if now != self.fingerprint or len(content) < sum(end - begin for begin, end in spans) * size:
             found = (
-                f"has {now[0]} bytes now, of {self.fingerprint[0]}"
+                f"has {now[0]} bytes instead of {self.fingerprint[0]}"
                 if now[0] != self.fingerprint[0]
                 else "was written to"
             )
             raise ConfigError(
-                f"data.corpus: {self.path} {found}: it was changed while it was read. Put it back as it was, and start "
-                "again to go on"
+                f"data.corpus: {self.path} {found}: it was changed during the run. Restore the file, and start the run "
+                "again to resume"
             )
         return np.frombuffer(content, self.dtype)
 
 
 def _read(descriptor: int, count: int, offset: int) -> bytes:
-    """Return `count` bytes of a file, or fewer at its end."""
+    """Return `count` bytes of a file from `offset` on, or fewer at the end of the file."""
     content = os.pread(descriptor, count, offset)
-    while len(content) < count:  # the system may return fewer at once
+    while len(content) < count:  # one read may return fewer bytes
         more = os.pread(descriptor, count - len(content), offset + len(content))
         if not more:
             break
@@ -157,12 +156,12 @@ def _read(descriptor: int, count: int, offset: int) -> bytes:
 
 
 def _fingerprint(stat: os.stat_result) -> tuple[int, int, int]:
-    """Return a file's size, time of change and inode."""
+    """Return size, modification time and inode of a file."""
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
 def _open(path: str) -> BinaryIO:
-    """Open a file; raise the process' limit of open files if need be, as for a blend of hundreds."""
+    """Open a file for reading. If too many files are open, raise the process's limit and try again."""
     try:
         return cast(BinaryIO, open(path, "rb", buffering=0))
     except OSError as error:
@@ -174,7 +173,7 @@ def _open(path: str) -> BinaryIO:
 
 
 def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length in tokens of each document of an index (see IndexedTokens), both int64 [documents]."""
+    """Return start and length, in tokens, of each document of an index (IndexedTokens): two int64 [documents]."""
     if len(bounds) < 2:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     ends = np.append(starts, starts[-1:] + lengths[-1:])

@@ -1,4 +1,4 @@
-"""The loaders of a data-parallel rank: from a config and prepared files they make micro-batches ahead in a thread."""
+"""Loaders of a data-parallel rank: they make micro-batches from prepared token files, some steps ahead, in a thread."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from data.samples import BertSamples, GPTSamples
 from data.split import LEAST_TAIL, LINE_REACH
 from data.tokenizer import load_tokenizer
 
-PREPARED = "prepared"  # key in a micro-batch of the tensors that are computed from it ahead
-HELD_OUT = ""  # the validation documents of data.corpus, among the names of validation corpora
-TIMEOUT_SECONDS = 600.0  # for a step's micro-batches, before the storage is assumed to be unreachable
+PREPARED = "prepared"  # key under which a micro-batch contains the tensors that are computed from it ahead
+HELD_OUT = ""  # stands for the held-out documents of data.corpus among the names of validation corpora
+TIMEOUT_SECONDS = 600.0  # for the micro-batches of a step; then the storage is assumed to be unreachable
 
 Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Samples(Protocol):
-    """GPTSamples, BertSamples or ValidationSamples."""
+    """A source of samples by index: GPTSamples, BertSamples or ValidationSamples."""
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]: ...
 
 
 class Loader:
-    """Steps of micro-batches for one data-parallel rank.
+    """The micro-batches of each optimizer step for one data-parallel rank.
 
-    Step t uses samples [t * global, (t + 1) * global), counted from `consumed_samples`; its micro-batch j on
-    data-parallel rank d is the (j * world + d)-th run of `micro_batch_size` of them. So the set of micro-batches, and
-    with it every loss that is a mean over one, is the same for every number of ranks.
+    Step t uses samples [t * global, (t + 1) * global), counted from `consumed_samples`; micro-batch j of data-parallel
+    rank d is the (j * world + d)-th run of `micro_batch_size` of these samples. So the set of micro-batches is the same
+    for every number of ranks, and so is every loss that is a mean over a micro-batch.
 
-    prefetch: steps that are made ahead in a thread (0: made in the caller). num_steps: end after that many (None:
-    never). finish: applied to each micro-batch where it is made. wait_seconds: total time that `next_step` has waited
-    for data. Call `close` at the end.
+    prefetch: number of steps that a thread makes ahead; 0 makes each step in the caller. num_steps: number of steps
+    after which the loader ends; None for no end. finish: function that is applied to each micro-batch in the thread.
+    wait_seconds: total time for which `next_step` has waited. Call `close` at the end.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class Loader:
     ):
         if micro_batch_size < 1 or global_batch_size < 1 or global_batch_size % (micro_batch_size * world_size):
             raise ConfigError(
-                f"training.global_batch_size={global_batch_size}: must be a multiple of training.micro_batch_size "
-                f"({micro_batch_size}) x data-parallel ranks ({world_size}); {micro_batch_size * world_size} works"
+                f"training.global_batch_size={global_batch_size} must be a multiple of training.micro_batch_size "
+                f"({micro_batch_size}) times data-parallel ranks ({world_size}), for example "
+                f"{micro_batch_size * world_size}"
             )
         assert 0 <= rank < world_size, (rank, world_size)
         self.consumed_samples = consumed_samples  # by the steps that next_step has returned
@@ -81,7 +82,7 @@ class Loader:
             self._thread.start()
 
     def next_step(self) -> list[dict[str, Any]]:
-        """Return the micro-batches of the next step. Raises the thread's errors, and StopIteration after num_steps."""
+        """Return the micro-batches of the next step. Raises the thread's errors; StopIteration after the last step."""
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._steps_left == 0:
@@ -94,7 +95,8 @@ class Loader:
                 found = self._queue.get(timeout=TIMEOUT_SECONDS)
             except queue.Empty:
                 raise TimeoutError(
-                    f"no batch within {TIMEOUT_SECONDS} s; is the storage that holds data.cache_dir reachable?"
+                    f"no batch was read within {TIMEOUT_SECONDS} s. Check that the storage of data.cache_dir is "
+                    "reachable"
                 ) from None
             if isinstance(found, BaseException):
                 self.close()
@@ -107,7 +109,7 @@ class Loader:
         return step
 
     def close(self) -> None:
-        """End the thread. May be called more than once."""
+        """Stop the thread. May be called more than once."""
         self._closed.set()
         if self._thread is not None:
             while True:  # a full queue would block the thread
@@ -147,7 +149,7 @@ class Loader:
 
 
 def finish_batch(batch: dict[str, Any], prepare: Finish | None, pin: bool) -> dict[str, Any]:
-    """Return a micro-batch with the tensors that `prepare` computes. pin: in pinned memory, shared tensors once."""
+    """Return a micro-batch with the tensors that `prepare` computes from it. pin: copy them to pinned memory."""
     pinned: dict[int, Any] = {}
 
     def pin_memory(value: Any) -> Any:
@@ -175,13 +177,13 @@ def build_data(
     on_host: Finish | None = None,
     on_validation: Finish | None = None,
 ) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
-    """Return the training loader, which continues after `consumed_samples`, and functions that make validation loaders.
+    """Return the training loader, which continues after `consumed_samples`, and makers of validation loaders.
 
-    The functions are under HELD_OUT for the held-out documents of the corpus, and under the name of each validation
-    corpus. rank, world_size: of the data-parallel group. pin: batches in pinned memory, for a run on a GPU. on_host:
-    called with each training micro-batch where it is made; on_validation: with each of validation. Each validation
-    loader gives the same training.eval_batches global batches, or each sample of a validation corpus once if there are
-    fewer. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    Keys of the makers: HELD_OUT, for the held-out documents of the corpus, and the names of the validation corpora.
+    rank, world_size: of the data-parallel group. pin: put batches into pinned memory, for a run on a GPU. on_host,
+    on_validation: functions that are called with each micro-batch of training or validation in the loader's thread.
+    Each validation loader returns the same training.eval_batches global batches, or each sample of a smaller validation
+    corpus once. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
     """
     _check_prepared(config, prepared)
     training = config.training
@@ -215,7 +217,7 @@ def build_data(
     makers: dict[str, Callable[[], Loader]] = {name: functools.partial(of_corpus, name) for name in prepared.validation}
     if config.data.validation_fraction > 0:
         makers = {HELD_OUT: lambda: loader(held_out(), 0, training.eval_batches, on_validation), **makers}
-    if training.eval_interval:  # an error now rather than at the first evaluation
+    if training.eval_interval:  # raise errors now rather than at the first evaluation
         if HELD_OUT in makers:
             _check_validation(config, prepared)
             held_out()
@@ -227,22 +229,22 @@ def build_data(
 
 
 def _check_prepared(config: Config, prepared: PreparedData) -> None:
-    """Raise ConfigError if the vocabulary or the model family does not fit the prepared data."""
+    """Raise ConfigError if the prepared data does not fit the model's vocabulary or family."""
     size = config.model.vocab_size
     if size is not None and size < prepared.vocab_size:
         raise ConfigError(
-            f"model.vocab_size={size}: the tokenizer {prepared.tokenizer_path} has {prepared.vocab_size} tokens, and "
-            "the model must have at least as many; model.vocab_size=null takes the tokenizer's"
+            f"model.vocab_size={size} must be at least {prepared.vocab_size}, the vocabulary size of the tokenizer "
+            f"{prepared.tokenizer_path}, or null to equal it"
         )
     if prepared.family != config.model.family:
         raise ConfigError(
-            f"model.family={config.model.family}: the data was prepared for {prepared.family}; prepare it for this "
-            "family"
+            f"model.family={config.model.family} must be {prepared.family}, for which the data was prepared. Change "
+            f"it, or prepare the data with model.family={config.model.family}"
         )
 
 
 def _check_validation(config: Config, prepared: PreparedData) -> None:
-    """Raise ConfigError, with a fraction that works, if validation has less than one sample."""
+    """Raise ConfigError, proposing a fraction that works, if the held-out documents make less than one sample."""
     fraction = config.data.validation_fraction
     needed = config.model.sequence_length + 1 if config.model.family == "gpt" else 2 * LEAST_TAIL
     for source in prepared.identity.get("sources", ()):
@@ -259,18 +261,18 @@ def _check_validation(config: Config, prepared: PreparedData) -> None:
         if total * (1 - works) < needed + LINE_REACH:
             longest = max(1, total // 2 - LINE_REACH - 1)
             raise ConfigError(
-                f"{has}and a sample takes {needed:,}: too little text for training and validation. Try "
+                f"{has}but a sample needs {needed:,}: the text is too short for training and validation. Try "
                 f"model.sequence_length={longest}, or training.eval_interval=0"
             )
         raise ConfigError(
-            f"{has}and a sample takes {needed:,}. Try data.validation_fraction={works}, or training.eval_interval=0"
+            f"{has}but a sample needs {needed:,}. Try data.validation_fraction={works}, or training.eval_interval=0"
         )
 
 
 def make_samples(
     config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool
 ) -> GPTSamples | BertSamples:
-    """Return the samples of token files for the config's model family."""
+    """Return the samples of token files in the format of the configured model family."""
     model, seed = config.model, config.training.seed
     if model.family == "gpt":
         separate = config.data.documents == "separate"
@@ -288,7 +290,7 @@ def make_samples(
 
 
 def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:
-    """Return how often each token is a label with loss_mask above 0: int64 [vocab_size]. Ranks' counts may be added."""
+    """Return how often each token is a label with a loss_mask above 0: int64 [vocab_size]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for step in steps:
         for batch in step:
@@ -297,16 +299,16 @@ def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int
 
 
 def entropy(counts: torch.Tensor) -> float:
-    """Return the entropy in nats of frequencies [n]: of labels, the loss of the best model that ignores its input."""
+    """Return the entropy in nats of counts [n]; for labels, the loss of the best model that ignores its input."""
     frequencies = counts[counts > 0].double() / counts.sum()
     return float(-(frequencies * frequencies.log()).sum())
 
 
 class ValidationSamples:
-    """Samples of a validation corpus for at most `num_batches` global batches.
+    """The samples of a validation corpus, for at most `num_batches` global batches.
 
-    If the corpus has fewer samples, each counts once, and the last batch is filled up with samples whose loss_mask is
-    0. So the loss is over the same tokens in every layout and evaluation. num_steps: the number of global batches.
+    If the corpus has fewer samples, each counts once, and the last batch is padded with samples whose loss_mask is 0.
+    So the loss covers the same tokens in every layout and evaluation. num_steps: the number of global batches.
     """
 
     def __init__(self, samples: GPTSamples | BertSamples, global_batch_size: int, num_batches: int):
@@ -317,14 +319,15 @@ class ValidationSamples:
             samples.blend = _InOrder(sizes)
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return the batch of these samples; those past the corpus's end have a loss_mask of 0."""
+        """Return the batch of these samples. Samples past the end of the corpus have a loss_mask of 0."""
         arrays = self._samples.batch([i % self.num_samples for i in indices])
         arrays["loss_mask"][[i >= self.num_samples for i in indices]] = 0.0
         return arrays
 
 
 class _InOrder:
-    """All samples of one file after the other; a Blend would repeat samples of one file before all of another."""
+    """A blend that returns all samples of one file after those of another; `Blend` would repeat samples of a small file
+    before a large one is finished."""
 
     def __init__(self, sizes: Sequence[int]):
         self._ends = np.cumsum(sizes)
@@ -335,7 +338,7 @@ class _InOrder:
 
 
 def _check_validation_corpora(config: Config, prepared: PreparedData) -> None:
-    """Raise ConfigError, with the numbers, for a validation corpus of less than one sample."""
+    """Raise ConfigError if a validation corpus has fewer tokens than one sample."""
     if config.model.family != "gpt":
         return  # any sentence is a sample of BERT
     needed = config.model.sequence_length + 1
@@ -343,6 +346,6 @@ def _check_validation_corpora(config: Config, prepared: PreparedData) -> None:
         for file in files:
             if file.num_tokens < needed:
                 raise ConfigError(
-                    f"data.validation_corpora: {name} has {file.num_tokens:,} tokens in {file.prefix}.bin, and a "
-                    f"sample takes {needed:,} (model.sequence_length + 1). Give it more text, or leave it out"
+                    f"data.validation_corpora: {name} has {file.num_tokens:,} tokens in {file.prefix}.bin, but a "
+                    f"sample needs {needed:,} (model.sequence_length + 1). Add text to the corpus, or leave it out"
                 )

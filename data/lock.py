@@ -12,8 +12,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def hold(path: Path, timeout: float) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; the system drops it when its holder dies. timeout: seconds. Raises
-    TimeoutError, OSError."""
+    """Hold an exclusive lock on the file `path` in a `with` block. The system releases the lock if the process dies.
+    timeout: seconds. Raises TimeoutError, OSError."""
     with open(path, "a+") as file:
         deadline = time.monotonic() + timeout
         while True:
@@ -24,9 +24,9 @@ def hold(path: Path, timeout: float) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     file.seek(0)
                     raise TimeoutError(
-                        f"waited {timeout} s (data.timeout_seconds) for another process "
-                        f"({file.read().strip() or 'unknown'}) to prepare the data; raise data.timeout_seconds, or run "
-                        f"`python -m data.prepare` first. The lock is {path}"
+                        f"another process ({file.read().strip() or 'unknown'}) did not finish preparing the data "
+                        f"within {timeout} s (data.timeout_seconds). Raise data.timeout_seconds, or run `python -m "
+                        f"data.prepare` first. The process holds the lock {path}"
                     ) from None
                 time.sleep(0.1)
         file.truncate(0)

@@ -1,15 +1,15 @@
-"""Texts that two terms of a corpus share: equal files, and equal documents in different files.
+"""Detection of text that several terms of a corpus share: equal files, and equal documents in different files.
 
-The split of a term depends on hashes of its documents' names and on its own size. So text that one term holds out would
-be trained on through another term that has it too.
+The split of a term depends on hashes of its documents' names and on its size. So text that one term holds out for
+validation would be trained on through another term that contains it too.
 
-Equal files are the same file by any path, a copy, or the same text compressed. They are refused. Sizes are compared
-first; only files of equal size are read, and the beginnings of compressed ones. The result is kept under data.cache_dir
-by the files' paths, sizes and times, so that a corpus is searched once.
+Equal files are one file under two paths, a copy, or the same text compressed. They are an error. Sizes are compared
+first; only files of equal size are read, and the beginnings of compressed ones. The result is stored under
+data.cache_dir by the paths, sizes and times of the files, so that each corpus is searched once.
 
-Equal documents are in larger files, or in files of another format. Preparing a term stores the hashes of its documents'
-texts next to the tokens (`write_texts`). A few equal documents are usual among large corpora, and noted; many are
-refused. Token files store no texts.
+Equal documents may be in files of other sizes or formats. Preparing a term stores the hashes of its documents' texts
+next to the tokens (`write_texts`). A few equal documents are common among large corpora and only noted; many are an
+error. Token files of the user have no hashes of texts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from data import lock
 from data.corpus import Source, unpacked_blocks
 from data.digest import digest_of, file_digest
 
-HEAD_BYTES = 1 << 16  # of text, which are compared first if a file is compressed
-SMALL_BYTES = 1 << 20  # up to this size a file is read at once, and its digest is not kept
-BLANK_BYTES = 1 << 12  # up to this size a file is checked for text: one without text holds no document
+HEAD_BYTES = 1 << 16  # bytes of text that are compared first if a file is compressed
+SMALL_BYTES = 1 << 20  # up to this size, a file is read at once and its digest is not stored
+BLANK_BYTES = 1 << 12  # up to this size, a file is checked for text; a blank file has no document
 MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two terms that hold the same text, with the first such files, `one` and `other`, and their number."""
+    """Two terms of a corpus with the same text: the first pair of such files (`one`, `other`), and the number of
+    pairs."""
 
     terms: tuple[str, str]
     one: str
@@ -53,10 +54,10 @@ class Overlap:
     def __str__(self) -> str:
         one, other = self.terms
         if one == other and self.one == self.other:
-            return f"{one} is there twice"
-        how = "is the same file as" if self.same_file else "has the text of"
-        more = f", and {self.count - 1:,} more such files" if self.count > 1 else ""
-        where = f"both have {self.one}" if self.one == self.other else f"{self.other} {how} {self.one}"
+            return f"{one} is listed twice"
+        how = "is the same file as" if self.same_file else "has the same text as"
+        more = f", and so for {self.count - 1:,} more files" if self.count > 1 else ""
+        where = f"both contain {self.one}" if self.one == self.other else f"{self.other} {how} {self.one}"
         return f"{one} and {other} overlap ({where}{more})"
 
 
@@ -69,27 +70,27 @@ class _Entry:
 
 
 def refuse(overlaps: Sequence[Overlap]) -> None:
-    """Raise ConfigError for terms of data.corpus that hold the same text."""
+    """Raise ConfigError if terms of data.corpus contain the same text."""
     if not overlaps:
         return
     first = overlaps[0]
     together = (
         ""
         if first.token_files
-        else ", or give them as one list without weights, which keeps equal documents on the same side"
+        else ", or combine them in a list without weights, which puts equal documents into the same split"
     )
     raise ConfigError(
-        f"data.corpus: {_describe(overlaps)}: what one of them holds out for validation would be trained on through "
-        f"the other. Leave one of them out (to read a text more often, raise its weight){together}"
+        f"data.corpus: {_describe(overlaps)}. Text that one of them holds out for validation would be trained on "
+        f"through the other. Leave one of them out (to read a text more often, raise its weight){together}"
     )
 
 
 def refuse_validation(name: str, overlaps: Sequence[Overlap]) -> None:
-    """Raise ConfigError for a validation corpus that holds text of data.corpus."""
+    """Raise ConfigError if a validation corpus contains text of data.corpus."""
     if overlaps:
         raise ConfigError(
-            f"data.validation_corpora: {name} is trained on: {_describe(overlaps)}. Take that text out of data.corpus, "
-            "or out of the validation corpus"
+            f"data.validation_corpora: {name} contains text that is trained on: {_describe(overlaps)}. Remove that "
+            "text from data.corpus or from the validation corpus"
         )
 
 
@@ -99,10 +100,11 @@ def _describe(overlaps: Sequence[Overlap]) -> str:
 
 
 def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout: float) -> list[Overlap]:
-    """Return the overlaps of each of `terms` with each of `others`, or within one list if both are the same object.
+    """Return the overlaps between each of `terms` and each of `others`; if both are the same list, between any two of
+    its terms.
 
-    Of processes that call it at once one searches. timeout: seconds that the others wait. Raises ConfigError for a file
-    that cannot be read, TimeoutError.
+    If several processes call this at once, one searches and the others wait, for at most `timeout` seconds. Raises
+    ConfigError for a file that cannot be read, and TimeoutError.
     """
     pairs = [
         (i, len(terms) + j)
@@ -123,7 +125,7 @@ def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout
         except TimeoutError:
             raise
         except OSError:
-            pass  # a cache that cannot be written: every process searches for itself
+            pass  # the cache cannot be written, so every process searches
         if (kept := _kept(stored)) is not None:
             return kept
         try:
@@ -138,7 +140,7 @@ def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout
 
 
 def _identity(source: Source) -> list[object]:
-    """Return the facts that decide the text of a term, and messages about it."""
+    """Return the facts that determine the text of a term and the messages about it."""
     stats = [os.stat(path) for path in _token_file(source)]
     return [source.given, source.identity(), [[stat.st_size, stat.st_mtime_ns] for stat in stats]]
 
@@ -180,7 +182,7 @@ def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: P
     with ThreadPoolExecutor(MAX_THREADS) as threads:
 
         def groups_by(key: Callable[[_Entry], Hashable], some: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-            """Return the groups of entries with the same key that are of more than one term."""
+            """Return the groups of entries with equal keys that contain entries of more than one term."""
             some = list(some)
             groups: dict[Hashable, list[_Entry]] = defaultdict(list)
             for found, entry in zip(threads.map(key, some), some):
@@ -205,7 +207,7 @@ def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: P
 
 
 def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
-    """Return the entries that hold more than white space, which is no document."""
+    """Return the entries that contain more than white space, since white space is not a document."""
     return [
         entry
         for entry in entries
@@ -214,14 +216,14 @@ def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
 
 
 def _digest(entry: _Entry, cache: Path, timeout: float) -> str:
-    """Return the digest of a file's bytes."""
+    """Return the digest of a file's content."""
     if entry.size <= SMALL_BYTES:
         return xxhash.xxh3_128_hexdigest(Path(entry.path).read_bytes())
     return file_digest(entry.path, cache, timeout)
 
 
 def _blocks(entry: _Entry, plain_bytes: int = 1 << 22) -> Iterator[bytes]:
-    """Yield a file's text, decompressed if need be. plain_bytes: size of the blocks of a file that is not packed."""
+    """Yield the text of a file, decompressed if necessary. plain_bytes: size of an uncompressed file's blocks."""
     if entry.is_packed:
         yield from unpacked_blocks(entry.path)
         return
@@ -246,19 +248,20 @@ def _text_digest(entry: _Entry) -> str:
     return digest.hexdigest()
 
 
-FEW = 0.01  # share of the validation documents that may be trained on
+FEW = 0.01  # largest share of the validation documents that may be trained on
 
 
 @dataclass(frozen=True)
 class Texts:
-    """A prepared entry of data.corpus: its name there, and the folder of its tokens."""
+    """A prepared term of data.corpus: its name in data.corpus, and the folder of its tokens and text hashes."""
 
     given: str
     folder: str
 
 
 def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Sequence[int]) -> dict[str, int]:
-    """Store the text hashes uint64 [d] of train and valid (a cut document in both). Return the files' sizes by name."""
+    """Store the hashes of the texts, uint64 [d], of training and validation documents; a cut document is in both.
+    Returns the sizes of the files, by name."""
     sizes = {}
     both = np.zeros(len(texts), dtype=bool)
     both[list(cuts)] = True
@@ -272,46 +275,47 @@ def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Seq
 
 
 def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
-    """Return notes on equal documents of terms. Raises ConfigError if one trains on many that another holds out."""
+    """Return notes on documents that terms share. Raises ConfigError if one trains on many that another holds out."""
     advice = (
-        "Take them out of one of the two, or give both as one list without weights, which keeps equal documents on the "
-        "same side"
+        "Remove the documents from one of the two, or combine both in a list without weights, which puts equal "
+        "documents into the same split"
     )
     return [
         note
         for one, other in itertools.permutations(terms, 2)
         for note in _check_pair(
-            f"data.corpus: {{}} documents that {one.given} holds out for validation are",
+            f"data.corpus: {{}} documents that {one.given} holds out for validation",
             *(one, "valid", other, advice, cache),
         )
     ]
 
 
 def check_validation(name: str, corpus: Sequence[Texts], terms: Sequence[Texts], cache: Path) -> list[str]:
-    """Return notes on documents of a validation corpus that are trained on. Raises ConfigError if many are."""
+    """Return notes on documents of a validation corpus that training uses too. Raises ConfigError if there are many."""
     return [
         note
         for one, other in itertools.product(corpus, terms)
         for note in _check_pair(
-            f"data.validation_corpora: {{}} documents of {name} ({one.given}) are",
-            *(one, "train", other, "Take them out of data.corpus, or out of the validation corpus", cache),
+            f"data.validation_corpora: {{}} documents of {name} ({one.given})",
+            *(one, "train", other, "Remove them from data.corpus or from the validation corpus", cache),
         )
     ]
 
 
 def _check_pair(subject: str, one: Texts, side: str, other: Texts, advice: str, cache: Path) -> list[str]:
-    """Return a note if `other` trains on a few documents of `side` of `one`. Raises ConfigError if these are many."""
+    """Return a note if `other` trains on a few documents of a side (train, valid) of `one`. Raises ConfigError if on
+    many."""
     shared, total = _shared(Path(one.folder, f"{side}.texts"), Path(other.folder, "train.texts"), cache)
     if not shared:
         return []
-    note = f"{subject.format(f'{shared:,} of the {total:,}')} in {other.given} too, and trained on"
+    note = f"{subject.format(f'{shared:,} of the {total:,}')} are in {other.given} too, and are trained on"
     if shared > FEW * total:
         raise ConfigError(f"{note}. {advice}")
     return [note]
 
 
 def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
-    """Return how many texts of file `one` are in `other`, and how many `one` has."""
+    """Return the number of texts of file `one` that are also in file `other`, and the number of all texts of `one`."""
     stats = [os.stat(path) for path in (one, other)]
     key = digest_of([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip((one, other), stats)])
     stored = cache / "overlaps" / f"{key}.json"
@@ -320,7 +324,7 @@ def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
         return int(found["shared"]), int(found["total"])
     texts = np.load(one)
     shared = len(np.intersect1d(texts, np.load(other), assume_unique=True))
-    with contextlib.suppress(OSError):  # a cache that cannot be written: every start compares again
+    with contextlib.suppress(OSError):  # the cache cannot be written, so every start compares again
         stored.parent.mkdir(parents=True, exist_ok=True)
         checksums.write_summed(stored, {"shared": shared, "total": len(texts)})
     return shared, len(texts)

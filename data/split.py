@@ -1,36 +1,36 @@
-"""The choice of validation documents, by their names and texts alone, whatever their paths.
+"""The choice of validation documents, which depends only on the documents' names and texts, not on their paths.
 
-By hash: the documents whose names hash to less than data.validation_fraction of the range, and at least one. This split
-is used for the standard library, whose figures are recorded, and for many documents if its share of the tokens is close
-to the requested one. Otherwise documents are chosen in the order of their hashes until the share of tokens is reached;
-of the last one only the end is chosen, cut at a line.
+By hash: documents are chosen whose names hash into the lowest data.validation_fraction of the range, and at least one.
+This split is used for the standard library, whose results are published, and for many documents if the resulting share
+of tokens is close to the fraction. Otherwise documents are chosen in the order of their hashes until the share of
+tokens is reached; of the last document only the end is chosen, cut at a line.
 
-Documents of equal text are hashed by the text. So they are on the same side, or are cut at the same token, and no
-document of validation is trained on under another name.
+Documents of equal text are hashed by their text. So they are all in the same split, or are cut at the same token, and
+no validation document is trained on under another name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from data.indexed import documents
 
-# The split by hash is used for this many documents if it meets the share within this fraction of it.
+# From this number of documents on, the split by hash is used if its share is within this fraction of the wanted one.
 MANY_DOCUMENTS, CLOSE = (5_000, 0.1)
-LEAST_TAIL = 8  # tokens: shorter tails are not cut off a document
-MOST_CUTS = 16  # documents of equal text that are cut alike; if there are more, they stay whole
-LINE_REACH = 32  # tokens from the exact position to the line end, or else the word, where a document is cut instead
+LEAST_TAIL = 8  # tokens; shorter ends are not cut off a document
+MOST_CUTS = 16  # documents of equal text that are cut in the same way; more of them are not cut
+LINE_REACH = 32  # most tokens between the exact position and the end of a line (or a word) where the cut is made
 
 
 @dataclass(frozen=True)
 class DocumentSplit:
-    """The documents of validation.
+    """The documents that are held out for validation.
 
-    held_out bool [documents]: whether the whole document is. cuts: documents of which only the last `tail` tokens are;
-    one, or several of equal text.
+    held_out bool [documents]: whether the document is held out completely. cuts: documents of which only the last
+    `tail` tokens are held out; there are several only if their texts are equal.
     """
 
     held_out: np.ndarray
@@ -41,8 +41,8 @@ class DocumentSplit:
 def split_documents(
     hashes: np.ndarray, lengths: np.ndarray, fraction: float, is_stdlib: bool = False, texts: np.ndarray | None = None
 ) -> DocumentSplit:
-    """Split documents by the hashes of their names uint64 [d], their lengths in tokens [d] and, if they are known, the
-    hashes of their texts uint64 [d]."""
+    """Choose the validation documents by the hashes of the documents' names uint64 [d], their lengths in tokens [d]
+    and, if known, the hashes of their texts uint64 [d]."""
     is_duplicate = np.zeros(len(hashes), dtype=bool)
     if texts is not None and not is_stdlib:
         _, inverse, counts = np.unique(texts, return_inverse=True, return_counts=True)
@@ -57,7 +57,7 @@ def split_documents(
         return DocumentSplit(by_hash)
     target = round(fraction * total)
     order = np.argsort(hashes, kind="stable")
-    # Groups that are not separated, in the order of the hashes: documents of equal text, or one document.
+    # Groups in the order of the hashes: documents of equal text, which stay together, or a single document.
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = (hashes[order[1:]] != hashes[order[:-1]]) | ~is_duplicate[order[1:]] | ~is_duplicate[order[:-1]]
     firsts = np.flatnonzero(is_first)
@@ -73,7 +73,7 @@ def split_documents(
             break
         group = order[first:last]
         own_tail = tail // len(group)  # of each document
-        if size <= tail:  # a group after one that could not be cut
+        if size <= tail:  # a group that follows one that could not be cut
             mask[group] = True
             tail -= int(size)
         elif len(group) <= MOST_CUTS and own_tail >= LEAST_TAIL and len(set(lengths[group].tolist())) == 1:
@@ -82,7 +82,7 @@ def split_documents(
 
 
 def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
-    """Whether the split by hash, with these tokens in training and validation, is close enough to the fraction."""
+    """Whether the split by hash, with these numbers of tokens, is close enough to the fraction."""
     if is_stdlib or fraction == 0:
         return True
     return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (
@@ -91,7 +91,7 @@ def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, 
 
 
 def number_hashes(num_documents: int) -> np.ndarray:
-    """Return hashes of the numbers of documents without names: uint64 [num_documents] (splitmix64)."""
+    """Return hashes of the indices of documents without names: uint64 [num_documents] (splitmix64)."""
     x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -99,21 +99,25 @@ def number_hashes(num_documents: int) -> np.ndarray:
 
 
 def cut_position(
-    lengths: np.ndarray, tail: int, tokens: Any = None, marks: tuple[np.ndarray, np.ndarray] | None = None
+    lengths: np.ndarray,
+    tail: int,
+    read: Callable[[int, int], np.ndarray] | None = None,
+    marks: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> int:
-    """Return the position, in tokens, at which a document is cut so that about `tail` tokens remain for validation.
+    """Return the position, in tokens, at which to cut a document so that about its last `tail` tokens are held out.
 
-    lengths: of the document's sequences. tokens: all of the document, [n]; it is indexed with arrays of positions.
-    marks: bool [vocabulary], whether a token ends a line, and whether it begins a word. The document is cut between two
-    sequences, else between lines, else before a word, if one of these is near; else at the exact token.
+    lengths: of the document's sequences. read: returns the document's tokens [begin, end). marks: bool [vocabulary],
+    whether a token ends a line, and whether it begins a word. The cut is between two sequences, else between two lines,
+    else before a word, if such a position is near; else at the exact token.
     """
     ends = np.cumsum(lengths)
     wanted = int(ends[-1]) - tail
     choices = [ends[(ends > 0) & (ends < ends[-1])]]
-    if tokens is not None and marks is not None:
+    if read is not None and marks is not None:
         ends_line, begins_word = marks
-        window = np.arange(max(1, wanted - LINE_REACH), min(len(tokens) - 1, wanted + LINE_REACH) + 1)
-        choices += [window[ends_line[tokens[window - 1]]], window[begins_word[tokens[window]]]]
+        window = np.arange(max(1, wanted - LINE_REACH), min(int(ends[-1]) - 1, wanted + LINE_REACH) + 1)
+        near = read(int(window[0]) - 1, int(window[-1]) + 1)
+        choices += [window[ends_line[near[:-1]]], window[begins_word[near[1:]]]]
     for positions in choices:
         if len(positions) and np.abs(positions - wanted).min() <= LINE_REACH:
             return int(positions[np.argmin(np.abs(positions - wanted))])
@@ -123,8 +127,8 @@ def cut_position(
 def cut_document(
     starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, number: int, position: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut document `number` in two, the first of `position` tokens, in an index: sequence_starts [n], sequence_lengths
-    [n], and document_bounds [d + 1] (see IndexedTokens)."""
+    """Cut a document into two, of which the first has `position` tokens, and return the index with both:
+    sequence_starts [n], sequence_lengths [n] and document_bounds [d + 1] (IndexedTokens)."""
     first, last = int(bounds[number]), int(bounds[number + 1])
     ends = np.cumsum(lengths[first:last], dtype=np.int64)
     inside = int(np.searchsorted(ends, position))
@@ -142,12 +146,12 @@ def cut_document(
 def split_index(
     starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, fraction: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split a token file of the user's. Return starts, lengths and bounds of its index after the cut, and which
-    documents are held out, bool [d]."""
+    """Split the documents of a user's token file. Returns starts, lengths and bounds of the index, in which a cut
+    document counts as two, and which documents are held out, bool [d]."""
     in_document = documents(starts, lengths, bounds)[1]
     split = split_documents(number_hashes(len(in_document)), in_document, fraction)
     held_out = split.held_out
-    for number in split.cuts:  # at most one, since the documents' texts are not known
+    for number in split.cuts:  # at most one, because the texts of the documents are unknown
         of_cut = lengths[int(bounds[number]) : int(bounds[number + 1])]
         starts, lengths, bounds = cut_document(starts, lengths, bounds, number, cut_position(of_cut, split.tail))
         held_out = np.insert(held_out, number + 1, True)

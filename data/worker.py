@@ -1,9 +1,9 @@
-"""A process that unpacks files and tokenizes shards for data.prepare: `python -m data.worker`, never started by hand.
+"""A process that decompresses files and tokenizes shards for data.prepare: `python -m data.worker`, never started by
+hand.
 
-It reads one JSON object per line from standard input, first the settings and then one job after the other, and answers
-each with one line on standard output. It is a fresh interpreter: it is not forked from a process that may hold threads
-and locks, does not import the caller's main module, and imports no torch, so that it starts in a tenth of a second. It
-ends when its input does.
+It reads one JSON object per line from standard input, first the settings and then the jobs, and answers each job with
+one line on standard output. It is a new interpreter: not a fork of a process with threads and locks, without the
+caller's main module, and without torch, so that it starts within a tenth of a second. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from data.tokenizer import Tokenizer, load_tokenizer
 
 
 def tokenize_shard(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
-    """Tokenize the documents of a shard and write them to `out` (.npz) and its .bin, atomically. Return its counts."""
+    """Tokenize a shard's documents into `out` (.npz) and its .bin file, atomically. Returns their counts by name."""
     shard = _TokenizedShard(tokenizer, family)
     for span in spans:
         by_line = span.by_line or span.format == "stdlib" or span.name.lower().endswith(".py")
@@ -41,14 +41,14 @@ def tokenize_shard(tokenizer: Tokenizer, spans: list[Span], text_key: str, famil
 
 
 class _TokenizedShard:
-    """The tokenized documents of a shard, collected by `add` and written by `write`.
+    """The tokenized documents of a shard, which `add` collects and `write` writes.
 
-    The .bin holds the tokens. The .npz, which is written last and marks the shard as complete, holds sequence_lengths
-    [n], sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of their texts),
-    control_tokens [c, 2] (special tokens in the texts, and how often), goes_on (whether the first document belongs to
-    the last one of the shard before), and head and tail: the text of that first document, and of a last one that
-    continues in the next shard, which are needed for the hashes of the whole documents.
-    GPT: one sequence per document, which ends with end-of-document. BERT: one sequence per sentence.
+    The .bin file contains the tokens. The .npz file, which is written last and marks the shard as complete, contains
+    sequence_lengths [n], sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of their
+    texts), control_tokens [c, 2] (special tokens in the texts, and their counts), goes_on (whether the first document
+    continues the last document of the previous shard), and head and tail: the text of that first document, and of a
+    last document that continues in the next shard, which the hashes of complete documents need. GPT: one sequence per
+    document, which ends with end-of-document. BERT: one sequence per sentence.
     """
 
     def __init__(self, tokenizer: Tokenizer, family: str):
@@ -69,7 +69,7 @@ class _TokenizedShard:
         self._head, self._tail = bytearray(), bytearray()
 
     def add(self, document: Document, by_line: bool) -> None:
-        """Add a document, or the next segment of one. by_line: whether each of its lines is a sentence."""
+        """Add a document, or the next segment of a document. by_line: whether each of its lines is a sentence."""
         joins = not document.begins and bool(self._hashes)
         self._goes_on |= not document.begins and not self._hashes
         if self._family == "bert":
@@ -107,7 +107,7 @@ class _TokenizedShard:
         self._num_bytes += len(text)
 
     def write(self, out: Path) -> int:
-        """Write both files; return the number of tokens."""
+        """Write the .bin and the .npz file. Returns the number of tokens."""
         dtype = token_dtype(self._tokenizer.vocab_size)
         tokens = np.concatenate(self._arrays).astype(dtype) if self._arrays else np.zeros(0, dtype)
         temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")
@@ -132,11 +132,11 @@ class _TokenizedShard:
 
 
 def main() -> None:
-    """Do the jobs of standard input, one after the other."""
-    end_with_caller()  # on systems other than Linux the end of the input ends this process
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process by closing its input
+    """Run the jobs that arrive on standard input, one after the other."""
+    end_with_caller()  # on other systems than Linux, this process ends with its input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C and closes this process's input
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of the libraries must not mix with the replies
+    os.dup2(2, 1)  # keep output of libraries out of the replies
     first = sys.stdin.readline()
     if not first:  # the caller has ended already
         return
@@ -154,12 +154,12 @@ def main() -> None:
                 reply = tokenize_shard(tokenizer, spans, settings["text_key"], settings["family"], Path(job["out"]))
         except ConfigError as error:
             reply = {"error": str(error), "config": True}
-        except OSError as error:  # disk full, no permission: no traceback needed
+        except OSError as error:  # such as a full disk: the caller needs no traceback
             reply = {"error": error.strerror or str(error), "errno": error.errno, "file": error.filename}
         try:
             replies.write(json.dumps({"job": job["job"], **reply}) + "\n")
             replies.flush()
-        except BrokenPipeError:  # the caller has ended, and nobody reads a traceback
+        except BrokenPipeError:  # the caller has ended
             os._exit(1)
 
 

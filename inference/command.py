@@ -1,5 +1,4 @@
-"""Arguments and error handling that generate, evaluate and fill_mask share. Does not import torch: --help must not wait
-for it."""
+"""Arguments and error handling that generate, evaluate and fill_mask share, without torch: --help answers at once."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from checkpoint import manifest
 from parallel.card import refuse_missing
 
 GRACE = 5.0  # seconds for the failed rank to print its error
-PRECISIONS = ("bf16", "fp16", "fp32")  # those of parallel/dtypes.py
+PRECISIONS = ("bf16", "fp16", "fp32")  # as in parallel/dtypes.py
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `open_model.open_from` reads."""
+    """Add the arguments that select a model, its tokenizer, precision, device, memory budget and layout."""
     parser.add_argument(
         "--checkpoint",
         type=Path,
@@ -28,15 +27,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="run, checkpoint, exported or Hugging Face folder",
     )
-    parser.add_argument("--tokenizer", type=Path, help="a tokenizer folder or file; default: the one beside the model")
-    parser.add_argument("--precision", choices=PRECISIONS, help="of the weights; default: as stored")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder or file (default: the model's own)")
+    parser.add_argument("--precision", choices=PRECISIONS, help="data type of the weights (default: as stored)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument(
         "--memory-budget",
         type=_mebibytes,
         metavar="MIB",
-        help="of a rank for weights, keys and values, and what a pass computes; weights beyond it come from the files "
-        "in every pass (default: what is left of the memory)",
+        help="MiB per rank for weights, key-value cache and activations; weights that do not fit are read from the "
+        "files in every pass (default: a share of the free memory)",
     )
     parser.add_argument(
         "layout", nargs="*", metavar="parallel.KEY=VALUE", help="under torchrun: how the model is split over the ranks"
@@ -50,11 +49,11 @@ def _mebibytes(text: str) -> float:
     return value
 
 
-_mebibytes.__name__ = "number"  # the name in argparse's errors
+_mebibytes.__name__ = "number"  # the type's name in argparse's errors
 
 
 def _run_on_rank(body: Callable[[argparse.Namespace], Any], options: argparse.Namespace) -> None:
-    """Run on one of several ranks. If another rank fails, leave the explanation to that rank's own message."""
+    """Run the command on one of several ranks. If another rank failed first, raise an OSError with this reason."""
     try:
         body(options)
     except Exception as error:
@@ -63,11 +62,11 @@ def _run_on_rank(body: Callable[[argparse.Namespace], Any], options: argparse.Na
         if not is_lost_rank(error):
             raise
         time.sleep(GRACE)  # a launcher ends all ranks when the first has ended
-        raise OSError("another rank has left; its own last line says why") from error
+        raise OSError("another rank has failed; the last line of that rank names the cause") from error
 
 
 def _check_encodings(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a text option that is not UTF-8. A path may be in any encoding."""
+    """Raise ConfigError for a text option that is not UTF-8. Options that are paths may have any encoding."""
     for name, value in vars(options).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not text.isascii():
@@ -76,14 +75,14 @@ def _check_encodings(options: argparse.Namespace) -> None:
                 except UnicodeEncodeError as error:
                     raw = text.encode(errors="surrogateescape")[:40]
                     raise ConfigError(
-                        f"--{name.replace('_', '-')} ({raw!r}) must be UTF-8. Convert it by iconv -t UTF-8."
+                        f"--{name.replace('_', '-')} ({raw!r}) must be UTF-8. Convert it with iconv -t UTF-8."
                     ) from error
 
 
 def run_command(
     body: Callable[[argparse.Namespace], Any], parser: argparse.ArgumentParser, arguments: list[str] | None
 ) -> int:
-    """Parse the arguments and run `body`; an error becomes one line and the exit status."""
+    """Parse the arguments, run `body` and return the exit status. An error is printed as one line."""
     options = parser.parse_args(arguments)
 
     def checked() -> None:

@@ -1,14 +1,14 @@
 """Measure how well a model predicts texts: `python -m inference.evaluate --checkpoint MODEL --files TEXT ... [--stride
 128]`.
 
-Prints the tokens' perplexity and the bits per byte of each file and of all together; `--by-position` adds the loss of
-all by the position in the text. A file's documents are read as in training, and each follows its tokenizer's begin
-token, or the end-of-text token, as in training, where the tokenizer names no begin token. A text longer than the
-model's sequence length is read in windows that overlap, so that each token is predicted once, from at least the length
-minus the stride tokens before it. Perplexity compares models with the same tokenizer, bits per byte any models.
+Prints the perplexity per token and the bits per byte of each file and of all files together; `--by-position` adds the
+loss per position in the text. A file is split into documents as in training. Each document follows the tokenizer's
+begin token, or its end-of-text token if there is no begin token. A document longer than the model's sequence length is
+read in overlapping windows: each token is predicted once, from at least (length - stride) earlier tokens. Perplexity
+compares models with the same tokenizer, bits per byte compare any models.
 
 `--tasks NAME ... --task-folder FOLDER` runs tasks of the LM evaluation harness (`bash launch/setup.sh --extra eval`
-installs it) from the .yaml files of a folder, whose data are local files; nothing is downloaded.
+installs it) from the .yaml files of a folder. The data of the tasks are local files; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -32,17 +32,14 @@ if TYPE_CHECKING:
     from inference.open_model import OpenModel
     from inference.scoring import Score
 
-HARNESS = "bash launch/setup.sh --extra eval"  # command that installs it
+HARNESS = "bash launch/setup.sh --extra eval"  # installs the LM evaluation harness
 
 
 def evaluate_texts(
     model: OpenModel, decoder: Decoder, texts: Sequence[str], length: int, stride: int, batch_size: int
 ) -> list[Score]:
-    """Return the scores of texts, each behind the tokenizer's begin token, or its end-of-text token."""
-    from inference.scoring import (  # imports torch, like others below: --help must not wait for it
-        Score,
-        log_likelihoods_of,
-    )
+    """Return the score of each text, predicted after the begin token or else the end-of-text token."""
+    from inference.scoring import Score, log_likelihoods_of  # imported here: --help must not wait for torch
 
     tokenizer = model.needed_tokenizer("Give --tokenizer.")
     tokens = [[tokenizer.before_text, *tokenizer.encode(text)] for text in texts]
@@ -62,7 +59,7 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
             f"{decoder.max_length}."
         )
     if length < 2:
-        raise ConfigError(f"--length ({length}) must be at least 2: a token to read and one to predict.")
+        raise ConfigError(f"--length ({length}) must be at least 2: one token to read and one token to predict.")
     stride = options.stride or max(1, length // 2)
     if stride >= length:
         raise ConfigError(
@@ -72,7 +69,7 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
     for path in options.files:
         texts = read_texts(path, "--files", options.text_key, options.documents_in_text)
         if not texts:
-            raise ConfigError(f"--files ({path}) holds no text.")
+            raise ConfigError(f"--files ({path}) contains no text. Omit the file.")
         found = evaluate_texts(model, decoder, texts, length, stride, options.batch)
         scores[str(path)] = sum(found, Score(0.0, 0, 0))
     total = sum(scores.values(), Score(0.0, 0, 0))
@@ -93,7 +90,7 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
 
 
 def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Decoder) -> dict[str, Any]:
-    # The harness's libraries read them at import: nothing may be downloaded.
+    # Libraries of the harness read these variables at import. They forbid downloads.
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     import torch.distributed as dist
 
@@ -127,12 +124,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, help="tokens of a window; default: the model's sequence length")
     parser.add_argument("--stride", type=int, help="tokens from one window to the next; default: half a window")
     parser.add_argument(
-        "--by-position", action="store_true", help="print the loss by the position in the text, too, of all files"
+        "--by-position", action="store_true", help="also print the loss per position in the text, over all files"
     )
     parser.add_argument("--tasks", nargs="+", default=[], help="names of tasks of the LM evaluation harness")
     parser.add_argument("--task-folder", type=Path, help="folder with the tasks' .yaml files")
-    parser.add_argument("--few-shots", type=int, help="examples before each question; default: what the task says")
-    parser.add_argument("--limit", type=int, help="only the first questions of each task")
+    parser.add_argument("--few-shots", type=int, help="examples before each question (default: the task's number)")
+    parser.add_argument("--limit", type=int, help="number of questions per task (default: all)")
     parser.add_argument("--batch", type=int, default=8, help="windows or questions that are computed together (8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -140,7 +137,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _main(options: argparse.Namespace) -> None:
     if not options.files and not options.tasks:
-        raise ConfigError("there is nothing to evaluate on. Give --files TEXT or --tasks NAME --task-folder FOLDER.")
+        raise ConfigError("--files and --tasks are missing. Give --files TEXT or --tasks NAME --task-folder FOLDER.")
     for name in ("length", "stride", "batch", "limit"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -167,7 +164,7 @@ def _main(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return run_command(_main, _arguments(), arguments)
 
 

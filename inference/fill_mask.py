@@ -1,5 +1,5 @@
-"""Fill in [MASK] with a BERT: `python -m inference.fill_mask --checkpoint MODEL --text "a = [MASK](b)"
-[--top-k 5]`."""
+"""Predict masked words with a BERT: `python -m inference.fill_mask --checkpoint MODEL --text "a [MASK]" [--top-k
+5]`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Guess:
-    """A token for a masked position, and its probability."""
+    """A candidate token for a masked position, with its probability."""
 
     token: int
     probability: float
 
 
-def fill_mask(model: OpenModel, tokens: list[int], mask: int, top_k: int) -> list[list[Guess]]:
-    """Return the `top_k` likeliest tokens for each position of `tokens` that holds the token `mask`. Raises
-    ConfigError."""
-    return fill_masks(model, [tokens], mask, top_k)[0]
-
-
 def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
-    """Apply `fill_mask` to several texts in one pass over the weights. Raises ConfigError."""
-    import torch  # here, because --help and a wrong argument must not wait for it
+    """Return the `top_k` most likely tokens for each position of each text whose token is `mask`, from one forward
+    pass. Raises ConfigError for a text without a mask, a text that is too long, or a token outside the vocabulary."""
+    import torch  # imported here: --help must not wait for torch
 
     encoder = model.encoder()
     for tokens in texts:
@@ -53,20 +48,22 @@ def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: i
 
 def _check(model: OpenModel, tokens: list[int], mask: int) -> None:
     if mask not in tokens:
-        raise ConfigError("the text has no [MASK]: write it where a word is to be filled in.")
+        raise ConfigError("the text has no [MASK]. Write [MASK] in place of each word to predict.")
     limit = model.config.model.sequence_length
     if len(tokens) > limit:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens with its marks, more than the model's sequence length ({limit})."
+            f"the text has {len(tokens)} tokens with [CLS] and [SEP], more than the model's sequence length ({limit}). "
+            "Give a shorter text."
         )
     wrong = [token for token in tokens if not 0 <= token < model.vocab_size]
     if wrong:
-        raise ConfigError(f"the text has the token {wrong[0]}: the model's vocabulary ends at {model.vocab_size - 1}.")
+        raise ConfigError(
+            f"the text has the token id {wrong[0]}, but the model's vocabulary ends at {model.vocab_size - 1}."
+        )
 
 
 def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
-    """Return the tokens of [CLS] text [SEP], with the mask token for each [MASK], and the mask token. Raises
-    ConfigError."""
+    """Return the ids of [CLS] text [SEP], and the id that stands for [MASK]. Raises ConfigError."""
     tokenizer = model.needed_tokenizer("Give the text as token ids with --ids and --mask-id.")
     return [tokenizer.cls, *tokenizer.encode_masked(text), tokenizer.sep], tokenizer.mask
 
@@ -77,12 +74,12 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text", action="append", required=True, help="a text with [MASK] in it; may be given several times"
     )
-    parser.add_argument("--top-k", type=int, default=5, help="guesses for each masked place (5)")
+    parser.add_argument("--top-k", type=int, default=5, help="number of tokens to print for each [MASK] (5)")
     parser.add_argument(
-        "--ids", action="store_true", help="texts are token ids with spaces between, special tokens included"
+        "--ids", action="store_true", help="texts are token ids separated by spaces, special tokens included"
     )
-    parser.add_argument("--mask-id", type=int, help="the mask token, with --ids")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a text")
+    parser.add_argument("--mask-id", type=int, help="the id of the mask token, with --ids")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per text")
     return parser
 
 
@@ -90,7 +87,7 @@ def _main(options: argparse.Namespace) -> None:
     if options.top_k < 1:
         raise ConfigError(f"--top-k ({options.top_k}) must be at least 1.")
     if options.ids and options.mask_id is None:
-        raise ConfigError("--ids needs --mask-id, the token of a masked place.")
+        raise ConfigError("--ids needs the id of the mask token. Add --mask-id ID.")
     import torch.distributed as dist
 
     from inference.open_model import open_from
@@ -106,13 +103,13 @@ def _main(options: argparse.Namespace) -> None:
 
 
 def _read(model: OpenModel, text: str, options: argparse.Namespace) -> tuple[list[int], int]:
-    """Return the tokens of a text, and the mask token."""
+    """Return the token ids of a text, given as words or as ids, and the id of the mask token."""
     if not options.ids:
         return masked_tokens(model, text)
     try:
         return [int(word) for word in text.split()], options.mask_id
     except ValueError as error:
-        raise ConfigError(f"a text under --ids must be integers with spaces between: {error}.") from error
+        raise ConfigError(f"with --ids, a text must be integers separated by spaces: {error}.") from error
 
 
 def _show(model: OpenModel, text: str, guesses: list[list[Guess]], options: argparse.Namespace) -> None:
@@ -135,7 +132,7 @@ def _show(model: OpenModel, text: str, guesses: list[list[Guess]], options: argp
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return run_command(_main, _arguments(), arguments)
 
 

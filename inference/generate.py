@@ -1,10 +1,11 @@
 """Continue texts: `python -m inference.generate --checkpoint MODEL --prompt TEXT [--max-tokens 64] [--temperature 0.8
 --top-p 0.95]`.
 
-MODEL is a run folder (its newest good checkpoint), one of its checkpoints/step_XXXXXXX, a folder of `python -m
-checkpoint.export`, or a Hugging Face folder. Prompts come from --prompt, --prompts-file (one a line) or standard input.
-Temperature 0 takes the likeliest token each time. A prompt's continuation does not depend on the other prompts of its
-batch. Also under torchrun, in any layout: `torchrun --nproc-per-node 2 -m inference.generate ... parallel.tensor=2`.
+MODEL is a run folder (its newest good checkpoint is used), one of its checkpoints/step_XXXXXXX, a folder of `python -m
+checkpoint.export`, or a Hugging Face folder. Prompts come from --prompt, --prompts-file (one prompt per line) or
+standard input. With temperature 0, the most likely token is always taken. The continuation of a prompt does not depend
+on other prompts. The command also runs under torchrun, in any layout: `torchrun --nproc-per-node 2 -m
+inference.generate ... parallel.tensor=2`.
 """
 
 from __future__ import annotations
@@ -51,11 +52,13 @@ def _arguments() -> argparse.ArgumentParser:
     add_model_arguments(parser)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
-    source.add_argument("--prompts-file", type=Path, help="a text file with one prompt a line, or a file of JSON")
-    parser.add_argument("--text-key", default="text", help="as data.text_key: the field of a file of JSON (text)")
-    parser.add_argument("--max-tokens", type=_number(int, 1), default=64, help="new tokens of each prompt at most (64)")
+    source.add_argument("--prompts-file", type=Path, help="a text file with one prompt per line, or a JSON file")
+    parser.add_argument("--text-key", default="text", help="as data.text_key: the field of a JSON file (text)")
     parser.add_argument(
-        "--temperature", type=_number(float, 0), default=0.0, help="0 (default): the likeliest token each time"
+        "--max-tokens", type=_number(int, 1), default=64, help="maximal number of new tokens per prompt (64)"
+    )
+    parser.add_argument(
+        "--temperature", type=_number(float, 0), default=0.0, help="0 (default): always the most likely token"
     )
     parser.add_argument(
         "--top-k", type=_number(int, 0), default=0, help="draw from the K likeliest tokens; 0 (default): all"
@@ -66,22 +69,22 @@ def _arguments() -> argparse.ArgumentParser:
         default=1.0,
         help="draw from the likeliest tokens with this probability (1)",
     )
-    parser.add_argument("--seed", type=_number(int, 0), default=1234, help="of the draws of each prompt (1234)")
+    parser.add_argument("--seed", type=_number(int, 0), default=1234, help="random seed of each prompt (1234)")
     parser.add_argument("--batch", type=_number(int, 1), default=8, help="prompts that are continued together (8)")
-    parser.add_argument("--ignore-end", action="store_true", help="go on after an end-of-text token")
+    parser.add_argument("--ignore-end", action="store_true", help="continue after an end-of-text token")
     parser.add_argument(
-        "--ids", action="store_true", help="prompts are token ids with spaces between, and so are the continuations"
+        "--ids", action="store_true", help="prompts and continuations are token ids separated by spaces"
     )
     parser.add_argument(
-        "--no-cache", action="store_true", help="compute every token from the whole text again (slow; for comparison)"
+        "--no-cache", action="store_true", help="recompute the whole text for every token (slow; for comparison)"
     )
     parser.add_argument(
         "--record-routing",
         type=Path,
         metavar="FILE",
-        help="keep which experts each token chose, a line of JSON for each layer of each pass",
+        help="write the experts of each token to this file, one JSON line per layer and pass",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     return parser
 
 
@@ -98,7 +101,7 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
-    """Return rank 0's prompts on all ranks, because only rank 0 has torchrun's standard input. Raises ConfigError."""
+    """Return rank 0's prompts on all ranks: only rank 0 has torchrun's standard input. Raises ConfigError."""
     import torch.distributed as dist
 
     answer: list[list[str] | str | None] = [None]
@@ -120,11 +123,11 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
     try:
         return [[int(word) for word in prompt.split()] for prompt in prompts]
     except ValueError as error:
-        raise ConfigError(f"a prompt under --ids must be integers with spaces between: {error}.") from error
+        raise ConfigError(f"with --ids, a prompt must be integers separated by spaces: {error}.") from error
 
 
 class _Recorder:
-    """Writes the routing of each pass to a file."""
+    """Numbers the forward passes, and writes each layer's routing to a file."""
 
     def __init__(self, writer: RoutingWriter) -> None:
         self._writer, self._pass = writer, -1
@@ -138,16 +141,17 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
-    """Write the experts that all tokens choose to a new file, on rank 0; do nothing without a path.
+    """Write the experts that each token chooses to a new file, on rank 0, while the context is open; do nothing if
+    `path` is None.
 
-    Raises ConfigError for a dense model, and with pipeline stages, of which none has all layers.
+    Raises ConfigError for a dense model, and with several pipeline stages, because no stage has all layers.
     """
     if path is None:
         yield
         return
     layers = tuple(layer for layer, is_moe in enumerate(derived.moe_layer_pattern(model.config)) if is_moe)
     if not layers:
-        raise ConfigError(f"{FLAG} ({path}) needs a model with experts, and {model.source} has none.")
+        raise ConfigError(f"{FLAG} ({path}) needs a model with experts, and {model.source} has no experts.")
     layout = model.config.parallel
     if layout.pipeline > 1:
         ranks, experts = layout.expert * layout.pipeline, model.config.moe.num_experts or 0
@@ -166,7 +170,7 @@ def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
 
 
 def _main(options: argparse.Namespace) -> None:
-    import torch.distributed as dist  # imported here, because --help and a wrong argument must not wait for torch
+    import torch.distributed as dist  # imported here: --help must not wait for torch
 
     from inference.generation import Sampling, generate, shared_passes
     from inference.open_model import open_from
@@ -178,25 +182,17 @@ def _main(options: argparse.Namespace) -> None:
         ids = _encode(prompts, model, options.ids)
         sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
         for key, value in changes_of_text(model.source).items() if dist.get_rank() == 0 else ():
-            print(
-                f"note: {GENERATION_CONFIG} asks for {key} ({value}), which is not done here",
-                file=sys.stderr,
-                flush=True,
-            )
+            note = f"note: {GENERATION_CONFIG} asks for {key} ({value}), which is not supported and has no effect"
+            print(note, file=sys.stderr, flush=True)
         stop = set() if options.ignore_end else model.end_tokens
         with recorded(model, options.record_routing):
+            size, use_cache = options.batch, not options.no_cache
             shared_passes(
-                decoder, ids, options.max_tokens, options.batch, not options.no_cache
-            )  # loads the weights that stay
+                decoder, ids, options.max_tokens, size, use_cache
+            )  # loads the weights before the clock starts
             begin = time.perf_counter()
             completions = generate(
-                decoder,
-                ids,
-                options.max_tokens,
-                sampling,
-                stop=stop,
-                batch_size=options.batch,
-                use_cache=not options.no_cache,
+                decoder, ids, options.max_tokens, sampling, stop=stop, batch_size=size, use_cache=use_cache
             )
         seconds = time.perf_counter() - begin
         if dist.get_rank() != 0:
@@ -206,9 +202,8 @@ def _main(options: argparse.Namespace) -> None:
                 text = " ".join(map(str, completion.tokens))
             else:
                 # An end token that is no special token is part of the text, as in transformers.
-                text = model.needed_tokenizer("").decode(
-                    [*completion.tokens, *([] if completion.end is None else [completion.end])]
-                )
+                end = [] if completion.end is None else [completion.end]
+                text = model.needed_tokenizer("").decode([*completion.tokens, *end])
             if options.json:
                 line = {"prompt": prompt, "text": text, "prompt_tokens": prompt_ids, "tokens": completion.tokens}
                 print(json.dumps({**line, "stopped": completion.stopped}), flush=True)
@@ -223,7 +218,7 @@ def _main(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     return run_command(_main, _arguments(), arguments)
 
 

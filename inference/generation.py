@@ -1,4 +1,4 @@
-"""Continuation of texts by a model: greedy or sampled, in batches, in any layout."""
+"""Text generation with a model: greedy or sampled, in batches, in any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memory.transfer import to_device
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for the choice of a token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 exclude no token."""
+    """Settings for choosing the next token. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 exclude no token."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -25,8 +25,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The tokens that follow a prompt, without the end token (`end`, if one was chosen). `stopped`: whether the text
-    ended before the limit."""
+    """The generated tokens after a prompt, without the end token. `end`: the end token, if one was chosen. `stopped`:
+    whether an end condition was met before the limit of tokens."""
 
     tokens: list[int]
     stopped: bool
@@ -45,12 +45,11 @@ def generate(
     batch_size: int = 8,
     use_cache: bool = True,
 ) -> list[Continuation]:
-    """Continue each prompt (token ids, at least one) until a token of `stop`, or until `is_done` is true of the new
+    """Continue each prompt (token ids, at least one) until a token of `stop`, until `is_done` returns True for the new
     tokens, or for `max_tokens` tokens. A collective call.
 
-    Each prompt draws from its own random generator, so its continuation does not depend on its batch. Raises
-    ConfigError for a prompt without tokens, a token outside the vocabulary, or a text longer than learned positions
-    allow.
+    Each prompt has its own random generator, so its continuation does not depend on its batch. Raises ConfigError for a
+    prompt without tokens, a token outside the vocabulary, or a text longer than learned positions allow.
     """
     generation = _Generation(decoder, max_tokens, sampling, frozenset(stop), is_done, use_cache)
     completions: dict[int, Continuation] = {}
@@ -64,10 +63,11 @@ def generate(
 def shared_passes(
     decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int, use_cache: bool = True
 ) -> list[list[list[int]]]:
-    """Group the indices of the prompts in batches, and the batches by the pass that they share; reserve their memory.
+    """Group the prompts into batches, and the batches into shared forward passes; return the prompts' indices per batch
+    and pass.
 
-    Passes have one batch each if the weights stay in memory. Raises ConfigError as `generate` does, and if the memory
-    budget is too small.
+    Memory is reserved for the passes. Each pass has one batch if the weights stay in memory. Raises ConfigError as
+    `generate` does, and if the memory budget is too small.
     """
     _check(decoder, prompts, max_tokens)
     if not prompts:
@@ -83,14 +83,13 @@ def shared_passes(
 
 
 def answer_limit(prompt_tokens: int, max_tokens: int, length: int) -> int:
-    """Return the most tokens, up to `max_tokens`, that fit behind a prompt in a text of `length` tokens; 0 if the
-    prompt alone fills it. A prompt is never cut: without its beginning it asks something else."""
+    """Return how many of `max_tokens` new tokens fit after a prompt, which is never truncated, in `length` tokens."""
     return max(0, min(max_tokens, length - prompt_tokens))
 
 
 @dataclass
 class _PromptBatch:
-    """A batch that is being continued: its texts, and which of them have ended."""
+    """A batch of prompts during generation: the texts so far, and which texts have ended."""
 
     prompts: list[list[int]]
     numbers: list[int]  # indices of the prompts
@@ -105,7 +104,7 @@ class _PromptBatch:
         self.ended, self.ends = [False] * len(self.prompts), [None] * len(self.prompts)
 
     def so_far(self) -> TextBatch:
-        """Return all texts so far."""
+        """Return the prompts with all tokens generated so far, as a padded batch."""
         return TextBatch.of(self.texts, self.cache, self.numbers)
 
     def result(self) -> list[Continuation]:
@@ -116,7 +115,7 @@ class _PromptBatch:
 
 @dataclass(frozen=True)
 class _Generation:
-    """The settings of one call of `generate`, and its loop over batches that share passes."""
+    """The settings of one call of `generate`, and the loop that adds one token per text and forward pass."""
 
     decoder: Decoder
     max_tokens: int
@@ -126,7 +125,7 @@ class _Generation:
     use_cache: bool
 
     def run(self, batches: list[_PromptBatch]) -> list[list[Continuation]]:
-        """Return the continuations of each batch. A text's end and draws do not depend on the other texts."""
+        """Return the continuations of each batch. A text's end and random draws do not depend on other texts."""
         for batch in batches:
             if self.use_cache:
                 batch.cache = Cache(max(map(len, batch.prompts)) + self.max_tokens)
@@ -167,7 +166,7 @@ class _Generation:
 
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """Choose a token for each row of logits [b, V], the same on every rank; returns it on the host or the device."""
+    """Choose a token for each row of logits [b, V], the same on every rank. Returns a host or device tensor."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=1)
     else:
@@ -180,8 +179,8 @@ def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Gen
 
 
 def _sample(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw a token from the `top_k` likeliest, and of these from the smallest set whose probabilities reach `top_p`
-    (nucleus sampling, Holtzman et al. 2020)."""
+    """Sample a token from the `top_k` most likely tokens, restricted to the smallest set whose probabilities reach
+    `top_p` (nucleus sampling, Holtzman et al. 2020)."""
     probabilities, order = (scores / sampling.temperature).softmax(dim=0).sort(descending=True, stable=True)
     if sampling.top_k > 0:
         probabilities = probabilities[: sampling.top_k] / probabilities[: sampling.top_k].sum()
@@ -193,16 +192,17 @@ def _sample(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator
 def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise ConfigError(f"prompt {i + 1} has no tokens: it must have at least one.")
+            raise ConfigError(f"prompt {i + 1} has no tokens. A prompt needs at least one token.")
         wrong = [token for token in prompt if not 0 <= token < decoder.vocab_size]
         if wrong:
             raise ConfigError(
-                f"prompt {i + 1} has the token {wrong[0]}: the model's vocabulary ends at {decoder.vocab_size - 1}."
+                f"prompt {i + 1} has the token id {wrong[0]}, but the model's vocabulary ends at "
+                f"{decoder.vocab_size - 1}."
             )
         left = None if decoder.max_length is None else decoder.max_length - len(prompt)
         if left is not None and max_tokens > left:
             advice = (
-                f"Try --max-tokens {left}." if left > 0 else f"Give a prompt of less than {decoder.max_length} tokens."
+                f"Try --max-tokens {left}." if left > 0 else f"Give a prompt of fewer than {decoder.max_length} tokens."
             )
             raise ConfigError(
                 f"prompt {i + 1} ({len(prompt)} tokens) and --max-tokens ({max_tokens}) do not fit the model's "

@@ -1,5 +1,4 @@
-"""Models in the LM evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness). Needs the package
-lm-eval."""
+"""The LM evaluation harness (https://github.com/EleutherAI/lm-evaluation-harness) on a model; needs lm-eval."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from inference.generation import Sampling, answer_limit, generate
 from inference.open_model import OpenModel
 from inference.scoring import log_likelihoods_of, score_together, shared_batches
 
-MAX_NEW_TOKENS = 256  # of an answer, if the task sets no limit
-# A task's keys for the length of an answer, by precedence.
+MAX_NEW_TOKENS = 256  # longest answer if the task sets no limit
+# A task's keys for the maximal length of an answer; the first that is set counts.
 MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(TemplateLM):
-    """The harness's interface of a language model, on a Decoder. All ranks of a job run the same harness in step."""
+    """The harness's language-model interface, implemented by a Decoder. All ranks run the same requests."""
 
     def __init__(self, model: OpenModel, decoder: Decoder, batch_size: int) -> None:
         super().__init__()
@@ -38,17 +37,17 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends every document."""
+        """The id of the token that ends every document."""
         return self.words.eod
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that starts a text without a context."""
+        """The id of the token that starts a text without a context."""
         return self.words.before_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids, by default with the special tokens that the tokenizer puts around a text that does not begin with
-        their name."""
+        """Return the token ids of a text. By default, the tokenizer adds its special tokens, unless the text already
+        begins with the name of the prefix token."""
         if add_special_tokens is None:
             name = self.words.token_piece(self.prefix_token_id)
             add_special_tokens = not (name and string.startswith(name))
@@ -58,11 +57,11 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        results = dict.fromkeys(range(len(requests)), (0.0, True))  # of an answer without tokens
+        results = dict.fromkeys(range(len(requests)), (0.0, True))  # the result of an answer without tokens
         longest_answer = max((len(continuation) for _, _, continuation in requests), default=0)
         if longest_answer > self.length:
-            self._refuse(f"an answer of {longest_answer} tokens", "be at most", "Leave")
-        # A continuation is predicted from as much of its context as the model reads. Its last token is not read.
+            self._refuse(f"an answer of {longest_answer} tokens", "be at most", "Omit")
+        # The context is truncated on the left to the model's length. The last token of a text is predicted, not read.
         texts = [(context + continuation)[-self.length - 1 :] for _, context, continuation in requests]
         order = sorted((i for i in results if requests[i][2]), key=lambda i: len(texts[i]))
         batches = [order[begin : begin + self.batch_size] for begin in range(0, len(order), self.batch_size)]
@@ -76,16 +75,16 @@ class HarnessModel(TemplateLM):
         return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihood of whole texts, in windows that each predict as many tokens as the model reads."""
+        """Return the log-likelihood of each text, in windows that predict `sequence_length` tokens each."""
         texts = [[self.prefix_token_id, *self.tok_encode(request.args[0])] for request in requests]
         found = log_likelihoods_of(self.decoder, texts, self.length + 1, self.length, self.batch_size)
         return [float(log_probs.sum()) for log_probs in found]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return continuations up to one of the task's stop words, which is left out.
+        """Return the continuation of each prompt up to the first of the task's stop words, without the stop word.
 
-        A prompt is read whole: if it and `max_gen_toks` exceed the model's length, the answer is shortened. Raises
-        ConfigError, before anything is generated, if a prompt leaves no token for the answer.
+        A prompt is never truncated: if prompt and `max_gen_toks` exceed the model's length, the answer is shortened.
+        Raises ConfigError, before anything is generated, if a prompt leaves no token for the answer.
         """
         prompts = [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests]
         wanted = []
@@ -95,15 +94,14 @@ class HarnessModel(TemplateLM):
         limits = [answer_limit(len(prompt), most, self.length) for prompt, most in zip(prompts, wanted, strict=True)]
         full = [len(prompt) for prompt, most, limit in zip(prompts, wanted, limits, strict=True) if limit == 0 < most]
         if full:
-            self._refuse(
-                f"a prompt of {full[0]} tokens", "leave room for an answer in", "Try fewer --few-shots, or leave"
-            )
+            prompt = f"a prompt of {full[0]} tokens"
+            self._refuse(prompt, "leave space for an answer in", "Try fewer --few-shots, or omit")
         cut = [limit for limit, most in zip(limits, wanted, strict=True) if limit < most]
         if cut and dist.get_rank() == 0:
             print(
-                f"note: {len(cut)} of {len(limits)} answers may be of {min(cut)} to {max(cut)} tokens, less than the "
-                f"task's max_gen_toks ({max(wanted)}): with their prompts they end at the model's sequence length "
-                f"({self.length})",
+                f"note: {len(cut)} of {len(limits)} answers are limited to {min(cut)} to {max(cut)} tokens instead of "
+                f"the task's max_gen_toks ({max(wanted)}), because prompt and answer must fit the model's sequence "
+                f"length ({self.length})",
                 file=sys.stderr,
                 flush=True,
             )
@@ -111,14 +109,14 @@ class HarnessModel(TemplateLM):
         alike: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             alike.setdefault(json.dumps([limits[i], request.args[1]], sort_keys=True, default=str), []).append(i)
-        for those in alike.values():  # they share passes if weights are streamed
+        for those in alike.values():  # requests with equal settings share passes if weights are streamed
             found = self._answers([prompts[i] for i in those], limits[those[0]], requests[those[0]].args[1])
             answers.update(zip(those, found, strict=True))
         return [answers[i] for i in range(len(requests))]
 
     def _refuse(self, text: str, must: str, remedy: str) -> NoReturn:
         raise ConfigError(
-            f"--tasks has {text}: it must {must} the model's sequence length ({self.length}). {remedy} the task out."
+            f"--tasks: {text} must {must} the model's sequence length ({self.length}). {remedy} the task."
         )
 
     def _answers(self, prompts: list[list[int]], max_tokens: int, settings: dict[str, Any]) -> list[str]:
@@ -148,12 +146,12 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Return the metrics of each task, by name. Raises ConfigError for a task that the folder does not have."""
+    """Run harness tasks from a folder; return the metrics per task. Raises ConfigError for an unknown task."""
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
         raise ConfigError(
-            f"--tasks ({unknown[0]}) is none of the tasks in {folder}: "
+            f"--tasks ({unknown[0]}) must be a task in {folder}, which contains: "
             f"{', '.join(sorted(manager.all_tasks)) or 'none'}."
         )
     results = lm_eval.simple_evaluate(

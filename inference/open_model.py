@@ -1,6 +1,6 @@
-"""Open a trained model for use, from a run, a checkpoint, a folder of logical weights or a Hugging Face folder.
+"""Open a trained model for inference, from a run, a checkpoint, a folder of logical weights or a Hugging Face folder.
 
-No training model is built: weights are read from the files as they are used, and stay in memory if they fit.
+No training model is built. Weights are read from the files when they are used, and stay in memory if they fit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from parallel.topology import Topology
 
 @dataclass
 class OpenModel:
-    """This rank's weights, and the config, layout and tokenizer of the model. `source`: the folder of the weights."""
+    """An open model on this rank: its weights, config, layout and tokenizer. `source`: the folder of the weights."""
 
     config: Config
     topology: Topology
@@ -49,19 +49,17 @@ class OpenModel:
     source: Path
 
     def decoder(self) -> Decoder:
-        """Return the model as a text generator. Raises ConfigError for a model that is not one."""
+        """Return a decoder, which generates and scores text. Raises ConfigError if the model is not a GPT."""
         return Decoder(self.weights, self.config, self.topology, self.vocab_size)
 
     def encoder(self) -> Encoder:
-        """Return the model as one that fills in masked words. Raises ConfigError for a model that does not."""
+        """Return an encoder, which predicts masked tokens. Raises ConfigError if the model is not a BERT."""
         return Encoder(self.weights, self.config, self.topology, self.vocab_size)
 
     def needed_tokenizer(self, advice: str) -> Tokenizer:
-        """Return the tokenizer. Raises ConfigError, ending in `advice`, if the model has none."""
+        """Return the tokenizer. Without a tokenizer, raise ConfigError whose message ends in `advice`."""
         if self.tokenizer is None:
-            raise ConfigError(
-                f"{self.source} comes without a tokenizer (docs/guide/tokenizers.md lists the formats). {advice}"
-            )
+            raise ConfigError(f"{self.source} has no tokenizer (docs/guide/tokenizers.md lists the formats). {advice}")
         return self.tokenizer
 
 
@@ -75,79 +73,62 @@ def open_model(
     tokenizer: Path | None = None,
     budget: float | None = None,
 ) -> Iterator[OpenModel]:
-    """Open a model in the layout of `overrides` (`parallel.tensor=2`, ...; by default one rank holds all of it), and
-    close it and the layout afterwards.
+    """Open a model in the layout of `overrides` (`parallel.tensor=2`, ...; default: no model parallelism), and close
+    model and layout on exit.
 
-    `precision` is the stored one by default. `budget`: MiB for weights, keys and values, and what a pass computes
-    (None: what is left of the memory). A collective call under torchrun. Raises ConfigError.
+    precision: default is the stored one. budget: MiB for weights, key-value cache and activations (None: a share of the
+    free memory). A collective call under torchrun. Raises ConfigError.
     """
-    reader = open_logical(path, direct=True)
-    try:
-        with _opened(reader, path, overrides or [], precision, device, tokenizer, budget) as model:
-            yield model
-    finally:
-        reader.close()
+    with contextlib.closing(open_logical(path, direct=True)) as reader:
+        config = for_use(reader.config)
+        config.parallel = _layout(overrides or [])
+        validate_for_use(config, world_size())
+        config.training.device = device
+        if precision is not None:
+            config.training.precision = precision
+        words = _load_tokenizer(reader, path, tokenizer)
+        end_tokens = reader.end_tokens
+        if end_tokens is None:
+            end_tokens = set() if words is None else {words.eod}
+        joined = dist.is_initialized()
+        layout = topology.initialize(config)
+        if layout.rank == 0:
+            for note in reader.notes:
+                print(f"note: {note}.", file=sys.stderr)
+            if reader.model_type is not None:
+                unknown_keys.warn(reader.config, reader.model_type)
+            for note in [] if words is None else words.notes():
+                print(f"note: {note}", file=sys.stderr, flush=True)
+            progress.begin(f"Loading {reader.folder}")
+        weights: FileWeights | None = None
+        try:
+            size, dtype = reader.vocab_size, DTYPES[config.training.precision]
+            num_bytes = memory_budget(budget, layout.device)
+            weights = FileWeights(reader, config, layout, size, dtype, num_bytes, budget)
+            yield OpenModel(config, layout, size, weights, words, end_tokens, reader.folder)
+        finally:
+            if weights is not None:
+                weights.close()
+            if joined:  # the caller's process group stays
+                topology.leave_layout()
+            else:
+                topology.destroy()
 
 
-@contextlib.contextmanager
-def _opened(
-    reader: LogicalReader,
-    path: Path,
-    overrides: list[str],
-    precision: str | None,
-    device: str,
-    tokenizer: Path | None,
-    budget: float | None,
-) -> Iterator[OpenModel]:
-    config = for_use(reader.config)
-    config.parallel = _layout(overrides)
-    validate_for_use(config, world_size())
-    config.training.device = device
-    if precision is not None:
-        config.training.precision = precision
-    path_of_tokenizer = tokenizer or reader.tokenizer
-    words = None
-    if tokenizer is not None or core_file(path_of_tokenizer) is not None:
-        words = load_tokenizer(path_of_tokenizer)
-    end_tokens = reader.end_tokens
-    if end_tokens is None:
-        end_tokens = set() if words is None else {words.eod}
-    if words is not None and words.vocab_size > reader.vocab_size:
+def _load_tokenizer(reader: LogicalReader, path: Path, given: Path | None) -> Tokenizer | None:
+    """Return the given tokenizer, or the model's own, or None. Raises ConfigError if it does not fit the model."""
+    folder = given or reader.tokenizer
+    if given is None and core_file(folder) is None:
+        return None
+    words = load_tokenizer(folder)
+    if words.vocab_size > reader.vocab_size:
         raise ConfigError(
-            f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} only "
-            f"{reader.vocab_size}."
+            f"the tokenizer {words.path} has {words.vocab_size} tokens, but the model of {path} has only "
+            f"{reader.vocab_size}. Give the model's own tokenizer with --tokenizer."
         )
-    if words is not None and reader.trained_with not in (None, words.digest):
-        print(f"the tokenizer {words.path} is not the one that {reader.folder} was trained with", file=sys.stderr)
-    joined = dist.is_initialized()
-    layout = topology.initialize(config)
-    if layout.rank == 0:
-        for note in reader.notes:
-            print(f"note: {note}.", file=sys.stderr)
-        if reader.model_type is not None:
-            unknown_keys.warn(reader.config, reader.model_type)
-        for note in [] if words is None else words.notes():
-            print(f"note: {note}", file=sys.stderr, flush=True)
-        progress.begin(f"Loading {reader.folder}")
-    weights: FileWeights | None = None
-    try:
-        weights = FileWeights(
-            reader,
-            config,
-            layout,
-            reader.vocab_size,
-            DTYPES[config.training.precision],
-            memory_budget(budget, layout.device),
-            budget,
-        )
-        yield OpenModel(config, layout, reader.vocab_size, weights, words, end_tokens, reader.folder)
-    finally:
-        if weights is not None:
-            weights.close()
-        if joined:  # a group that was there before stays
-            topology.leave_layout()
-        else:
-            topology.destroy()
+    if reader.trained_with not in (None, words.digest):
+        print(f"note: {reader.folder} was trained with another tokenizer than {words.path}", file=sys.stderr)
+    return words
 
 
 def _layout(overrides: list[str]) -> ParallelConfig:
@@ -160,7 +141,7 @@ def _layout(overrides: list[str]) -> ParallelConfig:
 
 
 def open_from(options: argparse.Namespace) -> contextlib.AbstractContextManager[OpenModel]:
-    """Open the model that the arguments of inference/command.py name."""
+    """Open the model that the parsed command-line arguments of inference/command.py select."""
     return open_model(
         options.checkpoint,
         options.layout,

@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts, which may be longer than the model reads at once."""
+"""Log-likelihoods of texts, which may be longer than the model's sequence length."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Score:
-    """Sum of the negative log-likelihood in nats over `num_tokens` tokens, which encode `num_bytes` bytes of UTF-8.
+    """The summed negative log-likelihood in nats of `num_tokens` tokens, which encode `num_bytes` bytes of UTF-8.
 
-    by_position: the sum and the number of tokens, per range of positions (0, 1, 2-3, 4-7, ...) of the token before. The
-    begin token has position 0.
+    by_position: (nats, number of tokens) per range of positions (0, 1, 2-3, 4-7, ...) of the preceding token. The begin
+    token has position 0.
     """
 
     nats: float
@@ -30,7 +30,7 @@ class Score:
 
     @classmethod
     def of(cls, nats: torch.Tensor, num_bytes: int) -> Score:
-        """Return the score of a text from the negative log-likelihood of each token, fp64 [n]."""
+        """Return the score of one text from the negative log-likelihood of each token, fp64 [n]."""
         found = {}
         for bucket in range((len(nats) - 1).bit_length() + 1):
             own = nats[2 ** (bucket - 1) if bucket else 0 : 2**bucket]
@@ -45,7 +45,7 @@ class Score:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte of UTF-8, comparable between tokenizers."""
+        """Bits per byte of UTF-8, which can be compared between models with different tokenizers."""
         return self.nats / math.log(2) / max(self.num_bytes, 1)
 
     def __add__(self, other: Score) -> Score:
@@ -59,26 +59,23 @@ class Score:
 
 
 def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, first token that counts) of overlapping windows of at most `length` tokens. Each token but the
-    first counts in one window."""
+    """Yield overlapping windows of at most `length` tokens as (begin, end, first scored token). Each token except the
+    first is scored in exactly one window."""
     end, counted = min(length, num_tokens), 1
     while counted < num_tokens:
         yield max(0, end - length), end, counted
         counted, end = end, min(end + stride, num_tokens)
 
 
-def log_likelihoods(decoder: Decoder, tokens: list[int], length: int, stride: int, batch_size: int) -> torch.Tensor:
-    """Return the log-probability of each token but the first, fp64 on the host, given the tokens of its window before
-    it."""
-    return log_likelihoods_of(decoder, [tokens], length, stride, batch_size)[0]
-
-
 @torch.inference_mode()
 def log_likelihoods_of(
     decoder: Decoder, texts: Sequence[list[int]], length: int, stride: int, batch_size: int
 ) -> list[torch.Tensor]:
-    """Return the log-probabilities of several texts' tokens. A batch has windows of one text; batches share passes if
-    weights are streamed."""
+    """Return the log-probability of each token but the first of each text, fp64 on the host, given the earlier tokens
+    of its window.
+
+    A batch contains windows of one text. If weights are streamed, batches share forward passes.
+    """
     results = [torch.zeros(max(len(tokens) - 1, 0), dtype=torch.float64) for tokens in texts]
     groups = [
         (number, pending[begin : begin + batch_size])
@@ -95,7 +92,7 @@ def log_likelihoods_of(
 
 
 def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Sequence[int]]) -> list[Sequence[T]]:
-    """Group batches of texts to be scored, of `lengths` tokens each, by the passes that they share."""
+    """Group batches into shared forward passes if weights are streamed. lengths: tokens per text, per batch."""
     if not batches:
         return []
     longest = max(max(of_batch) for of_batch in lengths)
@@ -104,5 +101,5 @@ def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Seq
 
 
 def score_together(decoder: Decoder, batches: Sequence[list[list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Apply `Decoder.score` to batches of texts in one pass over the weights; shorter texts of a batch are padded."""
+    """Return the results of `Decoder.score_all` for batches of texts; shorter texts of a batch are padded."""
     return decoder.score_all([TextBatch.of(texts) for texts in batches])

@@ -1,4 +1,4 @@
-"""Texts from files, read as training reads a corpus (data/corpus): kinds by suffix, UTF-8, unchanged line ends."""
+"""Texts and prompts from files, read as a training corpus is: file kinds by suffix, UTF-8, unchanged line ends."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from data.corpus.file_kinds import TEXT, WHOLE, format_of, uncompressed
 
 
 def read_texts(path: Path, option: str, text_key: str = "text", documents_in_text: str = "file") -> list[str]:
-    """Return the documents of a file; a file of unknown kind is a text. Raises ConfigError, naming the option, also for
-    lines that training would skip."""
+    """Return the documents of a file. A file of unknown kind is one document.
+
+    Raises ConfigError with the name of the option if the file cannot be read or has lines that training would skip.
+    """
     try:
         stat = path.stat()
         with open(path, "rb"):
@@ -45,19 +47,22 @@ def read_texts(path: Path, option: str, text_key: str = "text", documents_in_tex
         raise ConfigError(_in_terms_of(option, str(error), path)) from error
     if bad:
         lines = "a line that cannot be used" if len(bad) == 1 else f"{len(bad):,} lines that cannot be used, the first"
-        message = f"{option} ({path}) must be mended or left out: it has {lines}: {bad[0]}"
+        message = f"{option} ({path}) has {lines}: {bad[0]}. Correct the file or omit it."
         raise ConfigError(_in_terms_of(option, message, path))
     return texts
 
 
 def read_prompts(path: Path, option: str, text_key: str = "text") -> list[str]:
-    """Return the prompts of a file: one per line, JSON object or row."""
+    """Return the prompts of a file: one per line of text, JSON object or table row."""
     texts = read_texts(path, option, text_key)
-    return split_lines("".join(texts)) if (format_of(path.name) or WHOLE) in (TEXT, WHOLE) else texts
+    if (format_of(path.name) or WHOLE) not in (TEXT, WHOLE):
+        return texts
+    lines = [line.removesuffix("\r") for line in "".join(texts).split("\n")]  # only LF and CR LF end a line
+    return lines if lines[-1] else lines[:-1]
 
 
 def prompts_of(content: bytes, option: str) -> list[str]:
-    """Return the prompts, one per line, in bytes of standard input."""
+    """Return the prompts, one per line, from the bytes of standard input."""
     with tempfile.TemporaryDirectory(prefix="mixtrain-") as folder:
         path = Path(folder, "prompts")
         path.write_bytes(content)
@@ -65,12 +70,6 @@ def prompts_of(content: bytes, option: str) -> list[str]:
             return read_prompts(path, option)
         except ConfigError as error:
             raise ConfigError(str(error).replace(f" ({path})", "").replace(f"{path}:", "line ")) from error
-
-
-def split_lines(text: str) -> list[str]:
-    """Split a text into lines, which end in LF or CR LF only."""
-    lines = [line.removesuffix("\r") for line in text.split("\n")]
-    return lines if lines[-1] else lines[:-1]
 
 
 def _in_terms_of(option: str, message: str, path: Path) -> str:

@@ -45,7 +45,7 @@ OTHERS_READ = 5.0  # seconds within which every node reads a changed rendezvous 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the ranks to their end; return the exit status."""
+    """Run the ranks until they end, and return the exit status."""
     # Blocked before any thread or rank exists: only the thread below receives them, and a starting rank keeps them
     # pending instead of dying of them. Signals that the caller ignores, as nohup does, are not forwarded, except for
     # warnings: launch/torchrun.sh itself has ignored those until now.
@@ -79,14 +79,14 @@ def main(arguments: Sequence[str]) -> int:
                 compose_for(overrides, fewer)
                 break
         else:
-            _log(f"no layout of fewer than {ranks} and at least {options.min_ranks} ranks goes with this configuration")
+            _log(f"this configuration has no layout with {options.min_ranks} to {ranks - 1} ranks")
             return status
-        _log(f"going on with {fewer} ranks in place of {ranks}")
+        _log(f"continuing with {fewer} ranks instead of {ranks}")
         ranks = fewer
 
 
 def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
-    """Run torchrun once, with its restarts; return the exit status."""
+    """Run torchrun once, including its restarts, and return the exit status."""
     # These imports take seconds, in which signals are already handled.
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -105,7 +105,7 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
         except ChildFailedError as error:
             return _report(causes[-1] if causes else _cause(error.failures), log_dir)
         except RendezvousStateError as error:
-            advice = "does anything else write to --master-addr and --master-port? See docs/guide/network.md"
+            advice = "check whether another program uses --master-addr and --master-port (docs/guide/network.md)"
             return _report(Cause(f"launch: {error}; {advice}", 1), log_dir)
         except RendezvousError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -131,12 +131,13 @@ class Cause(NamedTuple):
 
 
 def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
-    """Return the cause of the failures (by rank): the one that the others follow from. ended: the ranks that had ended
+    """Return the cause of the failures (by rank), from which the others follow. `ended`: the ranks that had ended
     before torch ended the rest."""
 
     def precedence(item: tuple[int, Any]) -> tuple[int, bool, int, float]:
-        """Return the order: a wrong config first, last a rank that torch ended with SIGTERM because another had failed;
-        of these a killed rank, then messages by time (those that miss the killed rank follow it), then others."""
+        """Return the sort key of a failure, least first: a wrong config; killed ranks; ranks with a message, by time,
+        because messages that miss a killed rank follow it; other ranks; last, ranks that torch ended with SIGTERM
+        because another had failed."""
         rank, failure = item
         message, exit_code = _message(failure), failure.exitcode
         status = message.get("status", exit_code)
@@ -157,7 +158,7 @@ def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
         for witness in map(_message, failures.values()):
             if re.search(rf"\brank {rank} on \S+ (?!is dead)", witness.get("line", "")):
                 return Cause(witness["line"], witness.get("status", 1))
-        hint = " (from outside, or for want of memory)" if status == -signal.SIGKILL else ""
+        hint = " (by another process, or because memory ran out)" if status == -signal.SIGKILL else ""
         is_known = any(-status == known for known in signal.Signals)
         name = failure.signal_name() if is_known else f"signal {-status}"
         return Cause(f"{who} was killed by {name}{hint}", 128 - status)
@@ -165,7 +166,7 @@ def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
 
 
 def _message(failure: Any) -> dict[str, Any]:
-    """Return the message that the rank left before it ended (base/exit_handler.py); {} without one."""
+    """Return the message that a rank left before it ended (base/exit_handler.py), or {} if it left none."""
     if failure.error_file == "<N/A>":
         return {}
     message = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
@@ -182,7 +183,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _watch_attempts(causes: list[Cause], mark: Path) -> None:
-    """Record the cause of each attempt's end, and prevent restarts after a stop on purpose or a wrong config."""
+    """Record why each attempt ended, and prevent restarts after a stop on purpose or a wrong config."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.launcher import api
@@ -206,14 +207,14 @@ def _watch_attempts(causes: list[Cause], mark: Path) -> None:
                     self._remaining_restarts = 0
                 elif self._remaining_restarts > 0:
                     print(causes[-1].line, file=sys.stderr)
-                    _log(f"starting the ranks again; {self._remaining_restarts - 1} restarts are left then")
+                    _log(f"restarting the ranks; {self._remaining_restarts - 1} restarts are left after this one")
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]
 
 
 def _report(cause: Cause, log_dir: Path | None) -> int:
-    """Print the cause's line, store it in LOG_DIR for scripts that start several nodes, and return the status."""
+    """Print the cause's line, store it in LOG_DIR for scripts that start several nodes, and return the exit status."""
     print(cause.line, file=sys.stderr, flush=True)
     if log_dir is not None:
         with contextlib.suppress(OSError):
@@ -236,7 +237,7 @@ def _forward_signals(forwarded: list[signal.Signals]) -> None:
                 signum = signal.SIGTERM
             asks_to_end = signum in (signal.SIGTERM, signal.SIGINT)
             if asks_to_end and not started:
-                _log(f"stopped by {signum.name} before the ranks were started. Start it again to go on")
+                _log(f"stopped by {signum.name} before the ranks were started. Start it again to continue")
                 os._exit(STOPPED_EARLY)
             if asks_to_end and (not ranks or (signum == signal.SIGINT and signum in received)):
                 _log(f"ended by {signum.name}{' for the second time' if ranks else ' while no rank was running'}")
@@ -246,7 +247,7 @@ def _forward_signals(forwarded: list[signal.Signals]) -> None:
                 os._exit(128 + signum)
             if signum not in received:
                 received.append(signum)
-                again = "; again to end them at once" if signum == signal.SIGINT else ""
+                again = "; send it again to end them at once" if signum == signal.SIGINT else ""
                 _log(f"{signum.name}: the ranks finish their step, save and stop{again}")
         for signum in received:
             for rank in ranks:

@@ -7,22 +7,23 @@ usage() {
     cat <<'TEXT'
 Usage: bash launch/gpu_check.sh [--seconds 540] [--system-torch | --image] [--wheels DIR] [OPTION]...
 
-On a machine with an NVIDIA GPU: sets .venv up if need be, and measures rung by rung: tests marked gpu, dense and MoE
-training next to other frameworks, kernels and gaps, state on the host, generation, the longest context. Each result is
-written at once into benchmarks/results/card.jsonl. It stops in time, and continues at the next call.
+On a machine with an NVIDIA GPU: makes .venv if necessary, then runs a list of measurements, called rungs: tests marked
+gpu, dense and MoE training compared with other frameworks, kernels and gaps between them, state on the host, generation,
+the longest context. Each result is written at once to benchmarks/results/card.jsonl. The command stops when its time is
+up, and the next call continues with the remaining rungs.
 
-  --seconds N     for everything, from the first line of this command on
-  --system-torch  use the torch of this machine's Python, and install none
-  --image         use the packages of this machine's Python, in its versions, and missing ones from --wheels; no .venv is
-                  made, which saves a minute
+  --seconds N     time for everything, from the start of this command
+  --system-torch  use the torch of this machine's Python instead of installing one
+  --image         use the packages of this machine's Python in the versions there, and missing ones from --wheels; saves
+                  the minute that making .venv takes
   --wheels DIR    set up from this folder of wheels, without a network; launch/wheels.sh fills one
-  --results DIR   folder of card.jsonl
-  --commit HASH   that the results name, where the tree is a copy without git
-  --only WORD     rungs whose name has this word; may be given again
-  --list          print the rungs with cost and state, and measure nothing
-  --small         tiny sizes, without a GPU too
+  --results DIR   write card.jsonl to this folder
+  --commit HASH   record this commit in the results, if the tree is a copy without git
+  --only WORD     run only rungs whose name contains this word; may be repeated
+  --list          print the rungs with their cost and state, and measure nothing
+  --small         use tiny sizes; also works without a GPU
 
-The exit status is 0 if every rung of this call went well, 1 if one did not, 2 if nothing was started because the
+The exit status is 0 if every rung of this call succeeded, 1 if one failed, 2 if nothing was started because the
 options, the machine or the results are wrong, and 130 after Ctrl-C.
 TEXT
 }
@@ -73,7 +74,7 @@ while [[ $# -gt 0 ]]; do
             shift 2
             ;;
         --minutes)
-            die "--minutes is --seconds now, such as --seconds 540"
+            die "--minutes was replaced by --seconds, such as --seconds 540"
             ;;
         --commit)
             [[ ${2:-} =~ ^[0-9A-Za-z][0-9A-Za-z._+/-]*$ ]] || die "--commit needs the commit that this tree is a copy of, such as 1a2b3c4, not '${2:-}'"
@@ -109,7 +110,7 @@ if ((listed == 0)) && [[ -n ${CUDA_VISIBLE_DEVICES-0} ]]; then
         fi
     done
 fi
-((gpus > 0)) || [[ -z $needs_gpu ]] || die "no GPU: nvidia-smi lists none that this process may use, nor does torch. A machine with an NVIDIA GPU and its driver was expected; without one, --small runs everything in tiny sizes, and bash launch/test.sh the CUDA path on a pretended device"
+((gpus > 0)) || [[ -z $needs_gpu ]] || die "no GPU: neither nvidia-smi nor torch lists one that this process may use. This command needs an NVIDIA GPU and its driver; without one, --small runs everything in tiny sizes, and bash launch/test.sh runs the CUDA path on a fake CUDA device"
 
 python=.venv/bin/python
 if [[ -n $image ]]; then
@@ -120,7 +121,7 @@ if [[ -n $image ]]; then
             break
         fi
     done
-    [[ -n $python ]] || die "--image: no Python 3 on PATH has torch; leave the option out to have one installed"
+    [[ -n $python ]] || die "--image: no Python 3 on PATH has torch; leave the option out to install torch"
     added=$root/.image-packages
     export PYTHONPATH=$added:$root${PYTHONPATH:+:$PYTHONPATH}
     mapfile -t missing < <([[ -z $wheels ]] || "$python" launch/missing_wheels.py "$wheels")

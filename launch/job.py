@@ -24,7 +24,9 @@ from configs.validate import usable_world_size, validate, validate_for_search
 ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # what a user's own overrides can refer to: name='a_${oc.env:SLURM_ARRAY_TASK_ID}'
 
 
-class Job(NamedTuple):
+class ScheduledRun(NamedTuple):
+    """A checked config for the scheduler's script that starts its run, and overrides that the script must add."""
+
     config: Config
     overrides: list[str]  # to add to the user's
 
@@ -39,13 +41,11 @@ def compose_for(overrides: Sequence[str], world_size: int) -> Config:
     return config
 
 
-def make_job(overrides: Sequence[str], world_size: int, array_task: int | None = None) -> Job:
-    """Compose a job; the tasks of a job array get different names, name=NAME_T, unless the overrides see to that.
-
-    Raises ConfigError for an impossible configuration.
-    """
+def make_scheduled_run(overrides: Sequence[str], world_size: int, array_task: int | None = None) -> ScheduledRun:
+    """Compose the config of a job. Tasks of a job array get different names, name=NAME_T, unless the overrides already
+    make them differ. Raises ConfigError for an impossible configuration."""
     if array_task is None:
-        return Job(compose_for(overrides, world_size), [])
+        return ScheduledRun(compose_for(overrides, world_size), [])
     for keys in ((), ("name",), ("name", "run_dir")):  # run_dir follows the name unless it was set
         job, next_job = (_make_task(overrides, world_size, task, keys) for task in (array_task, array_task + 1))
         if job.config.run_dir != next_job.config.run_dir:
@@ -53,14 +53,14 @@ def make_job(overrides: Sequence[str], world_size: int, array_task: int | None =
     return job
 
 
-def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys: Sequence[str]) -> Job:
-    """Return the job of one task of an array, with its number added to the values of `keys`."""
+def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys: Sequence[str]) -> ScheduledRun:
+    """Return the job of one task of an array, with the task's number appended to the values of `keys`."""
     before = os.environ.get(ARRAY_TASK)
     os.environ[ARRAY_TASK] = str(array_task)
     try:
         config = compose_for(overrides, world_size)
         added = [f"{key}={_quote(f'{getattr(config, key)}_{array_task}')}" for key in keys]
-        return Job(compose_for([*overrides, *added], world_size) if added else config, added)
+        return ScheduledRun(compose_for([*overrides, *added], world_size) if added else config, added)
     finally:
         del os.environ[ARRAY_TASK]
         if before is not None:
@@ -73,14 +73,14 @@ def _quote(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the run's folder and the overrides to add; return the exit status."""
+    """Print the run's folder and the overrides to add, and return the exit status."""
     parser = argparse.ArgumentParser(prog="launch.job", description=__doc__, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--array-task", type=int)
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args(arguments)
     try:
-        job = make_job(options.overrides, options.world_size, options.array_task)
+        job = make_scheduled_run(options.overrides, options.world_size, options.array_task)
     except ConfigError as error:
         print(f"config error: {error}", file=sys.stderr)
         return WRONG_CONFIG

@@ -1,8 +1,6 @@
-"""`python launch/missing_wheels.py DIR`: print the wheels of a folder whose packages this Python lacks, one per line.
-
-A package that is installed in another version stays: an image's own packages fit each other. It needs only the standard
-library, since it runs before anything is installed.
-"""
+"""`python launch/missing_wheels.py DIR`: print the wheels in a folder whose packages this Python lacks, one per line. A
+package that is installed in another version is not replaced, because an image's packages fit each other. Needs only the
+standard library, since it runs before anything is installed."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     cat <<'TEXT'
 Usage: bash launch/quickstart.sh [KEY=VALUE]...
 
-Sets .venv up if need be, then trains the quickstart experiment, a mixture-of-experts GPT, on all GPUs of this machine,
-or on 2 CPU ranks without one, with its experts spread over the ranks. Arguments are config overrides, such as
-training.steps=50. Typed again, it resumes the run. The exit status is the run's.
+Makes .venv if necessary, then trains the quickstart experiment, a mixture-of-experts GPT, on all GPUs of this machine
+(on 2 CPU ranks if it has none), with the experts spread over the ranks. Arguments are config overrides, such as
+training.steps=50. The same command resumes the run. The exit status is that of the run.
 TEXT
     exit 0
 fi

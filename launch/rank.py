@@ -1,5 +1,5 @@
-"""The program that launch/agent.py starts as each rank: train.py, with an early stop on purpose reported as success, so
-that torchrun does not treat it as a failure."""
+"""The program that launch/agent.py starts as each rank: it runs train.py and reports an early stop on purpose as
+success, so that torchrun does not treat the stop as a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # s
 
 
 def main(mark: str, log_dir: str) -> None:
-    """Run train.py with the rest of the command line; on an early stop touch `mark` and end with 0."""
+    """Run train.py with the rest of the command line; after an early stop, create the file `mark` and exit with 0."""
     exit_handler.log_exceptions()
     # Slurm signals every process of a job. A rank without handlers ignores signals: the agent sends them again once it
     # has handlers. So signals that are pending since the agent blocked them are discarded here, and later ones ignored

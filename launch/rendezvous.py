@@ -36,7 +36,8 @@ BACKEND = "loopback"  # among torchrun's rendezvous backends
 
 
 def secure(options: Namespace) -> Namespace:
-    """Return torchrun's options with a safe rendezvous: `--standalone` uses the loopback, and c10d's state is JSON."""
+    """Return torchrun's options with a safe rendezvous: `--standalone` uses the loopback, and c10d's state is stored as
+    JSON."""
     if options.standalone:
         rendezvous_handler_registry.register(BACKEND, OneNode)
         options.standalone, options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = (
@@ -92,13 +93,13 @@ class OneNode(RendezvousHandler):
 
 
 class JsonState:
-    """A replacement of the module `pickle` for the state of torch's rendezvous."""
+    """Replaces the module `pickle` for the state of torch's rendezvous, which it stores as JSON."""
 
     PickleError = ()  # torch catches none: its message would have less detail than that of `loads`
 
     @staticmethod
     def dumps(state: _RendezvousState) -> bytes:
-        """Return the bytes of a state, the same for equal states."""
+        """Return a rendezvous state as bytes, the same for equal states."""
         content = {
             "round": state.round,
             "complete": state.complete,
@@ -113,7 +114,8 @@ class JsonState:
 
     @staticmethod
     def loads(content: bytes) -> _RendezvousState:
-        """Return the state. Raises RendezvousStateError for bytes that `dumps` does not write."""
+        """Return the rendezvous state in `content`. Raises RendezvousStateError for bytes that `dumps` did not
+        write."""
         try:
             fields = json.loads(content)
             state = _RendezvousState()
@@ -129,7 +131,7 @@ class JsonState:
             state.last_heartbeats = {_node(node): _time(beat) for node, beat in fields["last_heartbeats"]}
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RendezvousStateError(
-                f"the rendezvous state is none that a node of this job writes ({error})"
+                f"the rendezvous state was not written by a node of this job ({error})"
             ) from None
         return state
 

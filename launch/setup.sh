@@ -6,13 +6,13 @@ usage() {
     cat <<'TEXT'
 Usage: bash launch/setup.sh [PYTHON] [--extra NAME]... [--system-torch] [--wheels DIR] [PIP ARGUMENT]...
 
-Makes .venv in the repository with Python 3.11 or 3.12 and installs the pinned dependencies. Does nothing when they are
-there already. PYTHON is the interpreter to use (default: python3.12, else python3.11, else python3). Extras: dev (lint,
+Makes .venv in the repository with Python 3.11 or 3.12 and installs the pinned dependencies. Does nothing if they are
+installed already. PYTHON is the interpreter to use (default: python3.12, else python3.11, else python3). Extras: dev (lint,
 types, tests), eval (inference.evaluate --tasks), cuda (TransformerEngine), peers (benchmarks). Other arguments go to pip
 install, as does pip's own configuration. To start over, delete .venv.
 
-  --system-torch  take the torch that PYTHON has, such as an image's own build for its GPUs, and install none
-  --wheels DIR    install from this folder of wheels alone, without a network; launch/wheels.sh fills one
+  --system-torch  use the torch that PYTHON has, such as an image's own build for its GPUs, instead of installing one
+  --wheels DIR    install only from this folder of wheels, without a network; launch/wheels.sh fills it
 TEXT
 }
 
@@ -142,7 +142,7 @@ fi
 # One installation at a time. The lock is on a file that is always there, and ends with this process and its children.
 exec 9>>launch/constraints.txt
 if ! flock -n 9; then
-    echo "setup: another set-up is at work in this folder; waiting for it"
+    echo "setup: another set-up is running in this folder; waiting for it"
     flock -w 3600 9 || die "the other set-up did not end within an hour"
     if is_complete; then
         exit 0
@@ -162,7 +162,7 @@ wanted="${sorted[*]}"
 base_python=
 if [[ -L $venv && -f $stamp && $(head -n 1 "$stamp") != "$PWD "* ]]; then
     base_python=$(find_python)
-    echo "setup: making .venv anew, since it is a link to that of another clone, which stays as it is"
+    echo "setup: making a new .venv, because this one is a link to that of another clone, which is not changed"
     rm "$venv"
 fi
 rm -f "$stamp"
@@ -175,15 +175,15 @@ if [[ -e $venv || -L $venv ]]; then
     elif ! is_supported "$python" || ! "$python" -m pip --version >/dev/null 2>&1; then
         reason="its Python 3.11 or 3.12 or its pip does not run"
     elif [[ $("$python" -c 'import os, sys; print(os.path.realpath(sys.prefix))') != "$(realpath "$venv")" ]]; then
-        reason="it was made at another place"
+        reason="it was made in another folder"
     elif [[ -n $named_python ]] && ! has_named_python; then
-        reason="it is not of $named_python"
+        reason="it does not use $named_python"
     elif [[ -n $system_torch ]] && ! has_system_torch; then
         reason="it has a torch of its own"
     fi
     if [[ -n $reason ]]; then
         base_python=$(find_python) # before the old .venv is deleted: a wrong name must not cost it
-        echo "setup: making .venv anew, since $reason"
+        echo "setup: making a new .venv, because $reason"
         rm -rf "$venv"
     fi
 fi
@@ -211,7 +211,7 @@ echo "setup: installing the pinned dependencies${wanted:+ with extras: $wanted} 
 if ! "$python" -m pip install -qq --disable-pip-version-check --constraint "$constraints" \
     --editable ".${wanted:+[${wanted// /,}]}" ${pip_arguments[@]+"${pip_arguments[@]}"}; then
     rm -f "$unfinished" # pip failed by itself and left a consistent environment; the next set-up continues from here
-    die "pip could not install the dependencies (its message is above); run this again once that is mended"
+    die "pip could not install the dependencies (its message is above); run this again when the cause is fixed"
 fi
 # So that no training waits for the compilation; if it fails, torch's operations are used.
 if [[ -f moe/kernels/__main__.py ]]; then

@@ -2,9 +2,9 @@
 
     python -m launch.submit [SBATCH OPTION]... [--ranks-per-node N] [--max-restarts N] [--dry-run] -- [KEY=VALUE]...
 
-The configuration is composed for nodes times ranks first, so that an impossible one is refused now and not when the job
+The configuration is first composed for nodes times ranks, so that an impossible one is refused now and not when the job
 starts. Then the sbatch line is printed, and run unless --dry-run is given. Other options are passed to sbatch; options
-that are not given are as in launch/slurm.sbatch.
+that are not given have the values in launch/slurm.sbatch.
 
     python -m launch.submit --nodes 4 -- experiment=gpt_moe_small parallel.expert=8 training.micro_batch_size=2
     python -m launch.submit --array 0-3 --gpus-per-node 1 -- 'training.seed=${oc.env:SLURM_ARRAY_TASK_ID}'
@@ -24,14 +24,14 @@ from typing import NamedTuple
 
 from base.errors import ConfigError
 from base.exit_handler import WRONG_CONFIG
-from launch.job import ARRAY_TASK, make_job
+from launch.job import ARRAY_TASK, make_scheduled_run
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "launch/slurm.sbatch"
 
 
 class Request(NamedTuple):
-    """A checked request: the sbatch line, and the numbers of ranks and run folders of its job."""
+    """A checked request: the sbatch command line, and the numbers of ranks and the run folders of its job."""
 
     line: list[str]
     world_sizes: list[int]  # one, or one for each number of nodes that a range allows
@@ -39,7 +39,8 @@ class Request(NamedTuple):
 
 
 def prepare(arguments: Sequence[str]) -> Request:
-    """Check a command line (without --dry-run) and make its sbatch line. Raises ConfigError."""
+    """Check a command line (without --dry-run), and return its request with the sbatch command line. Raises
+    ConfigError."""
     before, overrides = _split(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nodes", "-N")
@@ -71,7 +72,7 @@ def prepare(arguments: Sequence[str]) -> Request:
     if not any(ARRAY_TASK in text for text in overrides):
         tasks = tasks[:1] + tasks[1:][-1:]  # the others differ from these in their name alone
     for world_size in world_sizes:
-        jobs = [make_job(overrides, world_size, task) for task in tasks]
+        jobs = [make_scheduled_run(overrides, world_size, task) for task in tasks]
     script_options = []
     if options.ranks_per_node is not None:
         script_options += ["--ranks-per-node", str(ranks)]
@@ -83,7 +84,7 @@ def prepare(arguments: Sequence[str]) -> Request:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Check, print and submit; return the exit status."""
+    """Check, print and submit the request; return the exit status."""
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
     if "-h" in before or "--help" in before:
         print(__doc__)
@@ -115,7 +116,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         index = list(arguments).index("--")
         return list(arguments[:index]), list(arguments[index + 1 :])
     if arguments and not arguments[-1].startswith("-") and "=" in arguments[-1]:
-        raise ConfigError(f"{arguments[-1]} must stand after `--`, as all config overrides. Try -- {arguments[-1]}")
+        raise ConfigError(f"{arguments[-1]} must come after `--`, like all config overrides. Try -- {arguments[-1]}")
     return list(arguments), []
 
 
@@ -126,7 +127,8 @@ def _number(option: str, text: str, least: int) -> int:
 
 
 def _array_tasks(text: str) -> list[int]:
-    """Return the tasks of sbatch's --array: `3`, `0-7`, `0-15:4`, `1,3,5-7`, each also with `%2` after it."""
+    """Return the task numbers of sbatch's --array: `3`, `0-7`, `0-15:4`, `1,3,5-7`, each also followed by a limit such
+    as `%2`."""
     tasks: set[int] = set()
     for item in text.partition("%")[0].split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?", item)

@@ -1,8 +1,6 @@
-"""`python launch/system_torch.py CONSTRAINTS`: print the pins for an installation that keeps this Python's torch.
-
-They are those of the file, with this torch's version, and without torch's dependencies, which are installed already.
-It needs only the standard library, since it runs before anything is installed.
-"""
+"""`python launch/system_torch.py CONSTRAINTS`: print version pins for an installation that keeps this Python's torch.
+They are the pins in the file CONSTRAINTS, without torch's dependencies, which are installed already, and with this
+torch's version. Needs only the standard library, since it runs before anything is installed."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ OF_ITS_OWN = ("nvidia-", "cuda-", "triton")  # of the CUDA version of the file's
 
 
 def normalized(name: str) -> str:
-    """Return a package's name as pip compares it."""
+    """Return a package's name in the form in which pip compares names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def constraints(lines: list[str], torch_version: str, torch_requires: list[str]) -> list[str]:
-    """Return the lines of a constraints file without the packages that torch requires, and torch at its version."""
+    """Return the lines of a constraints file without the packages that torch requires, plus torch at its own
+    version."""
     of_torch = {normalized(re.split(r"[^\w.-]", text, maxsplit=1)[0]) for text in torch_requires} | {"torch"}
     kept = [
         line
@@ -32,7 +31,7 @@ def constraints(lines: list[str], torch_version: str, torch_requires: list[str])
 
 
 def main() -> int:
-    """Print the constraints; for a torch that Mixtrain does not run on, print one line and return 1."""
+    """Print the constraints; for a torch version that Mixtrain does not support, print one line and return 1."""
     version = metadata.version("torch")
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < NEWEST_EXCLUDED:

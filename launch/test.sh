@@ -21,7 +21,7 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 bash launch/setup.sh --extra dev || exit 1
 if [[ ${1:-} == --claims ]]; then
-    exec .venv/bin/python -m benchmarks.claims "${@:2}"
+    exec .venv/bin/python -m benchmarks.kit.claims "${@:2}"
 fi
 
 failed=()

@@ -11,21 +11,21 @@ Starts train.py with torchrun on this node; the same command on every node, with
 Arguments after the options are config overrides; their relative paths start at the current folder. Run launch/setup.sh first.
 
   --ranks-per-node N   ranks on each node (default: its GPUs, or 1 without one)
-  --num-nodes N        nodes in the job (default: 1); with MIN:MAX it starts with the nodes that join within half a minute of
-                       the MINth, and restarts when a node leaves or joins (needs training.elastic=true)
+  --num-nodes N        nodes in the job (default: 1); with MIN:MAX it starts half a minute after node MIN has joined,
+                       and restarts when a node leaves or joins (needs training.elastic=true)
   --node-rank R        0 on the node that --master-addr names, another number below --num-nodes on each other (default: 0)
   --master-addr HOST   where node 0 is reached by the others (needed with several nodes)
   --master-port PORT   a free TCP port there (default: 29500)
   --job-id NAME        the same on all nodes, different from other jobs (default: mixtrain)
-  --max-restarts N     how often all ranks are started again after one fails; they resume from the newest checkpoint (default: 0)
-  --min-ranks N        on one node, when the restarts are used up: go on with fewer ranks, the most that the layout allows,
+  --max-restarts N     how often all ranks are restarted after one fails; they resume from the newest checkpoint (default: 0)
+  --min-ranks N        on one node, when the restarts are used up: continue with fewer ranks, as many as the layout allows,
                        but at least N (default: end instead)
   --log-dir FOLDER     write the output of every rank to files there, rank_00000.out, rank_00000.err and so on; rank 0 of the
                        node is shown as well (default: show all, no files)
 
-Exit status: 0 when all steps are done; 75 when the run stopped early on purpose, with everything saved: the same command goes
-on; 2 for a wrong config, which is not started again; anything else is a failure, that of the rank that failed first. The last
-line is that rank's. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks finish their step, save and stop, or end at
+Exit status: 0 when all steps are done; 75 when the run stopped early on purpose, with everything saved: the same command
+resumes it; 2 for a wrong config, which is not restarted; else the exit status of the rank that failed first. The last line is
+that of this rank. SIGTERM, SIGHUP, Ctrl-C, SIGUSR1 and SIGUSR2 make the ranks finish their step, save and stop, or end at
 once before the first step; a second Ctrl-C ends them in any case.
 
 One node listens on the loopback alone. Several nodes do not authenticate each other: see docs/guide/network.md.
@@ -92,11 +92,11 @@ done
 
 least_nodes=${num_nodes%:*}
 max_nodes=${num_nodes#*:}
-((least_nodes <= max_nodes)) || die "--num-nodes=$num_nodes must rise; try --num-nodes $max_nodes:$least_nodes"
+((least_nodes <= max_nodes)) || die "--num-nodes=$num_nodes must go from fewer to more nodes; try --num-nodes $max_nodes:$least_nodes"
 ((least_nodes > 0)) || die "--num-nodes=$num_nodes must be at least 1"
 ((node_rank < max_nodes)) || die "--node-rank=$node_rank must be below --num-nodes=$num_nodes; try --node-rank $((max_nodes - 1))"
 ((max_nodes == 1)) || [[ -n $master_addr ]] || die "--num-nodes=$num_nodes needs --master-addr, the host name of node 0"
-((max_nodes == 1)) || [[ -z $min_ranks ]] || die "--min-ranks=$min_ranks goes with one node only; leave it out"
+((max_nodes == 1)) || [[ -z $min_ranks ]] || die "--min-ranks=$min_ranks works on one node only; leave it out"
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 [[ -x $root/.venv/bin/python ]] || die "there is no .venv in $root; run bash launch/setup.sh there first"

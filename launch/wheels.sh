@@ -47,13 +47,13 @@ while [[ $# -gt 0 ]]; do
             die "unknown option $1; see --help"
             ;;
         *)
-            [[ -z $folder ]] || die "one folder, not $folder and $1"
+            [[ -z $folder ]] || die "give one folder only, not both $folder and $1"
             folder=$1
             shift
             ;;
     esac
 done
-[[ -n $folder ]] || die "needs a folder to fill; see --help"
+[[ -n $folder ]] || die "give the folder to fill; see --help"
 mkdir -p "$folder"
 folder=$(realpath -- "$folder")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,4 +1,4 @@
-"""Completions of work that other threads and streams do while training continues."""
+"""Completion handles of jobs that other threads and CUDA streams run while training continues."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ from typing import Any
 
 import torch
 
-MOST_USERS = 16  # of one memory that are remembered before finished ones are forgotten
-TIMEOUT = 600.0  # seconds within which work must be done
+MOST_USERS = 16  # of one buffer that are listed before finished ones are removed
+TIMEOUT = 600.0  # seconds that a job may take
 
 
 class Cancelled(Exception):
-    """Error of work that was cancelled because its result is no longer needed."""
+    """The error of a job that was cancelled because its result is no longer needed."""
 
 
 class Completion:
-    """The completion of a piece of work. `error`: its error, or that of work that it waited for."""
+    """A handle on which threads and CUDA streams wait for a job. `error`: what the job, or one before it, has
+    raised."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         self._issued = threading.Event()
-        self._event: Any = None  # a CUDA event, where a stream does the work
+        self._event: Any = None  # a CUDA event at the end of the job, if it runs on a stream
         self._lock = threading.Lock()
         self._then: list[Callable[[], None]] = []
-        self._started = threading.Lock()  # its owner does the work, or cancels it
+        self._started = threading.Lock()  # acquired once: by the thread that runs the job, or by `cancel`
 
     @classmethod
     def already(cls) -> Completion:
-        """Return a completion of no work."""
+        """Return a handle that is complete from the start."""
         done = cls()
         done.finish()
         return done
 
     @classmethod
     def so_far(cls, device: torch.device) -> Completion:
-        """Return the completion of all work submitted to this thread's current stream."""
+        """Return a handle that is complete once all work launched so far on the current CUDA stream is done."""
         done = cls()
         done.finish(event=record_event(torch.cuda.current_stream(device)) if device.type == "cuda" else None)
         return done
 
     def finish(self, error: BaseException | None = None, event: Any = None) -> None:
-        """Mark the work as done or failed; on a stream as issued, and done at the event."""
+        """Mark the job as done or failed. With a CUDA event, it counts as done when its stream reaches the event."""
         self.error, self._event = error, event
         with self._lock:
             self._issued.set()
@@ -52,18 +53,18 @@ class Completion:
             call()
 
     def begin(self) -> bool:
-        """Start the work, unless it was started or cancelled; whether it was. Started work cannot be cancelled."""
+        """Claim the job for execution; it can then not be cancelled. Returns False if it was started or cancelled."""
         return self._started.acquire(blocking=False)
 
     def cancel(self) -> bool:
-        """Cancel the work, and all work that waits for it, unless it has started; whether it was cancelled."""
+        """Cancel the job and all jobs that depend on it, unless it has started. Returns whether it was cancelled."""
         if not self.begin():
             return False
         self.finish(Cancelled())
         return True
 
     def when_issued(self, call: Callable[[], None]) -> None:
-        """Call a function once the host's part is done, in the thread that finishes it; at once, if it is done."""
+        """Call a function once the job is done or, on a GPU, launched; the thread that finishes the job calls it."""
         with self._lock:
             if not self._issued.is_set():
                 self._then.append(call)
@@ -72,73 +73,73 @@ class Completion:
 
     @property
     def is_issued(self) -> bool:
-        """Whether the host's part is done; a stream may still be working."""
+        """Whether the job has run, has failed or, on a GPU, has been launched on its stream."""
         return self._issued.is_set()
 
     def wait(self, timeout: float = TIMEOUT) -> None:
-        """Have the host wait until the work is done. Raises TimeoutError."""
+        """Block the host until the job is done or has failed. Raises TimeoutError after `timeout` seconds."""
         self._wait_issued(timeout)
         if (event := self._event) is not None:
             event.synchronize()
-            self._event = None  # no one needs to wait again
+            self._event = None  # nobody has to wait again
 
     def order(self, timeout: float = TIMEOUT) -> None:
-        """Have this thread's current stream wait for the work. Raises TimeoutError."""
+        """Make the current CUDA stream wait for the job; the host waits only for its launch. Raises TimeoutError."""
         self._wait_issued(timeout)
         if (event := self._event) is not None:
             torch.cuda.current_stream().wait_event(event)
 
     def result(self) -> None:
-        """Have the host wait until the work is done, and raise the error of failed work. Raises TimeoutError."""
+        """Block the host until the job is done, and raise the error of a failed job. Raises TimeoutError."""
         self.wait()
         if self.error is not None:
             raise self.error
 
     def follow(self) -> None:
-        """Have this thread's current stream wait for the work, and raise its error. Raises TimeoutError."""
+        """Make the current CUDA stream wait for the job, and raise its error. Raises TimeoutError."""
         self.order()
         if self.error is not None:
             raise self.error
 
     def _wait_issued(self, timeout: float) -> None:
         if not self._issued.wait(timeout):
-            raise TimeoutError(f"a copy or an update beside the training was not done within {timeout:g} s")
+            raise TimeoutError(f"A background copy or optimizer update did not finish within {timeout:g} s.")
 
 
 class Users:
-    """The users of a memory, one after the other: the next one waits for them, even where they failed."""
+    """The jobs that use a shared buffer, oldest first. The next user must wait for all of them, even if some failed."""
 
     def __init__(self, *dones: Completion) -> None:
         self._given: list[tuple[Completion, int]] = [(done, 0) for done in dones]
         self.last = 0.0  # time of the last `add`
 
     def add(self, done: Completion, size: int = 0) -> None:
-        """Add a user: work whose completion is `done`."""
+        """Add a job that uses the buffer, by its completion handle. `size`: what it adds to `waiting`."""
         self._given.append((done, size))
         if len(self._given) > MOST_USERS:
             self.all()
         self.last = time.perf_counter()
 
     def all(self) -> list[Completion]:
-        """Return the completions that the next user must wait for."""
+        """Return the completion handles that the buffer's next user must wait for."""
         self._given = [item for item in self._given if not isinstance(item[0].error, Cancelled)]
         while len(self._given) > 1 and self._given[0][0].is_issued and self._given[1][0].is_issued:
-            del self._given[0]  # on a stream the later one runs after it
+            del self._given[0]  # the later job runs after this one on its stream
         return [done for done, _ in self._given]
 
     @property
     def waiting(self) -> int:
-        """Sum of the sizes of users that are not done."""
+        """Sum of the sizes of the jobs that have neither run nor been launched yet."""
         return sum(size for done, size in self._given if not done.is_issued)
 
 
 def soonest_free(users: Sequence[Users]) -> int:
-    """Return the index of the memory that is expected to be free first."""
+    """Return the index of the buffer that is expected to be free first; `users` has the jobs that use each buffer."""
     return min(range(len(users)), key=lambda index: (users[index].waiting, users[index].last))
 
 
 def when_all_issued(dones: Sequence[Completion], call: Callable[[], None]) -> None:
-    """Call a function once the host's part of all completions is done."""
+    """Call a function once all jobs are done or, on a GPU, launched."""
     left, lock = len(dones) + 1, threading.Lock()
 
     def one() -> None:
@@ -155,5 +156,5 @@ def when_all_issued(dones: Sequence[Completion], call: Callable[[], None]) -> No
 
 
 def record_event(stream: Any) -> Any:
-    """Record an event on a stream; threads that wait for it sleep."""
+    """Record a CUDA event on a stream and return it. A thread that waits for the event sleeps instead of spinning."""
     return stream.record_event(torch.cuda.Event(blocking=True))

@@ -1,7 +1,7 @@
-"""Threads, on a GPU with streams, that copy and compute one item after the other while training continues.
+"""Background threads, with CUDA streams on a GPU, that run copies and computations one at a time during training.
 
-Work of the device is done by the streams: the thread issues it, and waits only for the host's part of earlier work. The
-thread does the host's work itself, and on a CPU the device's work, too.
+For a job of the GPU, the thread only launches kernels on a stream, and waits only until the jobs before it are
+launched. A job of the host runs in the thread itself, and on a CPU all jobs do.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from memory.completion import TIMEOUT, Cancelled, Completion, record_event, when_all_issued
 
-CLOSE_TIMEOUT = 10.0  # seconds that the end of a run waits for a thread
-# From first to last: work that the passes wait for; weights and gradients of whole layers, before and after their use;
-# updates; work that nothing waits for.
+CLOSE_TIMEOUT = 10.0  # seconds to wait for a thread at the end of a run
+# Highest first: copies that forward and backward passes wait for; weights and gradients of whole layers, before and
+# after their use; optimizer updates; saves, which nothing waits for.
 PRIORITIES = PASSES, LAYERS, UPDATES, SAVES = range(4)
 
 
@@ -34,34 +35,29 @@ class _Item:
     done: Completion = field(compare=False)
 
 
-def _pass_on(before: Completion, done: Completion) -> None:
-    """Cancel work whose predecessor is cancelled, at once."""
-    if isinstance(before.error, Cancelled):
-        done.cancel()
-
-
 class CopyStream:
-    """A thread, and on a GPU a stream for each priority. Of the work that is ready the highest priority is done first,
-    then in the order of submission. The thread starts with the first work.
+    """A background thread, with one CUDA stream per priority on a GPU, that runs jobs one at a time.
 
-    On a GPU work of a lower priority also waits for all work of a higher one that was issued before it, never the other
-    way round: a copy that waits for an update delays no copy that the passes wait for.
+    Among the jobs whose dependencies are done, the highest priority runs first, then the oldest job. The thread starts
+    with the first job. On a GPU, a job also waits for all jobs of higher priority that were launched before it, but
+    never for jobs of lower priority: a copy that waits for an optimizer update does not delay a copy that a forward or
+    backward pass needs.
     """
 
     def __init__(self, name: str, device: torch.device, on_device: bool = False, timeout: float = TIMEOUT):
-        """on_device: the work is the device's; on a CPU the thread does it all the same."""
+        """on_device: the jobs run on the device; if it is a GPU, the thread launches them on CUDA streams."""
         self.name = name
-        self.num_bytes = 0  # of all work so far
-        self.busy_seconds = 0.0  # on the host, without waits
-        # Bytes per second to which it is limited, for measurements; None: unlimited.
+        self.num_bytes = 0  # of all jobs so far
+        self.busy_seconds = 0.0  # of the thread, without waits
+        # For measurements: the bytes per second to which copies are slowed down. None: no limit.
         self.rate: float | None = None
         self._device, self._timeout = device, timeout
         on_streams = on_device and device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) for _ in PRIORITIES] if on_streams else None
-        self._events: dict[int, Any] = {}  # of the last work issued, by priority
+        self._events: dict[int, Any] = {}  # CUDA event of the last job launched, by priority
         self._ready: queue.PriorityQueue[_Item] = queue.PriorityQueue()
         self._count = 0  # of items submitted
-        self._lock = threading.Lock()  # a save's thread submits too
+        self._lock = threading.Lock()  # the thread of a save submits jobs, too
         self._is_closing = False
         self._thread: threading.Thread | None = None
 
@@ -73,10 +69,11 @@ class CopyStream:
         free: Sequence[Completion] = (),
         priority: int = UPDATES,
     ) -> Completion:
-        """Do `work` once all of `after` and `free` is done; it must not allocate device memory, nor submit and wait.
+        """Queue `work` to run once all of `after` and `free` are done. It must not allocate device memory, nor wait for
+        a job that it submits.
 
-        If a completion of `after` failed, the work is not done and fails with the same error. `free`: earlier users of
-        the work's memory, whether they failed or not.
+        If a job of `after` fails, `work` does not run and fails with the same error. `free`: earlier users of the
+        memory that `work` uses; whether they failed does not matter.
         """
         with self._lock:
             if self._thread is None:
@@ -84,23 +81,28 @@ class CopyStream:
                 self._thread.start()
             self._count += 1
             item = _Item(priority, self._count, work, after, free, num_bytes, Completion())
+
+        def cancel_with(before: Completion) -> None:
+            if isinstance(before.error, Cancelled):
+                item.done.cancel()
+
         for before in after:
-            before.when_issued(lambda before=before: _pass_on(before, item.done))  # type: ignore[misc]
+            before.when_issued(partial(cancel_with, before))
         queued = threading.Lock()
 
         def put() -> None:
             if queued.acquire(blocking=False):
                 self._ready.put(item)
 
-        item.done.when_issued(put)  # the thread must see cancelled work, too
+        item.done.when_issued(put)  # the thread counts cancelled jobs, too
         when_all_issued([*after, *free], put)
         return item.done
 
     def issue(
         self, work: Callable[[], object], after: Sequence[Completion] = (), num_bytes: int = 0, priority: int = PASSES
     ) -> Completion:
-        """Do `work` after `after` and all work of the calling thread's current stream, issued by that thread: on a CPU
-        it is done when this returns."""
+        """Launch `work` from the calling thread, after the jobs `after` and all work on the thread's current CUDA
+        stream. On a CPU, `work` is done when this returns."""
         done = Completion()
         if self._streams is None:
             for before in after:
@@ -118,25 +120,25 @@ class CopyStream:
         return done
 
     def close(self, timeout: float = CLOSE_TIMEOUT) -> bool:
-        """End the thread once all its work is done; whether it ended in time."""
+        """End the thread once its jobs are done. Returns False if it did not end within `timeout` seconds."""
         if (thread := self._thread) is None:
             return True
         self._is_closing = True
-        self.submit(lambda: None)  # wakes it
+        self.submit(lambda: None)  # wakes the thread
         thread.join(timeout)
         self._thread = thread if thread.is_alive() else None
         return self._thread is None
 
     @property
     def is_running(self) -> bool:
-        """Whether its thread was started and has not ended."""
+        """Whether the thread was started and has not ended."""
         return self._thread is not None
 
     @torch.no_grad()
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        excess = 0.0  # seconds that sleeps took too long; the next ones are shorter
+        excess = 0.0  # seconds that earlier sleeps took too long, by which later sleeps are shortened
         num_done = 0
         while not (self._is_closing and num_done == self._count):
             item = self._ready.get()
@@ -158,14 +160,14 @@ class CopyStream:
                 self.num_bytes += item.num_bytes
                 self.busy_seconds += seconds
                 item.done.finish(event=event)
-            except BaseException as error:  # for those who wait
+            except BaseException as error:  # raised where the job is waited for
                 item.done.finish(error)
             del item
-        for event in self._events.values():  # no memory is freed before its last copy is done
+        for event in self._events.values():  # memory must not be freed before its last copy is done
             event.synchronize()
 
     def _issue(self, work: Callable[[], object], priority: int) -> Any:
-        """Do the work, or issue it to the priority's stream; return the stream's event."""
+        """Run `work` or, on a GPU, launch it on its priority's stream. Returns a CUDA event at its end, or None."""
         if self._streams is None:
             work()
             return None
@@ -179,10 +181,10 @@ class CopyStream:
         return event
 
     def _wait(self, item: _Item) -> None:
-        """Wait for the item's predecessors, on a GPU by its stream. Raises the error of one."""
+        """Wait for the jobs that a queued job depends on, on a GPU through its stream. Raises a failed job's error."""
         free = [done for done in item.free if not isinstance(done.error, Cancelled)]
         if self._streams is None:
-            free = free[-1:]  # the last user of the memory has waited for the others
+            free = free[-1:]  # the last user of the memory has waited for the earlier ones
         for before in (*item.after, *free):
             if self._streams is None:
                 before.wait(self._timeout)

@@ -1,12 +1,12 @@
-"""Layer inputs that are kept for the backward pass, on the host between the passes (selective checkpoint offload of
-arXiv 2609.14306, section 3.3).
+"""The inputs of transformer layers, saved for the backward pass and offloaded to the host until then (selective
+checkpoint offload of arXiv 2609.14306, section 3.3).
 
-With full recomputation a layer keeps its input alone. The input is copied out while the next layer computes, and copied
-back before the backward pass needs it, while the layer above recomputes. Without a free buffer it stays on the device.
-The buffers are allocated before the first step, so that no step runs out of memory for them.
+With full recomputation, only a layer's input is saved. It is copied to the host while the next layer computes, and
+copied back before its backward pass, while the layer above recomputes. If no host buffer is free, the input stays on
+the device. All buffers are allocated before the first step, so no step can run out of memory for them.
 
-In layer-wise order, the schedule puts the tensors between two layers here, and names those that it reads next: inputs
-are read twice, gradients once.
+In the layer-wise schedule, the schedule itself stores the tensors between two layers here and names the ones it reads
+next: inputs are read twice, gradients once.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from memory.host_link import HostLink
 
 @dataclass
 class _Buffer:
-    memory: torch.Tensor  # uint8 of the host
-    used: Completion = field(default_factory=Completion.already)  # the last copy to it or from it
+    memory: torch.Tensor  # uint8 on the host
+    used: Completion = field(default_factory=Completion.already)  # the last copy into or out of the buffer
 
 
 @dataclass(eq=False)
 class _Input:
-    """A layer's input between its passes. `tensor`: on the device; `buffer`: on the host, if it is or will be there."""
+    """A saved layer input. `tensor`: the input, if it is on the device; `buffer`: its host buffer, if it has one."""
 
     chunk: int
-    is_first: bool  # of the chunk's layers
+    is_first: bool  # whether it is the input of the chunk's first layer
     tensor: torch.Tensor | None
     shape: torch.Size
     dtype: torch.dtype
     buffer: _Buffer | None = None
-    next: _Input | None = None  # in the order of the backward pass
-    is_read_again: bool = False  # by a later pass than the one that reads it now
+    next: _Input | None = None  # the one that the backward pass needs next
+    is_read_again: bool = False  # by a later pass than the current one
 
     @property
     def num_bytes(self) -> int:
@@ -48,20 +48,21 @@ class _Input:
 
 @dataclass
 class Counts:
-    """Bytes of layer inputs on the device, now and at most since the last `begin`, and copies since then."""
+    """Counters of one step: bytes of saved layer inputs on the device (now and peak), copies to the host and back."""
 
     device: int = 0
     device_peak: int = 0
-    restored_peak: int = 0  # layer inputs of one model chunk, copied back and not yet consumed
+    restored_peak: int = 0  # most inputs of one model chunk that were copied back and not consumed yet
     copies_out: int = 0
     copies_back: int = 0
 
 
 class LayerInputs:
-    """The layer inputs of one rank. The thread that computes makes all calls, and no call waits for the device."""
+    """Saves the layer inputs of one rank for the backward pass, on the host where buffers are free. Only the thread
+    that computes calls it, and no call waits for the device."""
 
     def __init__(self, link: HostLink, buffers: Sequence[torch.Tensor]):
-        """buffers: host memory from the link, for one layer's input each."""
+        """buffers: host memory from the link, each for one layer's input."""
         self.counts = Counts()
         self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
@@ -70,26 +71,28 @@ class LayerInputs:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step; inputs that an error has left are dropped."""
+        """Begin a step: reset the counters, and drop inputs that a failed step left behind."""
         for buffer in self._buffers:
-            buffer.used.order()  # no memory is reused before a copy to it or from it is done
+            buffer.used.order()  # a buffer must not be reused before its last copy is done
         self._free = self._buffers[::-1]
-        self._last: dict[int, _Input] = {}  # by chunk, the last one so far in the order of the backward pass
+        self._last: dict[int, _Input] = {}  # by chunk, the input that the backward pass needs last so far
         self._leaving: _Input | None = None
         self._coming: set[_Input] = set()
-        # Of the layer that computes; with the tensor where its memory must be freed by hand, as others refer to it.
+        # Inputs of the layer that computes, with the tensor if others refer to it and its memory must be freed here.
         self._in_use: list[tuple[_Input, torch.Tensor | None]] = []
         self.counts = Counts()
 
     @contextmanager
     def kept(self, chunk: int, is_within: Callable[[], bool]) -> Iterator[None]:
-        """Inside, keep the tensors that autograd saves in a pass through the layers of model chunk `chunk`: each
-        layer's input, and small tensors or those that all layers share. `is_within`: whether a layer computes; the
-        tensors that it saves are recomputed."""
+        """Within this context, offload the layer inputs that autograd saves in a forward pass of model chunk `chunk`.
+
+        `is_within` returns whether a layer is computing now: the tensors that it saves are recomputed later, and are
+        left alone, as are tensors without gradients, such as masks.
+        """
         inputs: list[_Input] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor | _Input:
-            if is_within() or not tensor.requires_grad:  # masks and positions get no gradient
+            if is_within() or not tensor.requires_grad:  # masks and positions have no gradient
                 return tensor
             kept = _Input(chunk, not inputs, tensor.detach(), tensor.shape, tensor.dtype)
             if inputs:
@@ -103,20 +106,20 @@ class LayerInputs:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
-        if inputs:  # backward passes follow the order of micro-batches: this one's last layer after the last's first
+        if inputs:  # the backward pass of this micro-batch follows that of the one before
             if chunk in self._last:
                 self._last[chunk].next = inputs[-1]
             self._last[chunk] = inputs[0]
 
     def put(self, tensor: torch.Tensor) -> _Input:
-        """Keep the output of a pass for another pass. The caller gives up the tensor."""
+        """Store a pass's output for a later pass, on the host if a buffer is free. The caller must drop the tensor."""
         kept = _Input(0, False, tensor.detach(), tensor.shape, tensor.dtype)
         self._keep(kept)
         return kept
 
     def take(self, *wanted: _Input, again: bool = False, then: Sequence[_Input] = ()) -> list[torch.Tensor]:
-        """Return the tensors that a pass reads, valid until the next call. `again`: a later pass reads them, too.
-        `then`: those that the next pass will read and that exist already."""
+        """Return the stored tensors that a pass reads, valid until the next call. again: a later pass reads them too.
+        then: stored tensors that the next pass reads, which are prefetched."""
         self._drop_used()
         was_away = sum(self._bring(kept) for kept in wanted)
         found = [_tensor(kept) for kept in wanted]
@@ -132,7 +135,7 @@ class LayerInputs:
         return found
 
     def _keep(self, kept: _Input) -> None:
-        # The layer before has computed: its input is consumed, and the copy out in flight is done.
+        # The layer before has computed: its input is not needed any more, and its copy to the host is done.
         self._drop_used()
         self._leave()
         self._count(kept.num_bytes)
@@ -158,7 +161,7 @@ class LayerInputs:
         return tensor
 
     def _fetch(self, kept: _Input) -> None:
-        """Copy an input back to the device, unless it is there or in flight."""
+        """Start copying an input back to the device, unless it is there or the copy is in flight."""
         if kept.tensor is not None:
             return
         assert kept.buffer is not None
@@ -169,7 +172,7 @@ class LayerInputs:
         self.counts.copies_back += 1
 
     def _bring(self, kept: _Input) -> bool:
-        """Make an input available to the present pass; whether it was on the host."""
+        """Make an input available on the device for the current pass. Returns whether it was on the host."""
         self._stay(kept)
         self._fetch(kept)
         was_away = kept in self._coming
@@ -180,12 +183,12 @@ class LayerInputs:
         return was_away
 
     def _stay(self, kept: _Input) -> None:
-        """Keep an input on the device if it is still there, in addition to its copy."""
+        """Keep an input on the device instead of freeing it there when its copy to the host is done."""
         if self._leaving is kept:
             self._leaving = None
 
     def _free_buffer(self, kept: _Input) -> None:
-        """Free an input's buffer after its last read."""
+        """Make an input's host buffer free for other inputs, after the last read of this one."""
         kept.tensor = None
         if kept.buffer is not None:
             kept.buffer.used.follow()
@@ -211,17 +214,18 @@ class LayerInputs:
         leaving.tensor = None
 
     def _drop(self, kept: _Input, tensor: torch.Tensor | None) -> None:
-        # Megatron-core's schedule and the callers of the layers refer to the first one, and do not read it again.
+        # Megatron-core's schedule and the callers of the layers refer to the first layer's input without reading it.
         if tensor is not None and kept.is_first:
             tensor.untyped_storage().resize_(0)
         self._count(-kept.num_bytes)
 
     def _submit_copy(self, stream: CopyStream, target: torch.Tensor, source: torch.Tensor, buffer: _Buffer) -> None:
         num_bytes = source.numel() * source.element_size()
-        tensors = [(target, source)]  # the copy stream drops them before the copy's completion
-        # The stream has waited for the buffer's last copy, and for earlier users of the device's memory.
+        tensors = [(target, source)]  # popped, so that the copy stream has no reference once the copy is complete
+        # Earlier copies of the buffer, and users of the device memory, are on the current stream or waited for there.
         after = (Completion.so_far(self._link.device),)
-        buffer.used = stream.submit(lambda: _copy_async(*tensors.pop()), after, num_bytes, priority=PASSES)
+        work = lambda: torch.Tensor.copy_(*tensors.pop(), non_blocking=True)  # noqa: E731
+        buffer.used = stream.submit(work, after, num_bytes, priority=PASSES)
 
     def _count(self, num_bytes: int) -> None:
         self.counts.device += num_bytes
@@ -231,10 +235,6 @@ class LayerInputs:
 def _tensor(kept: _Input) -> torch.Tensor:
     assert kept.tensor is not None
     return kept.tensor
-
-
-def _copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 def _view(memory: torch.Tensor, kept: _Input) -> torch.Tensor:

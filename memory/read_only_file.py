@@ -1,8 +1,8 @@
-"""Files that are only read, at any offset. A file is opened once, so that it can be read after it was deleted.
+"""Files that are only read, at any byte offset. A file is opened once, so it can still be read after it was deleted.
 
-Direct reads bypass the kernel's page cache through aligned memory: weights start at any byte of their files, and the
-cache of a model that is read once would need as much memory again. Where a file system refuses direct reads, the cache
-is used, and what was read is dropped from it.
+Direct reads bypass the kernel's page cache, which would need as much memory again as a model that is read once. They go
+through aligned buffers, because weights start at arbitrary bytes of their files. If a file system does not support
+direct reads, the page cache is used, and its pages are dropped after they were read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 
 from memory.host_memory import BLOCK, padded
 
-NUM_THREADS = 2  # that read while others copy
-CHUNK_BYTES = 4 * 2**20  # of one read
-DROP_BYTES = 8 * 2**20  # that are read before they are dropped from the page cache
+NUM_THREADS = 2  # that read while the callers copy
+CHUNK_BYTES = 4 * 2**20  # per read
+DROP_BYTES = 8 * 2**20  # read before they are dropped from the page cache
 
 
 class UnreadableFile(OSError):
-    """Error of a file that cannot be read, in one line with its path."""
+    """The error for a file that cannot be read. Its text is one line with the path and the cause."""
 
     def __init__(self, path: Path, number: int | None, cause: str):
         super().__init__(number, cause)
@@ -40,7 +40,7 @@ class UnreadableFile(OSError):
 
 @dataclass(frozen=True)
 class _QueuedRead:
-    """A read that a thread will do."""
+    """A read that waits for a background thread: at least `needed` bytes of `file`, from byte `start`, into `chunk`."""
 
     done: Future[None]
     file: ReadOnlyFile
@@ -53,20 +53,15 @@ def _read_queued(work: SimpleQueue[_QueuedRead | None]) -> None:
     while (item := work.get()) is not None:
         try:
             item.file.read_aligned(item.start, item.chunk, item.needed)
-        except BaseException as error:  # for the one who waits
+        except BaseException as error:  # raised where the read is waited for
             item.done.set_exception(error)
         else:
             item.done.set_result(None)
-        del item  # a waiting thread keeps no file open
-
-
-def _end_threads(work: SimpleQueue[_QueuedRead | None]) -> None:
-    for _ in range(NUM_THREADS):
-        work.put(None)
+        del item  # an idle thread must not keep a file open
 
 
 class BounceBuffers:
-    """Aligned memory for direct reads: two chunks per thread, of which one is filled while the other is copied."""
+    """Aligned buffers for direct reads, two per thread: one is filled from disk while the other is copied out."""
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES):
         self.chunk_bytes = padded(chunk_bytes)
@@ -74,10 +69,11 @@ class BounceBuffers:
         self._work: SimpleQueue[_QueuedRead | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        weakref.finalize(self, _end_threads, self._work)
+        for _ in range(NUM_THREADS):  # each None ends one thread
+            weakref.finalize(self, self._work.put, None)
 
     def pair(self) -> tuple[memoryview, memoryview]:
-        """Return the calling thread's two chunks."""
+        """Return the two buffers of the calling thread."""
         if not hasattr(self._of_thread, "pair"):
             one, other = (memoryview(mmap.mmap(-1, self.chunk_bytes)) for _ in range(2))  # whole pages
             self._of_thread.pair = (one, other)
@@ -85,9 +81,10 @@ class BounceBuffers:
         return found
 
     def issue(self, file: ReadOnlyFile, start: int, chunk: memoryview, needed: int) -> Future[None]:
-        """Start to read bytes of a file into a chunk."""
+        """Start reading `needed` bytes or more of a file from byte `start` into an aligned buffer, in the
+        background."""
         with self._lock:
-            while len(self._threads) < NUM_THREADS:  # daemons, as a disk may never answer
+            while len(self._threads) < NUM_THREADS:  # daemon threads, as a disk may never answer
                 name = f"direct-read {len(self._threads)}"
                 thread = threading.Thread(target=_read_queued, args=(self._work,), name=name, daemon=True)
                 self._threads.append(thread)
@@ -98,17 +95,17 @@ class BounceBuffers:
 
 
 class ReadOnlyFile:
-    """A file for reading by several threads at once. Raises UnreadableFile where it cannot be opened."""
+    """A file that several threads may read at once, at any offset. Raises UnreadableFile if it cannot be opened."""
 
     def __init__(self, path: Path, bounce: BounceBuffers | None = None):
-        """`bounce`: buffers for direct reads, where the file system allows them."""
+        """bounce: buffers for direct reads, used if the file system supports them. None: use the page cache."""
         self.path = path
         self._bounce = bounce
         direct = None if bounce is None else _open_direct(path)
         self.is_direct = direct is not None
         self._descriptor = _open(path, os.O_RDONLY) if direct is None else direct
         if not self.is_direct:
-            # no readahead: its pages would be dropped only in part, or not at all
+            # No readahead, because its pages would not all be dropped.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         self.size = os.fstat(self._descriptor).st_size  # bytes
         self._lock = threading.Lock()
@@ -119,7 +116,7 @@ class ReadOnlyFile:
         self.close()
 
     def close(self) -> None:
-        """Close the file. It must not be read any more."""
+        """Close the file. It cannot be read afterwards."""
         descriptor, self._descriptor = getattr(self, "_descriptor", -1), -1
         if descriptor >= 0:
             if not self.is_direct:
@@ -127,9 +124,11 @@ class ReadOnlyFile:
             os.close(descriptor)
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill writable bytes with those of the file from any `start` on. Raises UnreadableFile."""
+        """Fill a writable buffer from the file, starting at byte `start`. Raises UnreadableFile."""
         if start + len(target) > self.size:
-            raise UnreadableFile(self.path, errno.EIO, f"it ends at byte {self.size}, not at {start + len(target)}")
+            raise UnreadableFile(
+                self.path, errno.EIO, f"it ends at byte {self.size}, but is read to {start + len(target)}"
+            )
         if self.is_direct:
             self._read_direct(start, target)
         else:
@@ -143,8 +142,8 @@ class ReadOnlyFile:
                         self._drop(self._descriptor)
 
     def read_aligned(self, start: int, chunk: memoryview, needed: int) -> None:
-        """Fill a chunk of aligned memory from a multiple of BLOCK; the file may end behind `needed` bytes. Raises
-        UnreadableFile."""
+        """Fill an aligned buffer from byte `start` of the file, a multiple of BLOCK. The file must have at least
+        `needed` bytes from there on. Raises UnreadableFile."""
         self._fill(start, chunk, needed, BLOCK)
 
     def _read_direct(self, start: int, target: memoryview) -> None:
@@ -170,7 +169,7 @@ class ReadOnlyFile:
                 low, high = max(at, start), min(at + size, end)
                 _copy_bytes(pair[number % 2][low - at : high - at], target[low - start : high - start])
         finally:
-            if in_flight is not None:  # the buffers stay this thread's: the read must end before they are used again
+            if in_flight is not None:  # this thread's buffers must not be reused before the read has ended
                 wait([in_flight])
 
     def _fill(self, start: int, chunk: memoryview, needed: int, block: int) -> None:
@@ -182,11 +181,11 @@ class ReadOnlyFile:
                 raise UnreadableFile(self.path, error.errno, error.strerror or str(error)) from error
             if done + count < needed and count < block:
                 size = os.fstat(self._descriptor).st_size
-                raise UnreadableFile(self.path, errno.EIO, f"it was cut at byte {size} of {self.size} meanwhile")
+                raise UnreadableFile(self.path, errno.EIO, f"it was cut from {self.size} to {size} bytes meanwhile")
             done += count if done + count >= needed else count // block * block  # the next read must be aligned
 
     def _drop(self, descriptor: int) -> None:
-        for start, end in self._read:  # the kernel drops only whole pages: include those at the ends
+        for start, end in self._read:  # the kernel drops only whole pages: include those that are read in part
             start, end = start // BLOCK * BLOCK, padded(end)
             os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
         self._read, self._num_read = [], 0
@@ -204,14 +203,14 @@ def _open(path: Path, flags: int) -> int:
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
             if error.errno != errno.EMFILE or soft == hard:
                 raise
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a checkpoint may have a file for each rank
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a checkpoint may have one file per rank
             return os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
         raise UnreadableFile(path, error.errno, error.strerror or str(error)) from error
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open a file for direct reads; None where the file system refuses them, some only at the first read."""
+    """Open a file for direct reads. Returns None if its file system does not support them."""
     try:
         descriptor = _open(path, os.O_RDONLY | os.O_DIRECT)
     except UnreadableFile as error:

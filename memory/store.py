@@ -1,8 +1,8 @@
-"""A store of records on the host or on the disk: records are checked out, changed and put back; the disk is read before
-and written after their use.
+"""Records of bytes (such as the optimizer state of a bucket of parameters) in host memory or on the disk. A record is
+checked out, changed and put back; a record on the disk is read before that and written after it.
 
-The main thread makes all calls, and no call blocks: completions are passed on. Reads, writes and snapshots belong to a
-record's location; the records of two locations can be swapped without a copy.
+Only the main thread makes calls, and no call blocks: jobs depend on each other through completion handles. Pending
+reads, writes and snapshots belong to the location of a record, so two records can swap locations without a copy.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from memory.host_memory import padded
 
 @dataclass
 class _Location:
-    """The storage of a record: its own memory, or the disk from `offset` on."""
+    """Location of a record: `memory` on the host or, if that is None, the bytes of the file from `offset` on."""
 
     memory: torch.Tensor | None
     offset: int = 0
-    written: Completion = field(default_factory=Completion.already)  # the last change; reads wait for it
-    released: Completion = field(default_factory=Completion.already)  # by a save that reads it
+    written: Completion = field(default_factory=Completion.already)  # the last write; reads wait for it
+    released: Completion = field(default_factory=Completion.already)  # by the last snapshot; writes wait for it
 
 
 @dataclass
 class _Stage:
-    """Host memory that records of the disk pass through."""
+    """A host buffer through which records of the disk are read and written."""
 
     memory: torch.Tensor
-    priority: int  # of writes
+    priority: int  # of writes to the disk
     users: Users = field(default_factory=Users)
     is_checked_out: bool = False  # until `put` or `release`
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """A record for reading and changing: read it from `source` once `there` is done, and change it in `target` once all
-    of `change_after` and `free` is. Both are the same bytes, unless the record is put to another location of the
-    host."""
+    """A record that is checked out. Read it from `source` once `there` is done, and write it to `target` once all of
+    `change_after` and `free` are done.
+
+    `source` and `target` are the same memory, unless the record will be put to another location in host memory.
+    """
 
     source: torch.Tensor
     target: torch.Tensor
@@ -52,11 +54,11 @@ class Checkout:
     change_after: tuple[Completion, ...]
     to: _Location
     stage: _Stage | None
-    free: tuple[Completion, ...] = ()  # earlier users of the target's memory, whether they failed or not
+    free: tuple[Completion, ...] = ()  # earlier users of the target's memory; their failure does not matter
 
 
 class Store:
-    """`len(sizes)` records of these bytes, on the host or the disk."""
+    """Stores records of the given sizes in bytes, on the host or on the disk, for jobs that read and change them."""
 
     def __init__(
         self,
@@ -68,24 +70,25 @@ class Store:
         offsets: Sequence[int],
         for_passes: int = 0,
     ):
-        """host: memory of each record, None for records of the disk, which start at `offsets`. stages: host memory for
-        the largest of these each; the first `for_passes` are for records that passes wait for, not for updates."""
+        """host: memory of each record, or None for a record on the disk, which then starts at its entry of `offsets`.
+        stages: host buffers that are as large as the largest record on the disk; the first `for_passes` of them serve
+        reads that forward and backward passes wait for, the others serve updates."""
         self.link, self.sizes = link, sizes
         self._locations = [_Location(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
         made = [_Stage(memory, LAYERS if i < for_passes else UPDATES) for i, memory in enumerate(stages)]
         self._stages, self._pass_stages = made[for_passes:], made[:for_passes]
         self._disk = disk
-        self.bytes_read = self.bytes_written = 0  # of the disk, without cancelled work
-        self._counting = threading.Lock()  # a stream may cancel
-        self.waits_for_save = 0  # changes that had to wait for a save to read the record
+        self.bytes_read = self.bytes_written = 0  # of the disk, without cancelled jobs
+        self._counting = threading.Lock()  # the thread of a copy stream may cancel a job
+        self.waits_for_save = 0  # changes that had to wait until a save had read the record
 
     def fetch(
         self, index: int, to: int | None = None, priority: int = UPDATES, after: Sequence[Completion] = ()
     ) -> Checkout:
-        """Check record `index` out, to be changed and put to record `to` (by default itself).
+        """Check out record `index`, to be changed and put as record `to` (by default itself).
 
-        `put` or `release` gives the checkout back. `priority`: of the read, see memory/copy_stream.py; `after`:
-        completions that a read of the disk waits for.
+        The caller ends the checkout with `put` or `release`. priority: of a read from the disk (memory/copy_stream.py).
+        after: jobs that a read from the disk waits for.
         """
         location, target = self._locations[index], self._locations[index if to is None else to]
         if location.memory is not None:
@@ -107,8 +110,8 @@ class Store:
         return Checkout(record, record, there, (), target, stage)
 
     def overwrite(self, index: int, priority: int = UPDATES) -> Checkout:
-        """Check host memory out for new contents of record `index`, without reading it. `put` gives it back.
-        `priority`: of the writer."""
+        """Check out record `index` for new contents, without reading the old ones. The caller ends the checkout with
+        `put`. priority: of the job that writes the contents."""
         location = self._locations[index]
         if location.memory is not None:
             memory, after = location.memory, (*self._unreleased(location), location.written)
@@ -125,7 +128,7 @@ class Store:
         return stage
 
     def put(self, checkout: Checkout, after: Completion) -> Completion:
-        """Make the checkout's target its record, once `after` is done. Return the completion of the write."""
+        """Store a checkout's target as the record, once job `after` is done. Returns the completion of the write."""
         if checkout.stage is None:
             checkout.to.written = after
             return after
@@ -145,26 +148,26 @@ class Store:
         return written
 
     def release(self, checkout: Checkout, after: Completion) -> None:
-        """Give an unchanged checkout back; it is used until `after` is done."""
+        """End a checkout without a change. Its memory is in use until the job `after` is done."""
         if checkout.stage is not None:
             checkout.stage.users.add(after, checkout.target.numel())
             checkout.stage.is_checked_out = False
 
     def swap(self, one: int, other: int) -> None:
-        """Exchange two records of the same size, without a copy."""
+        """Exchange the contents of two records of the same size, without a copy."""
         assert self.sizes[one] == self.sizes[other]
         self._locations[one], self._locations[other] = self._locations[other], self._locations[one]
 
     def last_write(self, index: int) -> Completion:
-        """Return the completion of a record's last `put`."""
+        """Return the completion of the last write to a record."""
         return self._locations[index].written
 
     def snapshot(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Snapshot:
-        """Keep these records unchanged until a save has read them. `buffer`: host memory for the largest record of the
-        disk."""
+        """Return a view of records that cannot change until a save has read and released them. buffer: host memory for
+        the largest of them that is on the disk."""
         locations = [self._locations[index] for index in indices]
         for location in locations:
-            assert location.released.is_issued, "one save at a time"
+            assert location.released.is_issued, "an earlier save has not released this record"
             location.released = Completion()
         return Snapshot(locations, [self.sizes[index] for index in indices], self._disk, buffer)
 
@@ -185,19 +188,18 @@ class Store:
 
 
 class Snapshot:
-    """Records at one moment. Any one thread may read and release; a change of a record waits for its release."""
+    """The contents of records at one moment, for one thread that saves them. Released records may change again."""
 
     def __init__(
         self, locations: Sequence[_Location], sizes: Sequence[int], disk: Disk | None, buffer: torch.Tensor | None
     ):
         self._locations, self._sizes, self._disk, self._buffer = locations, sizes, disk, buffer
-        # The present completions: later changes wait for them, and a later snapshot has others.
+        # The current completions: a later snapshot replaces those of the locations.
         self.released = [location.released for location in locations]
         self._written = [location.written for location in locations]
 
     def read(self, index: int) -> torch.Tensor:
-        """Return the record's bytes, valid until the next `read` or its `release`. Raises the error of its last
-        change."""
+        """Return a record's bytes, valid until the next `read` or its `release`. Raises the error of its last write."""
         location, size, written = self._locations[index], self._sizes[index], self._written[index]
         written.result()
         if location.memory is not None:
@@ -207,10 +209,10 @@ class Snapshot:
         return self._buffer[:size]
 
     def release(self, index: int) -> None:
-        """Let a record change."""
+        """Allow a record to change again, after the save has read it."""
         self.released[index].finish()
 
     def close(self) -> None:
-        """Let all records change."""
+        """Allow all records of the snapshot to change again."""
         for index in range(len(self._locations)):
             self.release(index)

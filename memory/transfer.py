@@ -1,4 +1,4 @@
-"""Copies of small tensors from the host to the device."""
+"""Copies of small tensors from the host to the device, without waiting."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device without waiting. From memory that is not pinned, the host would wait for all
-    earlier work of the stream. A tensor on the device is returned as it is."""
+    """Copy a host tensor to the device without waiting, through pinned memory: from other memory, the copy would wait
+    for all earlier work on the stream. A tensor that is on the device is returned unchanged."""
     return values if values.device.type == device.type else values.pin_memory().to(device, non_blocking=True)
 
 
 def lists_to_device(lists: Sequence[Sequence[int]], device: torch.device) -> list[torch.Tensor]:
-    """Return lists of numbers as int64 tensors of the device, in one copy."""
+    """Return lists of integers as int64 tensors on the device, with a single copy."""
     flat = torch.tensor([number for numbers in lists for number in numbers], dtype=torch.int64)
     return list(to_device(flat, device).split([len(numbers) for numbers in lists]))

@@ -1,1 +1,1 @@
-"""GPT and BERT, built of Megatron-core's modules."""
+"""GPT and BERT, built from Megatron-core's modules."""

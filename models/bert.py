@@ -1,8 +1,8 @@
-"""BERT (Devlin et al. 2018): one model chunk of Megatron-core's modules, its forward pass and its losses.
+"""BERT (Devlin et al. 2018): a model chunk built from Megatron-core's modules, its forward pass and its losses.
 
-Megatron-core's own BertModel needs apex for sequence parallelism (its head's norm), has no norm on the embeddings and
-ignores the rotary base; this class has the same structure and the same parameter names.
-Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows of this tensor rank.
+Megatron-core's own BertModel needs apex for sequence parallelism (for the norm of its head), has no norm on the
+embeddings and ignores the rotary base; this class has the same structure and parameter names. Shapes: b samples, s
+tokens of a sample, h hidden size, v padded vocabulary rows of this tensor rank.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ Output: TypeAlias = (
 
 
 class BertShare(NamedTuple):
-    """This rank's rows where context ranks share the samples: positions of each in its sample, int64 `[1, s]`, and
-    which are first tokens, int64 `[k]`."""
+    """This rank's rows of samples that are sharded over context ranks: the position of each row in its sample, int64
+    `[1, s]`, and the indices of the rows that are first tokens, int64 `[k]`."""
 
     positions: torch.Tensor
     first_rows: torch.Tensor
 
 
 class BertEmbedding(LanguageModelEmbedding):
-    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s, b, h]` (or a slice of s)."""
+    """Word, position and token type embeddings, then a norm and dropout: `[b, s] -> [s (or its shard), b, h]`."""
 
     def __init__(self, config: TransformerConfig, **kwargs: object) -> None:
         super().__init__(config=config, num_tokentypes=NUM_TOKEN_TYPES, **kwargs)
         self.layer_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: torch.Tensor) -> torch.Tensor:
-        """Embed int64 `[b, s]` ids."""
+        """Embed token ids, positions and token types, int64 `[b, s]` each."""
         embeddings = self.word_embeddings(input_ids) + self.tokentype_embeddings(tokentype_ids)
         if self.add_position_embedding:
             embeddings = embeddings + self.position_embeddings(position_ids)
@@ -79,7 +79,7 @@ class BertEmbedding(LanguageModelEmbedding):
 
 
 class MaskedLMHead(MegatronModule):
-    """Linear layer, GELU and norm before the output layer: `[s, b, h] -> [s, b, h]`."""
+    """Linear layer, GELU and norm before BERT's output layer: `[s, b, h] -> [s, b, h]`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -88,12 +88,12 @@ class MaskedLMHead(MegatronModule):
         self.layer_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Transform `[s, b, h]`."""
+        """Transform hidden states `[s, b, h]`."""
         return self.layer_norm(F.gelu(self.dense(hidden_states)))
 
 
 class Bert(LanguageModule):
-    """The layers of a BERT that one (virtual) pipeline stage holds, with the ends of the model that belong to it."""
+    """The part of a BERT on one (virtual) pipeline stage: its layers, and the embedding or the heads at the ends."""
 
     def __init__(
         self,
@@ -151,11 +151,11 @@ class Bert(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """Take the hidden state of the previous pipeline stage."""
+        """Set the hidden states that the previous pipeline stage sent as this stage's input."""
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, **inputs: Any) -> Output:
-        """Run this stage on the arguments of `begin`; the function `forward` of this file has the shapes."""
+        """Run this stage; the arguments are those of `begin`, and this file's function `forward` states the shapes."""
         started = self.begin(**inputs)
         hidden = self.encoder(hidden_states=started.hidden, **started.settings)
         return started.end(hidden) if self.post_process else hidden  # type: ignore[no-any-return]
@@ -169,7 +169,7 @@ class Bert(LanguageModule):
         slices: RowSlices | None = None,
         share: BertShare | None = None,
     ) -> StartedPass:
-        """Compute the input of the layers, and return it with their arguments and the rest of the pass."""
+        """Compute the layers' input; return it with the layers' arguments and a function for the rest of the pass."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if share is None else share.positions
@@ -200,8 +200,8 @@ class Bert(LanguageModule):
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
 
     def _pooled(self, hidden: torch.Tensor, share: BertShare) -> torch.Tensor:
-        """Return the pooled first tokens that this rank holds, none or more: `[k, h]` of `[s, 1, h]`. The tokens that
-        are gathered for it are free when it returns, before the loss."""
+        """Pool the first tokens that this rank holds (possibly none): `[k, h]` of hidden states `[s, 1, h]`. The
+        gathered hidden states are freed on return, before the loss."""
         assert self.pooler is not None
         if self.config.sequence_parallel:  # all tensor ranks compute the same from here on
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -212,10 +212,8 @@ build_chunk = Bert
 
 
 def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
-    """Add the slices of attention to a micro-batch on the host.
-
-    With context ranks: return this rank's rows of it, with the labels of the samples whose first tokens it holds.
-    """
+    """Add the attention slices to a micro-batch, on the host. With context parallelism, return only this rank's rows,
+    with the sentence labels of the samples whose first tokens it holds."""
     slices = padding_slices(batch["padding_mask"], switches_at(config.model.rotary_scaling))
     if not is_sharded(context):
         return with_slices(config, batch, slices, context)
@@ -231,7 +229,7 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
     """Run this rank's stage on `tokens`, `types` (int64 `[b, s]`), `padding_mask` (bool `[b, s]`, True = real token)
-    and its targets (see models/loss/token_loss.py).
+    and the targets of the batch (see models/loss/token_loss.py).
 
     The last stage returns (sum of the losses, loss per token fp32 `[b, s]`, sentence logits `[b, 2]` or None); without
     labels (logits `[b, s, v]`, sentence logits). Other stages return hidden states `[s, b, h]`.
@@ -247,10 +245,10 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
 
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the masked-LM loss over the predicted tokens (where `loss_mask` is 1), an fp32 scalar, and the
-    extra losses.
+    """Return the masked-LM loss, summed over the predicted tokens (`loss_mask` is 1) as an fp32 scalar, and the extra
+    losses.
 
-    These are `{"sentence_loss": mean}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
+    The extra losses are `{"sentence_loss": mean}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
     """
     assert isinstance(output, tuple) and len(output) == 3, "only the last pipeline stage has a loss"
     loss_sum, _, sentence_logits = output
@@ -267,8 +265,8 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 def logits(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return logits over the whole logical vocabulary, `[b, s, vocab_size]`, and those of the sentence head, on every
-    tensor rank of the last stage."""
+    """Return the logits over the vocabulary without padding, `[b, s, vocab_size]`, and the logits of the sentence head,
+    on every tensor rank of the last stage."""
     output = forward(model, {name: value for name, value in batch.items() if name != "labels"})
     assert isinstance(output, tuple) and len(output) == 2, "only the last pipeline stage has logits"
     token_logits, sentence_logits = output

@@ -24,19 +24,19 @@ FAMILIES: dict[str, ModuleType] = {"gpt": gpt, "bert": bert}
 
 
 def family_module(config: Config) -> ModuleType:
-    """Return models.gpt or models.bert: both have `forward(model, batch)`, `loss(output, batch)` and `logits`."""
+    """Return the module models.gpt or models.bert; both have `forward`, `loss` and `logits` of a model and a batch."""
     return FAMILIES[config.model.family]
 
 
 def build_model(
     config: Config, topology: Topology, vocab_size: int, *, fill: bool = True, streams: bool = False
 ) -> list[torch.nn.Module]:
-    """Build this rank's model chunks (`parallel.virtual_pipeline` of them, or one) on its device, with initial weights,
-    not wrapped.
+    """Build this rank's model chunks (`parallel.virtual_pipeline` of them, or one) on its device, with initial weights
+    and without wrappers.
 
-    `vocab_size` is the logical one; padding of the storage changes neither loss nor gradients. Without `fill` the
-    weights are uninitialized memory, which the caller fills. `streams`: experts are offloaded, and the caller fills
-    them. Raises ConfigError.
+    `vocab_size` is without padding; padding changes neither loss nor gradients. Without `fill` the weights are
+    uninitialized memory, which the caller fills. `streams`: experts are offloaded, and the caller fills them. Raises
+    ConfigError.
     """
     family, device, pipeline = family_module(config), topology.device, topology.pipeline
     backend = resolve_backend(config, device)

@@ -1,9 +1,9 @@
-"""Convert folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export IN_FOLDER
-HF_FOLDER`.
+"""Convert model folders: `python -m models.convert import HF_FOLDER OUT_FOLDER`, `python -m models.convert export
+IN_FOLDER HF_FOLDER`.
 
-import: config.json + *.safetensors or pytorch_model.bin of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral,
-Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, Kimi K2 or BERT -> config.yaml + logical weights. export: the reverse, to
-*.safetensors. Tokenizer files are copied. Tensors are streamed: memory holds one at a time.
+import: reads config.json and *.safetensors or pytorch_model.bin of GPT-2, Llama, Mistral, Qwen2, Qwen3, Phi-3, Mixtral,
+Qwen3-MoE, OLMoE, DeepSeek-V2, DeepSeek-V3, Kimi K2 or BERT; writes config.yaml and logical weights. export: the
+reverse, to *.safetensors. Tokenizer files are copied. Only one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SOURCES = {
 
 
 def import_folder(source: Path, target: Path, max_file_bytes: int | None = None, head_seed: int | None = None) -> None:
-    """Convert a Hugging Face folder to a folder of logical weights, in files of at most `max_file_bytes` (2 GB). With a
-    `head_seed` a model without an output layer gets a new one. Raises ConfigError."""
+    """Convert a Hugging Face folder to a folder of logical weights, in files of at most `max_file_bytes` (2 GB). With
+    `head_seed`, a model without an output layer gets a random one. Raises ConfigError."""
     from models import folder as folders  # imports torch, which takes seconds that --help need not wait for
     from models.huggingface import special_tokens, tensors, unknown_keys
 
@@ -64,7 +64,7 @@ def import_folder(source: Path, target: Path, max_file_bytes: int | None = None,
 
 def export_folder(source: Path, target: Path, max_file_bytes: int | None = None) -> None:
     """Convert a folder of logical weights to a Hugging Face folder, in files of at most `max_file_bytes` (2 GB). Raises
-    ConfigError if no family has such a model."""
+    ConfigError if no Hugging Face family fits the model."""
     from models import folder as folders
     from models.huggingface import special_tokens, translate
     from models.weight_files.expected import logical_shapes
@@ -79,15 +79,15 @@ def export_folder(source: Path, target: Path, max_file_bytes: int | None = None)
         files = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
         if special is None:
             _note(
-                f"{source} does not say which tokens begin and end a text, so the Hugging Face folder does not. Export "
-                "or import it again."
+                f"{source} does not say which tokens begin and end a text, so the Hugging Face folder will not. Export "
+                f"or import {source} again to add them."
             )
         export_model(ExportedModel(config, weights, files, special), partial, max_file_bytes)
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """The content of a Hugging Face folder that will be written."""
+    """The content of a Hugging Face folder that will be written: configuration, weights, special tokens and files."""
 
     config: Config  # with its vocab_size
     weights: LogicalTensors
@@ -97,7 +97,8 @@ class ExportedModel:
 
 
 def export_model(model: ExportedModel, target: Path, max_file_bytes: int | None = None) -> None:
-    """Write a Hugging Face folder's files into an existing folder, tensor by tensor. Raises ConfigError, OSError."""
+    """Write a Hugging Face folder's files into an existing folder, one tensor at a time. Raises ConfigError,
+    OSError."""
     from models import folder as folders
     from models.huggingface import special_tokens, tensors, translate, unknown_keys
 
@@ -108,8 +109,8 @@ def export_model(model: ExportedModel, target: Path, max_file_bytes: int | None 
         special = dict.fromkeys(special_tokens.KEYS)
     if left_out:
         _note(
-            f"the model is exported as {family.model_type}, where these keys that it came with mean something else: "
-            f"{unknown_keys.listed(left_out)}. They are left out."
+            f"the model is exported as {family.model_type}, where these keys of its old config.json mean something "
+            f"else: {unknown_keys.listed(left_out)}. They are left out."
         )
     dtype = str(model.dtype or model.weights.main_dtype).removeprefix("torch.")
     plan = list(tensors.export_plan(family, config))
@@ -126,10 +127,10 @@ def export_model(model: ExportedModel, target: Path, max_file_bytes: int | None 
         stated = str(folders.read_json(tokenizer).get("tokenizer_class")) if tokenizer.exists() else "no class"
         if stated.removesuffix("Fast") != always:
             _note(
-                f"the model is exported as {family.model_type}, whose tokenizers AutoTokenizer of transformers 5 reads "
-                f"as {always}, not as {stated}. Read this one with PreTrainedTokenizerFast.from_pretrained."
+                f"the model is exported as {family.model_type}, for which AutoTokenizer of transformers 5 always "
+                f"uses {always}, not {stated}. Load this tokenizer with PreTrainedTokenizerFast.from_pretrained."
             )
-    generation = special_tokens.generation_config(special)
+    generation = {key: value for key, value in special.items() if value is not None}
     if special_tokens.GENERATION_CONFIG not in model.files and config.model.family == "gpt" and generation:
         (target / special_tokens.GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n")
     content = {**hf_config, **special, "dtype": dtype, "torch_dtype": dtype, **others}
@@ -137,8 +138,8 @@ def export_model(model: ExportedModel, target: Path, max_file_bytes: int | None 
 
 
 def _carried_files(source: Path) -> dict[str, Path]:
-    """Return the files to copy, by name. Raises ConfigError for one that is not a file, or for a generation config that
-    generation could not use."""
+    """Return the tokenizer and generation files to copy, as a dict from name to path. Raises ConfigError if one is not
+    a regular file, or if generation_config.json has invalid token ids."""
     from models import folder as folders
     from models.huggingface.special_tokens import GENERATION_CONFIG, KEYS
 
@@ -160,7 +161,7 @@ def _note(text: str) -> None:
 def _parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B", text)
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is no size. Try 5GB or 500MB.")
+        raise argparse.ArgumentTypeError(f"{text} is not a size. Try 5GB or 500MB.")
     return max(1, int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")))
 
 
@@ -172,17 +173,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--max-shard-size", type=_parse_size, metavar="2GB", help="of a file")
+    parser.add_argument("--max-shard-size", type=_parse_size, metavar="2GB", help="size limit of a file")
     parser.add_argument(
-        "--new-head", type=int, metavar="SEED", help="import a model that has no output layer, with a random one"
+        "--new-head", type=int, metavar="SEED", help="draw a random output layer for an imported model that has none"
     )
     options = parser.parse_args(arguments)
     if options.new_head is not None and options.direction != "import":
-        parser.error("--new-head is for import: what is exported has an output layer")
+        parser.error("--new-head is only for import: a model to export has an output layer")
 
     def convert() -> None:
         if not options.source.is_dir():
-            raise ConfigError(f"{options.source} is no folder. Give {SOURCES[options.direction]}.")
+            raise ConfigError(f"{options.source} is not a folder. Give {SOURCES[options.direction]}.")
         if options.direction == "import":
             import_folder(options.source, options.target, options.max_shard_size, options.new_head)
         else:

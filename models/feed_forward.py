@@ -1,4 +1,4 @@
-"""Dense feed-forward layers: Megatron-core's MLP with SwiGLU as one function, for long sequences tile by tile."""
+"""Dense feed-forward layers: Megatron-core's MLP with SwiGLU as one function, and tile by tile for long sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 class FeedForward(MLP):
     """Megatron-core's MLP, with a fused SwiGLU where Megatron-core has none.
 
-    `tile`: rows that are computed at once if the layer is recomputed in the backward pass; None: all.
+    `tile`: number of rows that are computed at once if the layer is recomputed in the backward pass; None: all rows.
     """
 
     tile: int | None = None
@@ -25,7 +25,7 @@ class FeedForward(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> Output:
-        """Return `[s, b, h]` without the bias, and the bias if there is one, for hidden `[s, b, h]`."""
+        """Return the output `[s, b, h]` without its bias, and the bias or None, for hidden states `[s, b, h]`."""
         num_rows = hidden_states.size(0) * hidden_states.size(1)
         if self.tile is None or num_rows <= self.tile or per_token_scale is not None:
             return self._whole(hidden_states, per_token_scale, **kwargs)
@@ -44,16 +44,16 @@ class FeedForward(MLP):
 
 
 def tile_feed_forward(chunk: torch.nn.Module, tile: int) -> None:
-    """Have a chunk's dense layers compute `tile` of this rank's rows at once. Layers whose products add their gradients
-    themselves (TransformerEngine's) stay whole."""
+    """Make a chunk's dense layers compute `tile` rows at a time. Layers that add their weight gradients to the buffers
+    themselves (TransformerEngine's) are not tiled."""
     for module in chunk.modules():
         if isinstance(module, FeedForward) and not any(adds_by_itself(inner) for inner in module.modules()):
             module.tile = tile
 
 
 class _Tiled(torch.autograd.Function):
-    """Computes token rows `[t, 1, h]` of a layer tile by tile, and each tile again for its gradients. Gradients of
-    weights are added in fp32, in their buffers if there are any."""
+    """Computes rows `[t, 1, h]` of a feed-forward layer tile by tile, and each tile again in the backward pass. Weight
+    gradients are summed in fp32, in their gradient buffers if there are any."""
 
     @staticmethod
     def forward(
@@ -85,8 +85,8 @@ def _add_gradients(
     sums: list[GradientSum],
     parameters: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Add a tile's gradients of the weights and return that of its rows. All its intermediate tensors are freed before
-    the next tile."""
+    """Add one tile's weight gradients to `sums` and return the gradient of its rows. All intermediate tensors are freed
+    before the next tile."""
     token_rows = token_rows.detach().requires_grad_()
     with torch.enable_grad():
         output, _ = layer._whole(token_rows)

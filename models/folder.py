@@ -1,7 +1,7 @@
-"""Folders of safetensors: a streaming reader, and the folder of logical weights with its config.yaml.
+"""Folders of safetensors files: a reader of single tensors, and reading and writing of folders of logical weights.
 
-Both Hugging Face folders and ours hold `model.safetensors`, or files of at most MAX_FILE_BYTES with an index. Tensors
-are read and written one at a time (models/weight_files/writer.py).
+Both Hugging Face folders and ours contain `model.safetensors`, or several files of at most MAX_FILE_BYTES with an
+index. Tensors are read and written one at a time (models/weight_files/writer.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WEIGHT_DTYPES = {SAFETENSORS_NAMES[dtype]: dtype for dtype in DTYPES.values()}
 
 @dataclass(frozen=True)
 class _ReadableTensor:
-    """A tensor that can be read by a name: a tensor of a file, or consecutive rows of one."""
+    """A tensor that can be read by name: a whole tensor of a file, or consecutive rows of one."""
 
     file: SafetensorsFile | PickledFile
     name: str  # in the file
@@ -55,12 +55,12 @@ class _ReadableTensor:
 
 
 class Reader:
-    """Reads tensors by name from a folder's model.safetensors, or the files of its index; with `pickled`, from
-    pytorch_model.bin if there are no safetensors. Raises ConfigError if files are missing, broken, or disagree with
-    the index."""
+    """Reads tensors by name from a folder's model.safetensors or the files of its index; with `pickled`, from
+    pytorch_model.bin if there are no safetensors. Raises ConfigError if files are missing, damaged, or differ from the
+    index."""
 
     def __init__(self, folder: Path, pickled: bool = False, bounce: BounceBuffers | None = None) -> None:
-        """`bounce`: buffers to read through, past the kernel's cache."""
+        """`bounce`: buffers for direct reads that bypass the kernel's page cache."""
         # Folders may hold the model a second time in another format (consolidated.safetensors).
         choice = choose(folder, pickled)
         index = folder / choice.name
@@ -75,28 +75,30 @@ class Reader:
             file = SafetensorsFile(path, bounce) if choice.suffix == ".safetensors" else PickledFile(path, held)
             found = file.types.keys()
             for name in sorted(found & self._tensors.keys()):
-                raise ConfigError(f"tensor {name} is twice in folder {folder}: in {file_name} and in another file.")
+                raise ConfigError(
+                    f"folder {folder} has tensor {name} twice: in {file_name} and in another file. Copy it again."
+                )
             if expected is not None and expected != found:
                 name = min(expected ^ found)
-                says, has = ("names", "lacks it") if name in expected else ("does not name", "holds it")
-                raise ConfigError(f"{index} {says} tensor {name} of {file_name}, which {has}; copy the folder again.")
+                says, has = ("lists", "lacks it") if name in expected else ("does not list", "contains it")
+                raise ConfigError(f"{index} {says} tensor {name} of {file_name}, which {has}. Copy the folder again.")
             self._tensors |= {name: _ReadableTensor(file, name, kind) for name, kind in file.types.items()}
 
     def names(self) -> set[str]:
-        """The names of all tensors."""
+        """Return the names of all tensors."""
         return set(self._tensors)
 
     def dtype(self, name: str) -> str:
-        """The type of a tensor as safetensors names it (F32, BF16, I64, ...), without reading the tensor."""
+        """Return the type of a tensor as safetensors spells it (F32, BF16, I64, ...), without reading the tensor."""
         return self._tensors[name].kind.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, without reading it."""
+        """Return the shape of a tensor, without reading the tensor."""
         return self._tensors[name].kind.shape
 
     def main_dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Return the type of most of these weights. The others may be kept in fp32, as a router's bias is; raises
-        ConfigError for any other type."""
+        """Return the dtype of most of these weights. Others may be fp32, such as a router's bias; raises ConfigError
+        for a weight of any other type."""
         dtypes = {name: self.dtype(name) for name in sorted(names)}
         sizes: Counter[str] = Counter()
         for name, dtype in dtypes.items():
@@ -109,14 +111,16 @@ class Reader:
         for name, dtype in dtypes.items():
             if dtype not in (main, "F32"):
                 raise ConfigError(
-                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32 or, as most are, {main}."
+                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be {main} (as most are) or F32."
                 )
         return WEIGHT_DTYPES[main]
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return a tensor as it is stored, unread. Raises ConfigError if there is none of this name."""
+        """Return the location of a tensor in its file, without reading it. Raises ConfigError if it is missing."""
         if name not in self._tensors:
-            raise ConfigError(f"folder {self.folder} has no tensor {name}: it was written for another model.")
+            raise ConfigError(
+                f"folder {self.folder} has no tensor {name}, which this model needs: it belongs to another model."
+            )
         tensor = self._tensors[name]
         stored = tensor.file.stored(tensor.name)
         if tensor.first_row is None:
@@ -124,36 +128,38 @@ class Reader:
         return stored.rows_from(tensor.first_row, as_matrix(tensor.kind.shape)[0])
 
     def split_rows(self, name: str, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Replace a tensor, treated as a matrix, by tensors of these names and shapes, which have its rows in order.
-        Raises ConfigError for a name that is in use."""
+        """Replace a tensor, viewed as a matrix, by tensors with these names and shapes that share its rows in order.
+        Raises ConfigError if a name is already in use."""
         tensor, first = self._tensors.pop(name), 0
         assert tensor.first_row is None
         for new, shape in named_shapes:
             if new in self._tensors:
-                raise ConfigError(f"folder {self.folder} has tensor {new} twice: by itself, and as rows of {name}.")
+                raise ConfigError(
+                    f"folder {self.folder} has tensor {new} twice: as a separate tensor, and as rows of {name}."
+                )
             self._tensors[new] = _ReadableTensor(tensor.file, name, TensorType(tensor.kind.dtype, shape), first)
             first += as_matrix(shape)[0]
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a tensor to the host. Raises ConfigError if there is none of this name."""
+        """Read a tensor into host memory. Raises ConfigError if the folder has no such tensor."""
         stored = self.stored(name)
         result = torch.empty(self.shape(name), dtype=stored.read_as)
         fill(result.view(stored.num_rows, stored.num_columns), [whole(stored)])
         return result
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same shape, type and numbers, compared a band at a time. Raises ConfigError."""
+        """Whether two tensors have the same shape, type and values, compared band by band. Raises ConfigError."""
         if self.shape(one) != self.shape(other):
             return False
         both = zip(bands_of(self.stored(one)), bands_of(self.stored(other)))
         return self.dtype(one) == self.dtype(other) and all(mine.equal(theirs) for mine, theirs in both)
 
     def all_names(self) -> list[str]:
-        """The names of all tensors in the files, including those that `names` of a subclass hides."""
+        """Return the sorted names of all tensors in the files, including those that a subclass hides from `names`."""
         return sorted(self._tensors)
 
     def close(self) -> None:
-        """Close the files; no tensor can be read afterwards."""
+        """Close the files. No tensor can be read afterwards."""
         for tensor in self._tensors.values():
             tensor.file.close()
 
@@ -162,14 +168,14 @@ def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
-            f"{path} weight_map ({show_json(weight_map)}) must be an object: the name of each tensor, and the file "
-            "that holds it."
+            f"{path} weight_map ({show_json(weight_map)}) must be an object that maps the name of each tensor to the "
+            "name of its file."
         )
     files: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(suffix) or Path(file).name != file:
             raise ConfigError(
-                f"{path} weight_map.{name} ({show_json(file)}) must be the name of a {suffix} file beside it."
+                f"{path} weight_map.{name} ({show_json(file)}) must be the name of a {suffix} file in the same folder."
             )
         names = files.setdefault(file, set())
         assert names is not None
@@ -178,12 +184,12 @@ def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if there is none, or if it has a key twice."""
+    """Return the object in a JSON file. Raises ConfigError if the file has no object, or a key twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if twice:
-            raise ConfigError(f"{path} has the key {twice[0]} twice.")
+            raise ConfigError(f"{path} has the key {twice[0]} twice. Remove one of the two.")
         return dict(pairs)
 
     try:
@@ -200,24 +206,24 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_token_ids(path: Path, key: str) -> set[int]:
-    """Return the token ids at a key of a JSON file: null, one or a list. Raises ConfigError for anything else."""
+    """Return the token ids at a key of a JSON file (null, an id or a list). Raises ConfigError for anything else."""
     value = read_json(path).get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise ConfigError(f"{path} {key} ({show_json(value)}) must be a token's id, a list of them, or null.")
+        raise ConfigError(f"{path} {key} ({show_json(value)}) must be a token id, a list of token ids, or null.")
     return set(ids)
 
 
 def show_json(value: Any) -> str:
-    """A value as JSON, short enough for a message."""
+    """Return a value as JSON, shortened for a message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:70]}..."
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a partial folder to write into, which is renamed to `folder` when the block succeeds and deleted when it
-    fails. Raises ConfigError if `folder` is in use, or cannot be made."""
+    """Context manager that yields a temporary folder to write into: it is renamed to `folder` on success and deleted on
+    failure. Raises ConfigError if `folder` is not empty or cannot be created."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"output folder {folder} must be new or empty. Try another name.")
     target = folder.resolve()  # an empty folder may be a link: its target is replaced
@@ -245,8 +251,8 @@ def save_logical_folder(
     vocab_size: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the logical weights of all ranks' `chunks` and their config.yaml to a new folder, as `dtype` (None: their
-    own types). Every rank calls it, rank 0 writes. Raises OSError."""
+    """Gather the logical weights of all ranks and write them with config.yaml to a new folder, as `dtype` (None:
+    unchanged types). Every rank must call this; rank 0 writes. Raises OSError."""
     from models.weights import gather_logical, logical_tensors  # Megatron-core: seconds that no reader need wait for
 
     held: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
@@ -273,7 +279,7 @@ def save_logical_folder(
 
 @dataclass(frozen=True)
 class LogicalFolder:
-    """An open folder of logical weights, with its config."""
+    """An open folder of logical weights: its configuration, where each weight is stored, and a reader of the files."""
 
     config: Config
     vocab_size: int
@@ -283,12 +289,12 @@ class LogicalFolder:
 
 
 def open_logical_folder(folder: Path, bounce: BounceBuffers | None = None) -> LogicalFolder:
-    """Open a folder of logical weights; tensors that are not the model's are ignored. `bounce`: buffers to read
-    through, past the kernel's cache. Raises ConfigError, also for a missing weight."""
+    """Open a folder of logical weights; tensors that the model does not have are ignored. `bounce`: buffers for direct
+    reads that bypass the page cache. Raises ConfigError, also if a weight is missing."""
     config = config_from(read_config(folder))
     vocab_size = config.model.vocab_size
     if vocab_size is None:
-        raise ConfigError(f"{folder / 'config.yaml'} must say model.vocab_size.")
+        raise ConfigError(f"{folder / 'config.yaml'} must have the key model.vocab_size (the number of tokens).")
     reader = Reader(folder, bounce=bounce)
     weights = {}
     for name in logical_shapes(config, vocab_size):
@@ -304,12 +310,12 @@ def load_logical_folder(
     vocab_size: int,
     off_device: Iterable[AbstractContextManager[None]] = (),
 ) -> None:
-    """Fill this rank's `chunks`, in any layout, from a folder of logical weights; `off_device`: see
-    models/weights.py. Raises ConfigError for the weights of another model."""
+    """Fill this rank's model chunks, in any layout, from a folder of logical weights. `off_device`: contexts that make
+    offloaded weights accessible (see models/weights.py). Raises ConfigError if the folder belongs to another model."""
     folder = Path(folder)
     theirs = read_config(folder)
     wrong = [
-        f"{section}.{key} is {value}, the folder's {theirs[section].get(key)}"
+        f"{section}.{key} is {value} in this run and {theirs[section].get(key)} in the folder"
         for section, values in architecture(config, vocab_size).items()
         for key, value in values.items()
         if theirs[section].get(key) != value
@@ -317,7 +323,7 @@ def load_logical_folder(
     ]
     if wrong:
         raise ConfigError(
-            f"weights in {folder} are of another model: {'; '.join(wrong)}. Take the values of "
+            f"weights in {folder} belong to another model: {'; '.join(wrong)}. Use the values of "
             f"{folder / 'config.yaml'}."
         )
     from models.weights import load_logical  # Megatron-core: seconds that no reader need wait for
@@ -326,12 +332,12 @@ def load_logical_folder(
     try:
         load_logical(chunks, reader.get, off_device)
     except ValueError as error:
-        raise ConfigError(f"weights in {folder} do not fit: {error}.") from error
+        raise ConfigError(f"weights in {folder} do not fit this model: {error}.") from error
 
 
 def write_config(
     folder: Path, overrides: dict[str, dict[str, Any]], special_tokens: dict[str, Any] | None = None
 ) -> None:
-    """Write config.yaml: overrides of the sections `model` and `moe`, and the special tokens if they are known."""
+    """Write a logical folder's config.yaml: overrides of `model` and `moe`, and the special tokens if known."""
     known = {} if special_tokens is None else {"special_tokens": special_tokens}
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides, **known}, sort_keys=False))

@@ -1,4 +1,4 @@
-"""GPT: one model chunk on Megatron-core's GPTModel, its forward pass and its loss.
+"""GPT: a model chunk built on Megatron-core's GPTModel, its forward pass and its loss.
 
 Shapes: b samples, s tokens of a sample, h hidden size, v padded vocabulary rows of this tensor rank.
 """
@@ -37,15 +37,36 @@ POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # models/
 
 
 class Gpt(GPTModel):
-    """The layers of a GPT that one (virtual) pipeline stage holds: Megatron-core's modules, with our forward pass."""
+    """The part of a GPT on one (virtual) pipeline stage: Megatron-core's modules with our forward pass."""
 
-    def __init__(self, model: Config, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.rotary = Rotary(model) if model.model.position_embedding == "rope" else None
+    def __init__(
+        self,
+        config: Config,
+        megatron: TransformerConfig,
+        topology: Topology,
+        block: TransformerBlockSubmodules,
+        padded_vocab_size: int,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+    ) -> None:
+        super().__init__(
+            config=megatron,
+            transformer_layer_spec=block,
+            vocab_size=padded_vocab_size,
+            max_sequence_length=config.model.sequence_length,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=config.model.tie_embeddings,
+            position_embedding_type=POSITION_EMBEDDINGS[config.model.position_embedding],
+            pg_collection=topology.groups,
+            vp_stage=vp_stage,
+        )
+        self.rotary = Rotary(config) if config.model.position_embedding == "rope" else None
         self.passes_rows = takes_rows(self)
 
     def forward(self, **inputs: Any) -> torch.Tensor | LossOutput:
-        """Run this stage on the arguments of `begin`; the function `forward` of this file has the shapes."""
+        """Run this stage; the arguments are those of `begin`, and this file's function `forward` states the shapes."""
         started = self.begin(**inputs)
         hidden = self.decoder(hidden_states=started.hidden, **started.settings)
         return started.end(hidden) if self.post_process else hidden
@@ -57,7 +78,7 @@ class Gpt(GPTModel):
         positions: torch.Tensor | None = None,
         slices: RowSlices | None = None,
     ) -> StartedPass:
-        """Compute the input of the layers, and return it with their arguments and the rest of the pass."""
+        """Compute the layers' input; return it with the layers' arguments and a function for the rest of the pass."""
         micro_batch_rows = MicroBatchRows(
             tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
         )
@@ -80,37 +101,14 @@ class Gpt(GPTModel):
         return self.output_layer(self.output_layer.select(hidden, targets), weight=weight, targets=targets)
 
 
-def build_chunk(
-    config: Config,
-    megatron: TransformerConfig,
-    topology: Topology,
-    block: TransformerBlockSubmodules,
-    padded_vocab_size: int,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-) -> Gpt:
-    """Build a model chunk; its weights are not filled yet."""
-    return Gpt(
-        config,
-        config=megatron,
-        transformer_layer_spec=block,
-        vocab_size=padded_vocab_size,
-        max_sequence_length=config.model.sequence_length,
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-        position_embedding_type=POSITION_EMBEDDINGS[config.model.position_embedding],
-        pg_collection=topology.groups,
-        vp_stage=vp_stage,
-    )
+build_chunk = Gpt
 
 
 def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
-    """Add the slices of attention to a micro-batch on the host, if documents are separate (`positions`, int64 `[b, s]`,
-    of each token in its segment).
+    """Add the attention slices to a micro-batch, on the host, if documents are separate (the batch has `positions`,
+    int64 `[b, s]`: the position of each token in its segment).
 
-    With context ranks: return this rank's rows of it, with positions and slices in any case.
+    With context parallelism, return only this rank's rows, and always with positions and slices.
     """
     if "positions" not in batch:
         if not is_sharded(context):
@@ -121,12 +119,12 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
-    """Run this rank's stage on `batch["tokens"]`, int64 `[b, s]`, what `on_host` made, and its targets (see
-    models/loss/token_loss.py).
+    """Run this rank's stage on `batch["tokens"]`, int64 `[b, s]`, the entries that `on_host` added, and the targets of
+    the batch (see models/loss/token_loss.py).
 
     The last stage returns the sum of the losses and the loss per token, fp32 `[b, s]`; without labels, this tensor
-    rank's logits `[b, s, v]`. Other stages return hidden states `[s, b, h]`. With context ranks a rank's rows form one
-    sample.
+    rank's logits `[b, s, v]`. Other stages return hidden states `[s, b, h]`. With context parallelism a rank's rows
+    form one sample.
     """
     return model(
         tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), slices=batch.get(SLICES)
@@ -134,10 +132,10 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | Los
 
 
 def loss(output: LossOutput, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the sum of the loss over the predicted tokens (`loss_mask` is 1), an fp32 scalar, and no extra losses."""
+    """Return the loss summed over predicted tokens (`loss_mask` is 1), an fp32 scalar, and no extra losses."""
     return output[0], {}
 
 
 def logits(model: torch.nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return logits over the whole logical vocabulary, `[b, s, vocab_size]`, on every tensor rank of the last stage."""
+    """Return logits over the unpadded vocabulary, `[b, s, vocab_size]`, on every tensor rank of the last stage."""
     return gather_from_tensor_model_parallel_region(forward(model, {"tokens": tokens}))[..., :vocab_size]

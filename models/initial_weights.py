@@ -1,10 +1,10 @@
-"""Initial weights, which depend on the seed and the model alone, never on the layout.
+"""Initial weights, which depend only on the seed and the model, not on the layout.
 
-A logical tensor is drawn in blocks of 256 rows, each by a generator of its own, seeded by a hash of (seed, name,
-block). So a rank draws only the blocks that its slice needs, and every layout has the same bits. If tensor
-parallelism splits the columns of a matrix, its blocks are 256 columns. The blueprint's kind of a weight decides its
-distribution, which is GPT-2's (Radford et al. 2019, section 2.3): normal with `model.init_std`, divided by
-sqrt(2 * num_layers) for the layers that write into the residual stream; biases 0, norms 1.
+A logical tensor is drawn in blocks of 256 rows. Each block has its own generator, seeded by a hash of (seed, name,
+block). So a rank draws only the blocks that its slice needs, and every layout gets the same bits. If tensor parallelism
+splits the columns of a matrix, its blocks are 256 columns. The kind of a weight in the blueprint decides its
+distribution, as in GPT-2 (Radford et al. 2019, section 2.3): normal with `model.init_std`, divided by sqrt(2 *
+num_layers) for layers that write into the residual stream; biases 0, norms 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DRAWN_ROWS = 256  # a block of a large model is about a million numbers: 10 ms t
 
 
 def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Fill this rank's weights on the device for `training.seed`; rows that pad the vocabulary become 0."""
+    """Fill this rank's weights on the device with initial values; padding rows of the vocabulary become 0."""
     with torch.no_grad():
         for item in logical_tensors(chunks):
             if not item.off_device:
@@ -34,14 +34,14 @@ def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> Non
 def fill_off_device(
     chunks: Sequence[torch.nn.Module], config: Config, off_device: Iterable[AbstractContextManager[None]]
 ) -> None:
-    """Fill the offloaded weights; each of these contexts makes some of them accessible."""
+    """Fill the offloaded weights with initial values; each context of `off_device` makes some of them accessible."""
     with torch.no_grad():
         for item in tensors_off_device(chunks, off_device):
             fill(item, config)
 
 
 def fill(item: LogicalTensor, config: Config) -> None:
-    """Fill this rank's slice of a logical tensor with initial values, and rows that pad the vocabulary with 0.
+    """Fill this rank's slice of a logical tensor with initial values, and padding rows of the vocabulary with 0.
 
     Raises ValueError for an unknown kind of weight.
     """
@@ -60,7 +60,7 @@ def fill(item: LogicalTensor, config: Config) -> None:
 
 
 def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
-    """Return the initial values of a whole weight, whose columns no layout splits: fp32, on the host."""
+    """Return the initial values of a whole weight whose columns no layout splits: fp32 on the host."""
     assert not weight.is_expert and all(split.dim == 0 for split in weight.splits)
     mean, std = distribution(name, weight.kind, config)
     full = torch.full(weight.shape, mean)
@@ -71,7 +71,7 @@ def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
 
 
 def distribution(name: str, kind: str, config: Config) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a kind of weight; one of the two is 0."""
+    """Return the mean and the standard deviation of a weight's initial values, by its kind; one of the two is 0."""
     std = config.model.init_std
     of_kind = {
         "matrix": (0.0, std),
@@ -88,11 +88,8 @@ def distribution(name: str, kind: str, config: Config) -> tuple[float, float]:
 def blocks(
     name: str, shape: Sequence[int], dim: int, start: int, end: int, std: float, seed: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the blocks along `dim` that overlap indices `start` to `end`: the first index of each, and its numbers,
-    fp32 on the host.
-
-    Each block overwrites the tensor of the one before.
-    """
+    """Yield the blocks of initial values that overlap indices `start` to `end` of dimension `dim`, as (first index,
+    fp32 values on the host). Each block overwrites the previous one."""
     generator = torch.Generator()
     memory = torch.empty(math.prod(shape) // shape[dim] * min(DRAWN_ROWS, shape[dim]))
     for number in range(start // DRAWN_ROWS, -(-end // DRAWN_ROWS)):

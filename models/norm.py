@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm in plain torch, for model specs.
 
-Megatron-core's WrappedTorchNorm refuses sequence parallelism, because the gradient of a norm is a sum over the tensor
-ranks there. The attribute `sequence_parallel` on its parameters is enough: finalize_model_grads then sums their
-gradients.
+Megatron-core's WrappedTorchNorm rejects sequence parallelism, where the gradient of a norm must be summed over the
+tensor ranks. Setting the attribute `sequence_parallel` on its parameters is enough: finalize_model_grads then sums
+their gradients.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
     """RMSNorm over the channels of all heads together, `[s, b, heads of this rank, d]` (OLMoE, Muennighoff et al.
     2024).
 
-    Every tensor rank keeps the weight of all heads and uses the values of its own; Megatron-core sums the gradients as
-    for any q_layernorm.
+    Every tensor rank stores the weight of all heads and uses the values for its own heads; Megatron-core sums the
+    gradients over ranks, as for any q_layernorm.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(self.num_channels, dtype=config.params_dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[s, b, heads of this rank, d]`, normalized."""
+        """Return the normalized heads, `[s, b, heads of this rank, d]`."""
         if self._tensor.size == 1:
             return F.rms_norm(x.flatten(-2), self.weight.shape, self.weight, self.eps).view_as(x)
         squares = x.float().square().sum(dim=(-2, -1), keepdim=True)
@@ -62,18 +62,18 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """RMSNorm of latent attention's compressed queries, keys and values; epsilon 1e-6, as in DeepSeek's code."""
+    """RMSNorm of latent attention's compressed queries, keys and values, with epsilon 1e-6 as in DeepSeek's code."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(config, hidden_size, eps=LATENT_NORM_EPSILON)
 
 
 def norm_class(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the class of norm that the model has."""
+    """Return the model's class of norm."""
     return {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
 
 
 def mark_sequence_parallel(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark `module`'s parameters so that their gradients are summed over tensor ranks under sequence parallelism."""
+    """Mark parameters whose gradients must be summed over tensor ranks under sequence parallelism."""
     for parameter in module.parameters(recurse=False):
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

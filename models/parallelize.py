@@ -1,7 +1,7 @@
-"""All steps that make a bare model parallel, in order. The model files do not know the layout.
+"""All steps that make a model parallel, in order. The model files themselves do not know the layout.
 
-Megatron-core's layers read their share of the work from their settings when they are built: `layer_settings`, the first
-half. The built model is then marked and wrapped: `parallelize`, the second half.
+Megatron-core's layers read their shard sizes from settings when they are built: `layer_settings`, the first half. The
+built model is then marked and wrapped: `parallelize`, the second half.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def layer_settings(config: Config) -> dict[str, Any]:
-    """Return Megatron's TransformerConfig settings that distribute a model over ranks, and of recomputation."""
+    """Return the settings of Megatron's TransformerConfig for the parallel layout and for recomputation."""
     layout = config.parallel
     return {
         # 1. Tensor and sequence parallelism: each layer holds a slice of its weights; norms and dropout process a share
@@ -66,7 +66,7 @@ def layer_settings(config: Config) -> dict[str, Any]:
 
 
 def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Mark and wrap this rank's bare chunks, as models/build.py builds them, for training."""
+    """Mark and wrap this rank's model chunks from models/build.py for training."""
     settings = get_model_config(chunks[0])
     # 6. Marks of weights that are slices: the gradients' norm counts weights that all tensor ranks hold once.
     mark_tensor_parallel(chunks)
@@ -88,8 +88,8 @@ def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Mo
 
 
 def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the matrix
-    product, which saves a bf16 gradient and the pass that adds it."""
+    """Let TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the matmul
+    kernel, which saves a bf16 gradient and a pass that adds it."""
     # Megatron-core has one setting for all layers, and its own output layer needs apex for it. Only TransformerEngine's
     # layers have the attribute.
     for chunk in chunks:
@@ -99,10 +99,10 @@ def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
-    """Mark each weight as split over the tensor ranks or replicated: the gradients' norm counts split weights on every
-    rank, replicated ones on rank 0.
+    """Mark each weight as split over the tensor ranks or replicated: the gradient norm counts split weights on every
+    rank, replicated weights on rank 0.
 
-    Megatron-core marks weights while it initializes them, which is turned off here.
+    Megatron-core marks weights when it initializes them, which is turned off here.
     """
     for item in logical_tensors(list(chunks)):
         if item.dim is not None and not hasattr(item.local, "tensor_model_parallel"):
@@ -115,13 +115,13 @@ def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def bare(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Return the bare chunks inside the wrappers of `parallelize`."""
+    """Return the model chunks without the wrappers of `parallelize`."""
     return list(unwrap_model(list(chunks)))
 
 
 @contextmanager
 def frozen_weights(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Context for reading weights between steps: pending gathers are finished first, and dropout is off."""
+    """Context manager for reading weights between steps: pending all-gathers are finished first, and dropout is off."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.disable_forward_pre_hook(param_sync=True)

@@ -1,7 +1,7 @@
 """Layer specs: the modules of a transformer layer, for each backend, norm position and kind of feed-forward layer.
 
-portable: our own norm, torch's SDPA and Megatron-core's parallel linear layers; runs wherever torch runs.
-transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA only).
+portable: our norm, torch's scaled_dot_product_attention and Megatron-core's parallel linear layers; runs wherever torch
+runs. transformer_engine: TransformerEngine's norm, attention and linear layers (CUDA only).
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from parallel.topology import Axis, Topology
 
 @dataclass(frozen=True)
 class Backend:
-    """The modules of a backend. `norm_column_linear` fuses a norm and a linear layer; None without such a module."""
+    """The module classes of a backend. `norm_column_linear` fuses a norm and a linear layer; None if it has no such
+    class."""
 
     norm: type
     qk_norm: type
@@ -54,7 +55,7 @@ class Backend:
 
 
 class PostNorm(torch.nn.Module):
-    """Bias, dropout, residual sum, then the norm: the end of a post-norm sub-layer (Vaswani et al. 2017, section 3.1).
+    """The end of a post-norm sublayer (Vaswani et al. 2017, section 3.1): bias, dropout, residual sum, then the norm.
 
     Replaces Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to apply.
     """
@@ -71,11 +72,12 @@ class PostNorm(torch.nn.Module):
 
 @functools.cache
 def bias_copying(row_linear: type) -> type:
-    """Return a subclass of a row parallel linear layer that returns a copy of its bias instead of the parameter.
+    """Return a subclass of a row-parallel linear layer that returns a copy of its bias instead of the parameter.
 
     A feed-forward layer under recompute (Megatron-core's CheckpointFunction) returns that bias. If it were the
     parameter itself, autograd would make it an output of the checkpoint, whose backward pass would then recurse
-    forever."""
+    forever.
+    """
 
     class BiasCopying(row_linear):  # type: ignore[valid-type,misc]
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -86,10 +88,10 @@ def bias_copying(row_linear: type) -> type:
 
 
 def resolve_backend(config: Config, device: torch.device) -> str:
-    """Return `model.backend`, with `auto` resolved: transformer_engine if the device is CUDA and it works there, else
-    portable.
+    """Return `model.backend`, with `auto` resolved: transformer_engine if the device is CUDA and TransformerEngine
+    works, else portable.
 
-    Raises ConfigError for transformer_engine if it cannot run.
+    Raises ConfigError if transformer_engine is required but cannot run.
     """
     wanted = config.model.backend
     fault = transformer_engine_fault()
@@ -99,7 +101,7 @@ def resolve_backend(config: Config, device: torch.device) -> str:
         )
     if wanted == "transformer_engine" and fault is not None:
         raise ConfigError(
-            f"model.backend (transformer_engine) needs TransformerEngine, and {fault}. Try model.backend=portable."
+            f"model.backend (transformer_engine) needs TransformerEngine, but {fault}. Try model.backend=portable."
         )
     if wanted == "auto":
         return "transformer_engine" if fault is None and device.type == "cuda" else "portable"
@@ -107,7 +109,7 @@ def resolve_backend(config: Config, device: torch.device) -> str:
 
 
 def backend_line(config: Config, device: torch.device) -> str | None:
-    """Return the line to log if `auto` chooses the portable backend on a GPU; otherwise None."""
+    """Return the line to log if `auto` chose the portable backend on a GPU; otherwise None."""
     fault = transformer_engine_fault()
     if config.model.backend != "auto" or device.type != "cuda" or fault is None:
         return None
@@ -122,14 +124,12 @@ def block_spec(
     vp_stage: int | None,
     off_device: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the spec of this rank's layers of a model chunk, with the final norm; `moe.layers` says which layers are
-    MoE. `off_device`: the experts' weights are offloaded."""
+    """Return the spec of a model chunk's layers on this rank and of the final norm. `off_device`: the experts' weights
+    are offloaded."""
     backend = _backend(backend_name, megatron)
     # TransformerEngine's attention would need its own sequence lengths, and its own sharding of the sequences.
     if config.data.documents == "separate" or config.parallel.context > 1:
         backend = replace(backend, attention=ScaledDotProductAttention)
-    causal = config.model.family == "gpt"
-    post_norm = config.model.norm_position == "post"
     stage = topology.pipeline.rank
     offset = get_transformer_layer_offset(megatron, vp_stage, stage)
     pattern = derived.moe_layer_pattern(config)[offset : offset + get_num_layers_to_build(megatron, vp_stage, stage)]
@@ -147,42 +147,27 @@ def block_spec(
         off_device=off_device,
     )
     return TransformerBlockSubmodules(
-        layer_specs=[
-            _layer(backend, megatron, topology.tensor, config, causal, post_norm, moe if is_moe else None)
-            for is_moe in pattern
-        ],
+        layer_specs=[_layer(backend, megatron, topology.tensor, config, moe if is_moe else None) for is_moe in pattern],
         # The last layer of a post-norm model has normalized its output already.
-        layer_norm=None if post_norm else backend.norm,
+        layer_norm=None if config.model.norm_position == "post" else backend.norm,
     )
 
 
 def _layer(
-    backend: Backend,
-    megatron: TransformerConfig,
-    tensor: Axis,
-    config: Config,
-    causal: bool,
-    post_norm: bool,
-    moe: ModuleSpec | None,
+    backend: Backend, megatron: TransformerConfig, tensor: Axis, config: Config, moe: ModuleSpec | None
 ) -> ModuleSpec:
     # `moe` replaces the dense feed-forward layer. A backend that fuses a norm with the linear layer after it can do so
     # in a pre-norm model, before attention and before a dense feed-forward layer; an MoE router needs the norm's
     # output too.
+    post_norm = config.model.norm_position == "post"
     fused_norm = backend.norm_column_linear if not post_norm else None
     latent = isinstance(megatron, MLATransformerConfig)
     fused_input_norm = None if latent else fused_norm  # in latent attention two linear layers read the norm's output
     attention = (
-        _latent_attention(backend)
-        if latent
-        else _attention(backend, megatron, tensor, config.model, causal, fused_norm)
+        _latent_attention(backend) if latent else _attention(backend, megatron, tensor, config.model, fused_norm)
     )
-    if moe is not None:
-        feed_forward = moe
-    else:
-        linear_fc1 = fused_norm or backend.column_linear
-        feed_forward = ModuleSpec(
-            module=FeedForward, submodules=MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=backend.row_linear)
-        )
+    linears = MLPSubmodules(linear_fc1=fused_norm or backend.column_linear, linear_fc2=backend.row_linear)
+    feed_forward = ModuleSpec(module=FeedForward, submodules=linears) if moe is None else moe
     if post_norm:
         # TransformerLayer has no post-norm, but a norm before cross attention. Without cross attention, the output of
         # that norm is the layer's state, so it is the norm after self-attention.
@@ -211,12 +196,7 @@ def _layer(
 
 
 def _attention(
-    backend: Backend,
-    megatron: TransformerConfig,
-    tensor: Axis,
-    model: ModelConfig,
-    causal: bool,
-    norm_column_linear: type | None,
+    backend: Backend, megatron: TransformerConfig, tensor: Axis, model: ModelConfig, norm_column_linear: type | None
 ) -> ModuleSpec:
     query_norm = key_norm = backend.qk_norm if megatron.qk_layernorm else IdentityOp
     if megatron.qk_layernorm and model.qk_norm_over == "all_heads":
@@ -224,7 +204,7 @@ def _attention(
             module=AllHeadsRMSNorm, params={"num_heads": megatron.num_attention_heads, "tensor": tensor}
         )
         key_norm = ModuleSpec(module=AllHeadsRMSNorm, params={"num_heads": megatron.num_query_groups, "tensor": tensor})
-    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding}
+    params: dict[str, Any] = {"attn_mask_type": AttnMaskType.causal if model.family == "gpt" else AttnMaskType.padding}
     # TransformerEngine has a kernel for the rotary embedding, but none that takes a factor.
     factor = attention_factor(model.rotary_scaling) if model.position_embedding == "rope" else 1.0
     ours = backend.attention is ScaledDotProductAttention or factor != 1.0

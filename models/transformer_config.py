@@ -1,4 +1,4 @@
-"""configs/schema.py -> Megatron-core's TransformerConfig: the only file that knows the names of both."""
+"""Translates configs/schema.py to Megatron-core's TransformerConfig; only this file knows the names of both."""
 
 from __future__ import annotations
 
@@ -27,11 +27,8 @@ ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
 def transformer_config(config: Config, backend: str = "portable") -> TransformerConfig:
-    """Return Megatron's settings of the model, its layout and its precision; the config has passed
-    configs/validate.py.
-
-    `backend`, as models/specs.py resolves it, decides which of Megatron's fusions are available.
-    """
+    """Return Megatron's settings of the model, its layout and its precision, for a config that configs/validate.py
+    accepted. `backend`, as models/specs.py resolves it, decides which of Megatron's fusions are available."""
     model, training = config.model, config.training
     dtype = DTYPES[training.precision]
     kind = MLATransformerConfig if model.attention == "latent" else TransformerConfig
@@ -81,10 +78,9 @@ def transformer_config(config: Config, backend: str = "portable") -> Transformer
 
 
 def fusions(config: Config, backend: str) -> dict[str, Any]:
-    """Return the fusions of Megatron-core that this model can use, as settings of TransformerConfig; {} if they are
-    off.
+    """Return the settings that turn on the fusions of Megatron-core that this model can use; {} if fusions are off.
 
-    Their kernels are TransformerEngine's, or those of torch's compiler, which TransformerEngine needs itself.
+    Their kernels are compiled by torch or belong to TransformerEngine, so only that backend has them.
     """
     model = config.model
     if backend != "transformer_engine" or model.fusions == "off":

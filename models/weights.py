@@ -1,4 +1,5 @@
-"""Logical weights: the model's tensors under layout-free names, in Megatron's layout of a single process.
+"""Logical weights: the model's tensors under names and in shapes that do not depend on the layout, as in Megatron with
+one process.
 
 A rank holds slices of them: some layers (pipeline), some experts (expert parallel, all of a rank in one stacked
 parameter), a range of a dimension (tensor parallel), with the vocabulary padded. Initialization, import and export all
@@ -37,7 +38,7 @@ FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter of this rank (or persistent buffer, or stacked expert), and its position in the logical tensor."""
+    """A parameter of this rank (or a buffer, or one expert of a stack), and its position in the logical weight."""
 
     name: str
     # the storage: writing to it changes the model. With the slice of `main_grad`, if its parameter has one
@@ -52,7 +53,7 @@ class LogicalTensor:
     is_here: bool = True
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of a logical tensor; padding rows of the vocabulary are zero. Raises ValueError."""
+        """Return this rank's slice of a full logical weight; padding rows are zero. Raises ValueError."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"weight {self.name} has shape {tuple(full.shape)}, but this model needs {self.shape}")
         if self.dim is None:
@@ -63,17 +64,17 @@ class LogicalTensor:
         return local
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """Return the runs of indices along the split dimension: (first index here, first index of the logical tensor,
+        """Return the runs of indices along the split dimension: (first local index, first index of the logical weight,
         length).
 
-        A tensor that is not split is one run along dimension 0. Indices here that no run covers pad the vocabulary.
+        A weight that is not split is one run along dimension 0. Local indices outside the runs pad the vocabulary.
         """
         if self.dim is None:
             return [(0, 0, self.shape[0])]
         return local_runs(self.shape[self.dim], self.local.size(self.dim), self.group.rank(), self.gated)
 
     def join(self, slices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Assemble the logical tensor from the slices of all tensor ranks, in order."""
+        """Assemble the full logical weight from the slices of all tensor ranks, in order."""
         if self.dim is None:
             return slices[0]
         if self.gated:
@@ -83,15 +84,15 @@ class LogicalTensor:
 
 
 def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:
-    """Return the slices of logical weights in this rank's model chunks, wrapped or not."""
+    """Return the slices of logical weights in this rank's model chunks, which may be wrapped."""
     return [item for chunk in unwrap_model(list(chunks)) for item in _chunk_tensors(chunk)]
 
 
 def tensors_off_device(
     chunks: Sequence[torch.nn.Module], off_device: Iterable[AbstractContextManager[None]]
 ) -> Iterator[LogicalTensor]:
-    """Yield the slices of offloaded weights for the caller to fill: each context of `off_device` makes some of them
-    accessible, and stores them when it ends."""
+    """Yield the slices of offloaded weights for the caller to fill. Each context of `off_device` makes some of them
+    accessible, and stores them when it exits."""
     for at_hand in off_device:
         with at_hand:
             for chunk in unwrap_model(list(chunks)):
@@ -103,7 +104,7 @@ def load_logical(
     get: Callable[[str], torch.Tensor],
     off_device: Iterable[AbstractContextManager[None]] = (),
 ) -> None:
-    """Fill this rank's weights, whatever its layout, from `get(name) -> full logical tensor`; `off_device`: see
+    """Fill this rank's weights, in any layout, from `get(name) -> full logical weight`. `off_device`: see
     `tensors_off_device`. Raises ValueError for a wrong shape."""
     on_device = (item for item in logical_tensors(chunks) if not item.off_device)
     with torch.no_grad():
@@ -114,11 +115,11 @@ def load_logical(
 def gather_logical(
     chunks: Sequence[torch.nn.Module], select: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Collect the logical weights of all ranks, one tensor at a time, sorted by name; every rank must iterate to the
+    """Gather the full logical weights from all ranks, one at a time, sorted by name. Every rank must iterate to the
     end.
 
     Yields (name, full tensor on this rank's device) on every rank. `select` may replace each parameter by another
-    tensor of its shape, such as its gradient.
+    tensor of the same shape, such as its gradient.
     """
     items = {item.name: item for item in logical_tensors(chunks)}
     tensors = {name: select(item.local) for name, item in items.items()}
@@ -143,8 +144,8 @@ def gather_logical(
 
 
 def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Iterator[LogicalTensor]:
-    """Yield a chunk's slices; with `at_hand_alone`, only the slices of offloaded parameters that are currently
-    accessible."""
+    """Yield the slices of logical weights in a model chunk; with `at_hand_alone`, only slices of offloaded parameters
+    that are accessible now."""
     tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
     if at_hand_alone:
         tensors = {name: tensor for name, tensor in tensors.items() if is_at_hand(tensor)}
@@ -153,7 +154,7 @@ def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Itera
     for name, of_blueprint, tensor in _unstacked(chunk, tensors):
         weight = chunk.blueprint_weights.get(of_blueprint)
         if weight is None:
-            raise ValueError(f"the model has the weight {name!r}, which its blueprint does not know")
+            raise ValueError(f"the model has the weight {name!r}, which its blueprint does not have")
         # The first dimension of a stack is its experts, which are separate tensors here.
         stacked, dim = int(weight.is_expert), None
         for split in weight.splits:
@@ -168,7 +169,7 @@ def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Itera
 
 
 def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (logical name, name in the blueprint, tensor) of parameters, and of each expert of a stack, as a view."""
+    """Yield (logical name, name in the blueprint, tensor) of parameters; experts of a stack are separate views."""
     for local_name, tensor in tensors.items():
         match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", local_name)
         if match is None:

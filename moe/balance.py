@@ -21,10 +21,10 @@ from moe.router import Router
 
 
 class GlobalBalance:
-    """The global load-balancing loss of the routers in `chunks`; `layers`: the numbers of the model's MoE layers.
+    """Adds the load-balancing loss over the global batch to the routers of the model chunks `chunks`.
 
-    Nothing here communicates. `take` returns this rank's contribution to two sums over the step's tokens, float64
-    [2, L, E]: choices, and scores.
+    It sums over this rank's tokens only: the caller reduces the result of `take` over ranks, and gives the choices to
+    `follow`. `layers` are the numbers of the model's MoE layers.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class GlobalBalance:
                     module.global_balance = self._loss
 
     def begin(self) -> None:
-        """Start a step: clear the sums of earlier passes."""
+        """Set this rank's sums of choices and scores to zero, at the start of a step."""
         self._sums.zero_()
 
     def take(self) -> torch.Tensor:
-        """Return this rank's sums since `begin`."""
+        """Return this rank's sums over the step's tokens, float64 [2, L, E]: each expert's choices, and its scores."""
         return self._sums
 
     def follow(self, choices: torch.Tensor | None) -> None:
-        """Weight scores with these choices of a global batch from now on: float64 [L, E] on the host.
+        """Use the choices of a global batch, float64 [L, E] on the host, as the f of the loss from now on.
 
-        None: with even choices, whose loss has no gradient.
+        With None every expert has the same f, and the loss has no gradient.
         """
         if choices is None:
             self._shares.fill_(1 / self._shares.size(1))
@@ -67,6 +67,6 @@ class GlobalBalance:
 
 
 def values(sums: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each layer [L] from the sums [2, L, E] of a global batch; 1 is perfect balance."""
+    """Return each layer's load-balancing loss [L] from a global batch's choices and scores [2, L, E]; 1 is balanced."""
     f, p = sums / sums.sum(dim=2, keepdim=True)
     return sums.size(2) * (f * p).sum(dim=1)

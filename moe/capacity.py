@@ -1,10 +1,11 @@
-"""Expert capacity: the tokens that an expert keeps, chosen from the whole micro-batch alike in every layout.
+"""Expert capacity: select the assignments that each expert keeps, with the same result in every parallel layout.
 
-Under sequence parallelism the tensor ranks hold the tokens in the order of their ranks. Context ranks hold them in any
-order; each token then has a turn, its position in the micro-batch. A decision depends only on the values and on the
-order of the tokens, never on which of equal values a kernel finds first, so it is the same on every device.
+The selection is over all tokens of a micro-batch. Under sequence parallelism the tensor ranks hold the tokens in the
+order of their ranks. Context parallel ranks hold them in any order; then each token has a turn, its position in the
+micro-batch. A decision depends only on the values and on the order of the tokens, never on which of several equal
+values a kernel finds first, so it is the same on every device.
 
-Shapes: T this rank's tokens, E experts, R ranks, K the most that a rank's tokens can take of a capacity.
+Shapes: T this rank's tokens, E experts, R ranks, K the most assignments that one rank can add to an expert's capacity.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ def keep(
     group: dist.ProcessGroup | None = None,
     positions_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the assignments of `chosen_TE` [T, E] (bool) that their experts keep, at most `capacity` per expert.
+    """Return bool [T, E]: the assignments of `chosen_TE` that their experts keep, at most `capacity` per expert.
 
-    `policy` position: the first ones, in the order of tokens; probs: the most probable by `probs_TE` [T, E] (fp32, not
-    negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, the same number each;
-    None: this rank has them all. `positions_T` int64 [T]: the position of each token where it does not follow from its
-    rank and row; unique over all ranks and below 2**31.
+    With `policy` "position" an expert keeps its first tokens, with "probs" those with the greatest `probs_TE` [T, E]
+    (fp32, not negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, the same
+    number each; None if this rank holds them all. `positions_T`, int64 [T], unique over all ranks and below 2**31: the
+    position of each token, if it does not follow from rank and row.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if capacity >= size * len(chosen_TE):
@@ -56,7 +57,7 @@ def keep(
 
 
 def _bits(probs_TE: torch.Tensor) -> torch.Tensor:
-    """Return integers in the order of the non-negative `probs_TE`. NaN is the greatest, so that it is never dropped."""
+    """Return int32 numbers that sort like the non-negative `probs_TE`; NaN is the greatest, so it is never dropped."""
     return probs_TE.detach().view(torch.int32) & MAGNITUDE
 
 
@@ -65,7 +66,7 @@ def _first(chosen_TE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(own: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Return the tensors of all ranks, [R, ...]."""
+    """All-gather a tensor over the group: [R, ...], with R = 1 without a group."""
     if group is None:
         return own[None]
     everywhere = own.new_empty(size * len(own), *own.shape[1:])

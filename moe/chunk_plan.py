@@ -1,8 +1,10 @@
-"""The chunk plan of one call of an MoE layer, which planners decide and the schedule follows."""
+"""The chunk plan of an MoE layer's call: its numbers of chunks and its memory strategy, chosen by a planner."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 # Chunks that are dispatched before the first is computed, and combines that may be in flight before one is waited for.
 DEPTH = 2
@@ -16,9 +18,9 @@ MAX_IN_FLIGHT = 2 * DEPTH + 2  # exchanges of a pass that may still be sending: 
 class Strategy:
     """The memory strategy: how the backward pass obtains the tensors of each chunk.
 
-    `token_rows`, the dispatched input: "keep", "communicate" (dispatched again from the layer's own input) or "offload"
-    (to the host and back). `preactivations`, the input of the activation function: "keep", "recompute" from the rows,
-    or "offload".
+    `token_rows`, the dispatched input: "keep", "communicate" (dispatch again from the layer's input) or "offload" (copy
+    to the host and back). `preactivations`, the input of the activation function: "keep", "recompute" from the rows, or
+    "offload".
     """
 
     token_rows: str
@@ -26,7 +28,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether tensors are copied back from the host, in the forward pass's chunks."""
+        """Whether the backward pass copies tensors back from the host, which requires the forward pass's chunks."""
         return "offload" in (self.token_rows, self.preactivations)
 
 
@@ -44,10 +46,10 @@ NOTHING_KEPT = STRATEGIES["communicate_recompute"]  # also used for calls withou
 
 @dataclass(frozen=True)
 class Plan:
-    """The numbers of chunks of both passes, a key of STRATEGIES, and the order of the backward pass.
+    """The settings of an MoE layer's call: numbers of chunks, memory strategy, and order of the backward pass.
 
-    The weight gradients of chunk i are computed after the input gradients of chunk i + `weight_lag` (or the last one):
-    0 takes the least memory, `backward_degree` - 1 sends all input gradients first.
+    The weight gradients of chunk i are computed after the input gradients of chunk i + `weight_lag` (or the last one).
+    A lag of 0 needs the least memory; with `backward_degree` - 1 all input gradients are sent first.
     """
 
     degree: int = 1
@@ -58,14 +60,14 @@ class Plan:
     def __post_init__(self) -> None:
         if STRATEGIES[self.memory_strategy].offloads and self.degree != self.backward_degree:
             raise ValueError(
-                f"memory strategy {self.memory_strategy!r} brings back the forward pass's chunks: backward_degree "
-                f"({self.backward_degree}) must equal degree ({self.degree})."
+                f"backward_degree ({self.backward_degree}) must equal degree ({self.degree}) with the memory strategy "
+                f"{self.memory_strategy!r}, which copies the chunks of the forward pass back from the host."
             )
 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """The settings of one pass of a plan, named "forward" or "backward"."""
+    """The settings of one pass in a chunk plan; `name` is "forward" or "backward"."""
 
     name: str
     degree: int
@@ -74,24 +76,30 @@ class PassPlan:
 
 
 def pass_degrees(plan: Plan, both: bool) -> list[int]:
-    """Return the degrees of a call's passes, without duplicates; without `both` only the forward pass's."""
+    """Return the numbers of chunks of both passes, one entry if they are equal; without `both` only the forward's."""
     return [plan.degree] if plan.degree == plan.backward_degree or not both else [plan.degree, plan.backward_degree]
 
 
 def pass_plans(plan: Plan) -> tuple[PassPlan, PassPlan]:
-    """Return the settings of the forward and of the backward pass of a plan."""
+    """Split a chunk plan into the settings of its forward pass and those of its backward pass."""
     strategy = plan.memory_strategy
     backward = PassPlan("backward", plan.backward_degree, strategy, plan.weight_lag)
     return PassPlan("forward", plan.degree, strategy), backward
 
 
+def stored_fields(record: Any, stored: Mapping[str, str]) -> dict[str, Any]:
+    """Return a dataclass as a dict for a file, in which fields have their names in `stored` if these differ."""
+    return {stored.get(name, name): value for name, value in asdict(record).items()}
+
+
 # Names of LayerLoad's fields in plans.jsonl and in the benchmarks' results, where they differ.
 STORED_LOAD = {"token_rows": "rows", "replica_numbers": "slot_numbers"}
+STORED_PAIRS = {"assignments": "pairs", "expert_assignments": "expert_pairs"}  # only in plans.jsonl
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """The work of the busiest rank in one call of a layer. All ranks must plan with the same numbers."""
+    """The load of one call of an MoE layer on its busiest rank. All ranks must plan with the same numbers."""
 
     tokens: int  # of one rank, before dispatch
     token_rows: int  # unique (token, rank) rows sent or received, whichever is more, the rank's own included
@@ -114,7 +122,5 @@ class LayerLoad:
         return self.replica_numbers > 0
 
     def as_dict(self) -> dict[str, int]:
-        """Return the load under the names that plans.jsonl has: `assignments` are `pairs` there."""
-        return {
-            STORED_LOAD.get(name, name.replace("assignments", "pairs")): value for name, value in asdict(self).items()
-        }
+        """Return the load with the field names of plans.jsonl, in which assignments are called pairs."""
+        return stored_fields(self, STORED_LOAD | STORED_PAIRS)

@@ -42,7 +42,7 @@ from moe.schedule.pass_sizes import exchange_sizes
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of a call of the routed experts: its ranks, and the properties that its router guarantees."""
+    """The settings of one call of the routed experts that are not in its chunk plan, e.g. ranks and shared expert."""
 
     exchange: AllToAll | None = None  # over the ranks that share the experts; None: this rank has them all
     shared_expert: SharedExpert | None = None
@@ -65,9 +65,9 @@ def routed_experts(
 ) -> torch.Tensor:
     """Return the weighted sum of the chosen experts' outputs [T, H], plus the shared expert's output.
 
-    The call routes, places and plans, then dispatches, computes and combines in chunks. The result is differentiable in
-    x, probs and weights. x [T, H]; probs [T, E] and routing map [T, E] (bool) over the experts of all ranks;
-    `primaries` are the weights of the primaries of this rank.
+    The call chooses the rank that computes each assignment, then dispatches, computes and combines in chunks. The
+    result is differentiable in x, probs and weights. x [T, H]; probs [T, E] and routing map [T, E] (bool) over the
+    experts of all ranks; `primaries` are the weights of the experts that this rank owns.
     """
     order_T, stride = None, max(plan.degree, plan.backward_degree)
     if setting.strided and stride > 1 and len(x_TH):
@@ -99,11 +99,8 @@ def _spread(
     keep: bool,
 ) -> SpreadCall:
     """Prepare a call over several ranks: decide which rank computes which assignment, and exchange the sizes."""
-    degrees, row_per_assignment, placement = (
-        pass_degrees(plan, both=keep),
-        primaries.block_rows is not None,
-        setting.placement,
-    )
+    degrees, placement = pass_degrees(plan, both=keep), setting.placement
+    row_per_assignment = primaries.block_rows is not None
     assert not row_per_assignment or len(degrees) == 1, "blocks are those of both passes"
     replicas: CallReplicas | None = None
     if placement is None or not placement.active:
@@ -126,9 +123,9 @@ def _spread(
 
 
 class MixtrainMoELayer(MoELayer):
-    """Routed experts (stacked, dropless, dispatched in chunks) plus an optional shared expert.
+    """An MoE layer: routed experts (stacked, dropless, dispatched in chunks) plus an optional shared expert.
 
-    Replaces Megatron's layer, with the same router, losses and checkpoint names. `plan` and `exchange` determine how
+    It replaces Megatron's layer, with the same router, losses and checkpoint names. `plan` and `exchange` determine how
     each call runs; they may be changed between steps, on all ranks in the same way.
     """
 
@@ -157,15 +154,8 @@ class MixtrainMoELayer(MoELayer):
         if placement is not None and placement.planner is not None:
             assert self.exchange is not None and config.num_moe_experts is not None
             limits = ReplicaLimits(placement.extra_slots, ranks_per_node(self.ep_group) or self.ep_group.size())
-            self.placement = LayerPlacement(
-                self.ep_group,
-                config.num_moe_experts,
-                placement.planner,
-                placement.costs,
-                limits,
-                placement.block_rows,
-                placement.max_load,
-            )
+            decided = placement.planner, placement.costs, limits, placement.block_rows, placement.max_load
+            self.placement = LayerPlacement(self.ep_group, config.num_moe_experts, *decided)
             self.placement.active = not placement.chooses
             assert isinstance(self.experts, StackedExperts)
             self.experts.primaries_may_move = True
@@ -176,8 +166,11 @@ class MixtrainMoELayer(MoELayer):
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors: object = None, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Compute (output [s, b, H], no bias) of this rank's tokens, hidden_states [s, b, H]. Raises ValueError as
-        Megatron's layer does."""
+        """Return (output [s, b, H], None for the bias) for this rank's tokens, hidden_states [s, b, H].
+
+        Raises ValueError in training with tensor parallelism but without sequence parallelism, as Megatron's layer
+        does.
+        """
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError(
                 "an MoE layer with tensor parallelism trains only with sequence parallelism. Set "
@@ -194,7 +187,7 @@ class MixtrainMoELayer(MoELayer):
         return output.view_as(hidden_states), None
 
     def set_primaries(self, placement: PlacementMap) -> None:
-        """Switch to another assignment of experts to primary slots; all ranks call it between the same two steps."""
+        """Switch to another map of experts to the ranks that own them; all ranks call it between the same two steps."""
         assert self.placement is not None
         self.experts.map = self.placement.map = placement
         self.local_expert_indices = self.experts.experts_here()  # their weights' names contain these
@@ -231,10 +224,10 @@ class MixtrainMoELayer(MoELayer):
 
 
 def hand_rows_to_routers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have each transformer layer with experts set the rows of its router before each of its calls.
+    """Register hooks that give each router its token rows (RouterRows) before every call of its transformer layer.
 
-    So they are right in a recomputation too, and with several micro-batches in flight. They are the attribute `routed`
-    (RouterRows) of the argument `packed_seq_params`; without it the router gets all rows.
+    The rows are the attribute `routed` of the argument `packed_seq_params`; without it the router uses all rows. With
+    hooks the rows are also right in a recomputation, and with several micro-batches in flight.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -247,7 +240,7 @@ def _set_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:
-    """Return the MoE layers of this rank's model chunks by their number in the whole model, from 0."""
+    """Return this rank's MoE layers as a dict from their number in the whole model, counted from 0."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtrainMoELayer)]
     return {module.layer_number - 1: module for module in modules if module.layer_number is not None}
 
@@ -263,10 +256,10 @@ def moe_spec(
     strided: bool = False,
     off_device: bool = False,
 ) -> ModuleSpec:
-    """Return the spec of an MoE layer that replaces a feed-forward layer, over the process groups of a Topology.
+    """Return the Megatron spec of an MoE layer in the place of a feed-forward layer, over a Topology's process groups.
 
-    The shared expert is made of `linear`, the backend's parallel linear layers; `activation` is swiglu, gelu or
-    gelu_tanh; `strided`: each chunk takes every K-th token. `off_device`: the experts' weights are offloaded.
+    `linear`: the backend's parallel linear layers, of which the shared expert is made. `activation`: swiglu, gelu or
+    gelu_tanh. `strided`: each chunk takes every K-th token. `off_device`: the experts' weights are offloaded.
     """
     return ModuleSpec(
         module=MixtrainMoELayer,

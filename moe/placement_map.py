@@ -18,7 +18,7 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PlacementMap:
-    """Logical expert -> primary (rank of the expert parallel group, expert slot on it), and the ranks with replicas.
+    """The map from each expert to its primary (rank of the expert parallel group, slot on it) and to its replicas.
 
     A primary owns the parameter, its gradient and its optimizer state; a replica is a cache of the weights. All ranks
     have the same number of primaries.
@@ -32,17 +32,17 @@ class PlacementMap:
 
     @property
     def num_expert_slots(self) -> int:
-        """Number of primaries on a rank."""
+        """The number of experts whose primary is on a rank, the same for all ranks."""
         return self.num_experts // self.num_ranks
 
     @cached_property
     def primary_ranks(self) -> Integers:
-        """[E]: the rank that has the primary of each expert."""
+        """The rank of each expert's primary: int64 [E]."""
         return self._indices // self.num_expert_slots
 
     @cached_property
     def primary_slots(self) -> Integers:
-        """[E]: the expert slot of each primary on its rank."""
+        """The slot of each expert's primary on its rank: int64 [E]."""
         return self._indices % self.num_expert_slots
 
     @property
@@ -50,26 +50,27 @@ class PlacementMap:
         return np.arange(self.num_experts) if self.primaries is None else np.asarray(self.primaries)
 
     def locate(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (ranks, expert slots) of the primaries of logical experts, int64 of any shape."""
+        """Return (rank, slot) of the primaries of experts; all three tensors are int64 and of the same shape."""
         if self.primaries is not None:
             experts = experts.new_tensor(self.primaries).index_select(0, experts.reshape(-1)).view_as(experts)
         ranks = experts // self.num_expert_slots
         return ranks, experts.sub(ranks, alpha=self.num_expert_slots)
 
     def moved_to(self, primary_ranks: Sequence[int]) -> PlacementMap:
-        """Return the map with primaries on these ranks; every expert keeps its slot.
+        """Return the map with each expert's primary on the given rank; every expert keeps its slot number.
 
         Raises ValueError if two experts would have the same slot of a rank.
         """
         primaries = np.asarray(primary_ranks, dtype=np.int64) * self.num_expert_slots + self.primary_slots
         if sorted(primaries.tolist()) != list(range(self.num_experts)):
             raise ValueError(
-                f"no {self.num_experts} experts in {self.num_expert_slots} slots of a rank: {list(primary_ranks)}"
+                f"primary_ranks ({list(primary_ranks)}) gives two experts the same slot of a rank; each of "
+                f"{self.num_ranks} ranks must get one expert for each of its {self.num_expert_slots} slots."
             )
         in_order = (primaries == np.arange(self.num_experts)).all()
         return PlacementMap(self.num_experts, self.num_ranks, None if in_order else tuple(primaries.tolist()))
 
     def experts_of(self, rank: int) -> list[int]:
-        """Return the logical experts whose primaries are on a rank, in the order of their slots."""
+        """Return the experts whose primaries are on a rank, in the order of their slots."""
         in_order = np.argsort(self._indices)
         return [int(expert) for expert in in_order[rank * self.num_expert_slots : (rank + 1) * self.num_expert_slots]]

@@ -1,8 +1,8 @@
-"""Turn the router's choice into sorted indices: which token rows are sent to which rank, and which each expert reads.
+"""Turn the router's choice into sorted indices: the token rows that go to each rank, and those that each expert reads.
 
-Pure functions on tensors of one rank; nothing here communicates. The tokens of a layer are split into chunks of
-consecutive tokens, or of strided ones: each chunk then takes every K-th token, so that neighbours, which choose similar
-experts, are in different chunks. Strided tokens are renumbered so that the tokens of a chunk are consecutive again. A
+Pure functions on tensors of one rank, without communication. The tokens of a layer are split into chunks of consecutive
+tokens or of strided ones. With strided chunks each chunk takes every K-th token, so that neighbours, which choose
+similar experts, are in different chunks; the tokens are renumbered so that those of a chunk are consecutive again. A
 token that is sent to several experts of one rank is one row of that rank's traffic, with one assignment per expert.
 
 Shapes: T tokens, E experts of the whole layer, P assignments of a token to an expert, Q assignments that this rank
@@ -28,10 +28,10 @@ MAX_BYTE, MAX_SHORT = 255, 32767
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen assignments, sorted by token, then expert; with strided chunks tokens have their strided numbers.
+    """The router's choice as a list of assignments (token, expert), sorted by token, then expert.
 
-    On a GPU the list has its greatest possible length, so that the host does not wait for the actual one: its tail are
-    assignments of token T, in place of those that the capacity dropped.
+    With strided chunks tokens have their strided numbers. On a GPU the list has its greatest possible length, so that
+    the host does not wait for the actual one: entries with token number T, which does not exist, fill its end.
     """
 
     tokens: torch.Tensor  # [P] int64, or their strided numbers
@@ -43,13 +43,13 @@ class Choice:
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether the list may have more entries than there are assignments."""
+        """Whether the list may end with entries that are not assignments."""
         return self.assignments_per_token is None and self.flat.device.type == "cuda"
 
 
 @dataclass(frozen=True)
 class Destinations:
-    """The rank and the expert slot there that compute each assignment."""
+    """The rank that computes each assignment, and the expert slot on that rank."""
 
     ranks: torch.Tensor  # [P] int64
     expert_slots: torch.Tensor  # [P] int64, numbered on their rank
@@ -59,14 +59,14 @@ class Destinations:
 
     @classmethod
     def of_primaries(cls, choice: Choice, placement: PlacementMap) -> Destinations:
-        """Send every assignment to the primary of its expert."""
+        """Return the destinations if every assignment is computed by its expert's primary."""
         num_slots = placement.num_expert_slots
         return cls(*placement.locate(choice.experts), placement.num_ranks, num_slots, num_slots)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Indices for sums of rows of a buffer: output i is the sum of `source[index[starts[i] : starts[i + 1]]]`."""
+    """Indices for sums of a buffer's rows: output i is the sum of `source[index[starts[i] : starts[i + 1]]]`."""
 
     index: torch.Tensor
     starts: torch.Tensor
@@ -74,7 +74,7 @@ class Sum:
 
 @dataclass
 class Chunk:
-    """One chunk on the rank that computes it: n of the received assignments of a token row to an expert slot."""
+    """The indices of one chunk on the rank that computes it: n of the received assignments (token row, expert slot)."""
 
     # The chunk's ranges of the list of received assignments; one after the other, they are in the order of their rows.
     slices: list[slice]
@@ -90,7 +90,7 @@ class Chunk:
 
 
 class Chunks(list[Chunk]):
-    """All chunks of a pass in order, with the indices of all their assignments."""
+    """All chunks of a pass, and `ids_Q`, the indices of all their assignments, chunk by chunk."""
 
     def __init__(self, chunks: Iterable[Chunk], ids_Q: torch.Tensor) -> None:
         super().__init__(chunks)
@@ -99,8 +99,10 @@ class Chunks(list[Chunk]):
 
 @dataclass(frozen=True)
 class DispatchOrder:
-    """The assignments that this rank sends, sorted by rank, then token, then expert; all of one rank and token share a
-    row. Dropped assignments may follow them."""
+    """The assignments that this rank sends, sorted by destination rank, then token, then expert.
+
+    All assignments of one rank and token share a row. Dropped assignments may follow at the end.
+    """
 
     assignments: torch.Tensor  # [P] indices in the `Choice`
     tokens: torch.Tensor  # [P]
@@ -113,14 +115,14 @@ class DispatchOrder:
     row_per_assignment: bool = False  # each assignment has a row of its own
 
     def row_tokens(self, num_rows: int, num_assignments: int) -> torch.Tensor:
-        """Return the token of each row, in the order of the assignments."""
+        """Return the token of each row that this rank sends, int64 [num_rows], in the order of sending."""
         tokens = self.tokens.new_empty(num_rows)
         tokens[self.token_rows[:num_assignments]] = self.tokens[:num_assignments]  # assignments of a row write the same
         return tokens
 
 
 def boundaries(num_tokens: int, degree: int) -> list[int]:
-    """Return the first tokens of `degree` chunks of about equal size, and at the end the number of tokens."""
+    """Return the first token of each of `degree` chunks of about equal size, followed by the number of tokens."""
     return [num_tokens * i // degree for i in range(degree + 1)]
 
 
@@ -139,7 +141,8 @@ def choose(
 ) -> Choice:
     """Return the assignments of a routing map (bool), in the order of the tokens or of `order_T`.
 
-    `assignments_per_token`, if it is the same for all, or the most that a token may have, keeps a GPU's list short.
+    On a GPU the list is shorter if `assignments_per_token`, the number of every token, or `most_per_token`, the
+    greatest number of a token, is given.
     """
     if order_T is not None:
         choice = choose(routing_map_TE.index_select(0, order_T), assignments_per_token, most_per_token)
@@ -160,9 +163,9 @@ def choose(
 
 
 def stable_argsort(keys: torch.Tensor, limit: int) -> torch.Tensor:
-    """Return the indices that stably sort non-negative integers, all at most `limit`.
+    """Return the indices that stably sort non-negative integers of at most `limit`.
 
-    The host uses numpy, whose sort of 8 and 16 bit integers is a radix sort: 32768 keys of a byte take 0.05 ms,
+    The host uses numpy, whose sort of 8 and 16 bit integers is a radix sort: 32768 keys of a byte take 0.05 ms, with
     torch's sort of int64 0.8 ms.
     """
     if keys.device.type != "cpu" or limit > MAX_SHORT:
@@ -172,7 +175,7 @@ def stable_argsort(keys: torch.Tensor, limit: int) -> torch.Tensor:
 
 
 def sort_keys(keys: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stably sort non-negative integers, all at most `limit`: the sorted keys and the indices that sort them."""
+    """Stably sort non-negative integers of at most `limit`; return the sorted keys and the indices that sort them."""
     if keys.device.type != "cpu":
         in_order, order = keys.sort(stable=True)
         return in_order, order
@@ -181,7 +184,10 @@ def sort_keys(keys: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def starts_of(values: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return the index of the first of each of `numbers` (consecutive) in sorted `values`, which are all among them."""
+    """Return the index of the first occurrence of each of `numbers` (consecutive integers) in sorted `values`.
+
+    All values must be among the numbers. A number without a value gets the index at which it would be inserted.
+    """
     if values.device.type != "cpu":
         return torch.searchsorted(values, numbers)
     counts = torch.bincount(values - numbers[:1], minlength=len(numbers))
@@ -196,10 +202,11 @@ def make_chunks(
     num_slots: int,
     of_chunk_Q: torch.Tensor | None = None,
 ) -> Chunks:
-    """Sort the received assignments into all chunks of a pass, with one sort for any number of chunks.
+    """Sort the received assignments by chunk and expert slot, with one sort for any number of chunks.
 
-    `rows_Q` count from the first row of an assignment's chunk; `slices` are each chunk's ranges of the list, in the
-    order of their rows. `of_chunk_Q` [2, Q], only with several chunks: `chunk_bases` of each assignment's chunk.
+    `rows_Q`: each assignment's row, counted from the first row of its chunk. `slices`: each chunk's ranges of the list
+    of assignments, in the order of their rows. `of_chunk_Q` [2, Q], only with several chunks: the `chunk_bases` of each
+    assignment's chunk.
     """
     numbers = torch.arange(max(len(rows_Q), num_slots * len(num_rows), *num_rows), device=rows_Q.device)
     keys = slots_Q if of_chunk_Q is None else slots_Q + of_chunk_Q[0]
@@ -224,13 +231,13 @@ def make_chunks(
 
 
 def chunk_bases(num_assignments: Sequence[int], num_slots: int) -> tuple[list[int], list[int]]:
-    """Return for each chunk its number * `num_slots`, and the index of its first assignment in a list of all chunks."""
+    """Return two lists with an entry per chunk: its number * `num_slots`, and the index of its first assignment."""
     firsts = accumulate(num_assignments[:-1], initial=0)
     return [i * num_slots for i in range(len(num_assignments))], list(firsts)
 
 
 def read_ends(chunks: Sequence[Chunk]) -> None:
-    """Set `host_ends` of all these chunks, with one copy to the host."""
+    """Copy the end of each slot's assignments in all chunks to the host, in one transfer, and set `host_ends`."""
     ends = torch.cat([chunk.ends for chunk in chunks]) if len(chunks) > 1 else chunks[0].ends
     numbers = ends.tolist()
     for i, chunk in enumerate(chunks):
@@ -243,7 +250,7 @@ def add_up(
     """Return sums [outputs, H] of rows of `source`, in `out` if given; a sum of no rows is zero.
 
     `weights` (fp32 or wider, in the order of `sums.index`) multiply the rows. One kernel reads each row once and adds
-    in fp32; index_add_ on the host would write each output row as often as it is added to, and on a GPU it would depend
+    in fp32; index_add_ on the host would write each output row once per added row, and on a GPU its result would depend
     on the order of atomic additions.
     """
     if kernels.has(source):
@@ -260,8 +267,10 @@ def add_up(
 def dispatch_order(
     choice: Choice, destinations: Destinations, degrees: Sequence[int], row_per_assignment: bool = False
 ) -> DispatchOrder:
-    """Sort the assignments by the rank that computes them, find the unique rows, and count them by chunk for each
-    degree. `row_per_assignment`: each assignment is a row, so that no sum of them depends on the ranks."""
+    """Sort the assignments by destination rank, number their unique rows, and count both per chunk for each degree.
+
+    `row_per_assignment`: each assignment gets a row of its own, so that no sum of rows depends on the ranks.
+    """
     num_tokens, num_ranks, num_slots = choice.num_tokens, destinations.num_ranks, destinations.num_slots
     ranks_P, slots_P = destinations.ranks, destinations.expert_slots
     if ranks_P.device.type == "cpu":
@@ -306,7 +315,10 @@ def dispatch_order(
 
 @dataclass(frozen=True)
 class ChunkOffsets:
-    """One side's numbers of rows and assignments, by rank, then chunk; its lists are sorted by rank, then token."""
+    """The numbers of rows and of assignments that a rank sends to, or receives from, each rank in each chunk.
+
+    The lists are indexed [rank][chunk], and describe lists of rows or assignments that are sorted by rank, then token.
+    """
 
     token_rows: list[list[int]]
     assignments: list[list[int]]
@@ -316,15 +328,15 @@ class ChunkOffsets:
         return len(self.token_rows[0])
 
     def chunk_rows(self, chunk: int) -> list[int]:
-        """Return the number of rows of a chunk, by rank."""
+        """Return a chunk's number of rows for each rank."""
         return [counts[chunk] for counts in self.token_rows]
 
     def total_rows(self) -> list[int]:
-        """Return the number of rows of each chunk over all ranks."""
+        """Return the number of rows of each chunk, summed over all ranks."""
         return [sum(self.chunk_rows(chunk)) for chunk in range(self.degree)]
 
     def slices(self, counts: list[list[int]], chunk: int) -> list[slice]:
-        """Return each rank's range of a chunk in a list sorted by rank, then token.
+        """Return for each rank the range of a chunk in a list that is sorted by rank, then token.
 
         `counts` is `token_rows` or `assignments`.
         """
@@ -338,7 +350,7 @@ class ChunkOffsets:
 
 
 def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Concatenate slices of `values`; the result is a view if they are adjacent."""
+    """Concatenate slices of `values`; the result is a view if the slices are adjacent."""
     slices = [each for each in slices if each.stop > each.start]
     if not slices:
         return values[:0]
@@ -348,7 +360,7 @@ def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
 
 
 def received_shifts(cut: ChunkOffsets) -> list[int]:
-    """Return by rank and chunk the difference of a received row's number in its chunk and its number in its rank."""
+    """Return for each (rank, chunk) a received row's index in its chunk minus its index among all rows of its rank."""
     before, shifts = [0] * cut.degree, []
     for token_rows in cut.token_rows:
         for chunk in range(cut.degree):
@@ -358,7 +370,7 @@ def received_shifts(cut: ChunkOffsets) -> list[int]:
 
 
 def sent_shifts(cut: ChunkOffsets) -> list[int]:
-    """Return by rank and chunk the difference of a sent row's number in its chunk and among all that are sent."""
+    """Return for each (rank, chunk) a sent row's index in its chunk minus its index among all rows that are sent."""
     firsts = accumulate((sum(token_rows) for token_rows in cut.token_rows[:-1]), initial=0)
     of_cells = [first for first in firsts for _ in range(cut.degree)]
     return [shift - first for shift, first in zip(received_shifts(cut), of_cells, strict=True)]
@@ -371,10 +383,10 @@ def combine_sums(
     shifts_U: torch.Tensor | None,
     order_U: torch.Tensor | None = None,
 ) -> list[Sum]:
-    """Return for each chunk the sums per token of its returned rows, which are in the order sent.
+    """Return for each chunk the indices that sum its returned rows per token.
 
-    They are added in that order, or in that of `order_U`, a permutation that keeps tokens in order. `shifts_U`, only
-    with several chunks: `sent_shifts` of each row.
+    The rows return in the order in which they were sent. They are added in that order or in that of `order_U`, a
+    permutation that keeps tokens in order. `shifts_U`, only with several chunks: the `sent_shifts` of each row.
     """
     numbers = torch.arange(max(num_tokens, len(row_tokens_U)), device=row_tokens_U.device)
     if order_U is None:

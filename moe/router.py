@@ -1,9 +1,9 @@
 """Megatron-core's top-k router with less work on the host.
 
 Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the
-forward and again in the backward pass, which costs more than the product. Here the forward pass converts nothing on a
-GPU or with the compiled kernels (products of bf16 numbers are exact in fp32), and otherwise one block of rows at a
-time. The backward pass converts only the logits' gradient: as a sum of two bf16 numbers it keeps 16 of the 24 bits of
+forward and again in the backward pass, which takes longer than the matmul. Here the forward pass converts nothing on a
+GPU or with the compiled kernels (the product of two bf16 numbers is exact in fp32), and otherwise one block of rows at
+a time. The backward pass converts only the logits' gradient: as a sum of two bf16 numbers it keeps 16 of the 24 bits of
 fp32.
 
 Shapes: T tokens, H hidden size, E experts.
@@ -28,9 +28,10 @@ LOGIT_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cac
 
 
 class Router(TopKRouter):
-    """TopKRouter with faster logits and choice, and a capacity that holds over all ranks of a micro-batch.
+    """Megatron-core's TopKRouter with faster logits and top-k, and an expert capacity over all ranks of a micro-batch.
 
-    Losses, bias, groups and checkpoints are Megatron's. They follow the choice, before any assignment is dropped.
+    Losses, bias, groups and checkpoints are Megatron's. Losses and bias use the choice before any assignment is
+    dropped.
     """
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
@@ -52,10 +53,10 @@ class Router(TopKRouter):
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Return probabilities and routing map [T, E] of the tokens [..., H]; a capacity removes dropped assignments.
+        """Return probabilities and routing map [T, E] of tokens [..., H], without assignments that a capacity drops.
 
-        With `pass_input` also the tokens, for the experts: so the experts' gradient flows back through the router,
-        which adds its own to it in place. Autograd would add both into a third tensor.
+        With `pass_input` also return the tokens, as the experts' input. The experts' gradient then flows back through
+        the router, which adds its own gradient to it in place; autograd would add both into a third tensor.
         """
         self._passed = input if pass_input else None
         try:
@@ -110,7 +111,7 @@ def _choose(
     group_top_k: int | None,
     otherwise: Callable[..., Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `top_k` greatest of each row of scores [T, E], and their columns."""
+    """Return (the `top_k` greatest scores of each token, their experts), both [T, top_k], from scores [T, E]."""
     if group_score_top_k is not None and num_groups is not None and group_top_k is not None:
         # Megatron-core sums the best top_k // group_top_k of a group.
         indices = limit_to_groups(scores, num_groups, group_top_k, group_score_top_k).topk(top_k, dim=1).indices

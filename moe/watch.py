@@ -23,7 +23,7 @@ FEW_EXPERTS = 16
 
 @dataclass(frozen=True)
 class RouterReport:
-    """Statistics of all routers in a step. Rows of dense layers are zero."""
+    """Statistics of all routers in a step. The rows of dense layers are zero."""
 
     tokens_per_expert: torch.Tensor  # [num_layers, num_experts]
     entropy: torch.Tensor  # [num_layers], nats, summed over tokens
@@ -31,11 +31,11 @@ class RouterReport:
 
 
 class RouterWatch:
-    """Counts the tokens that each router sends to experts in training passes, on its device, without communication.
+    """Collects the routers' statistics of a step's training passes on the device, without communication.
 
     `take` returns a flat float64 tensor: [num_layers * num_experts] tokens per expert (rows of dense layers and of
-    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches.
-    Its sum over all ranks of the job has the statistics of the step. `losses` names the auxiliary losses in order.
+    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches. Its
+    sum over all ranks of the job has the statistics of the step. `losses` names the auxiliary losses in order.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RouterWatch:
         self._entropy_of[layer].add_(entropy(logits, score_function))
 
     def take(self) -> torch.Tensor:
-        """Return this rank's flat statistics since the last call, and reset them."""
+        """Return this rank's statistics since the last call as one flat float64 tensor, and reset them."""
         tracker = get_moe_layer_wise_logging_tracker()
         statistics = [self._counts.flatten(), self._entropy]
         for name in self.losses:
@@ -82,7 +82,7 @@ class RouterWatch:
         return flat
 
     def split(self, flat: torch.Tensor) -> RouterReport:
-        """Turn the flat tensor of `take` into a report."""
+        """Split the flat tensor of a step's statistics, summed over ranks, into a report."""
         counts, entropies, losses = flat.split(
             [self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers]
         )
@@ -96,7 +96,7 @@ def router_metrics(
     """Return the router metrics of a step: lists with an entry per MoE layer, and each loss's mean over these layers.
 
     `layers` [num_layers] is the mask of MoE layers. `tokens` and `micro_batches` are those of the global batch.
-    `num_holders`: ranks that each hold some of a micro-batch's tokens, tensor times context parallel ones.
+    `num_holders`: the number of ranks that share a micro-batch's tokens, tensor times context parallel size.
     """
     kept = report.tokens_per_expert[layers].sum(dim=1)
     per_layer: dict[str, list[float]] = {

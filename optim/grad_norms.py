@@ -1,8 +1,8 @@
-"""The gradient norm, by component of the model.
+"""The gradient norm of the whole model and of each component, such as attention or experts.
 
-Megatron-core's optimizer computes one number before it clips, with a reduction and a wait of its own. Here the square
-of each parameter's norm is added to its component's sum, on one of the ranks that hold it; the sums are in the step's
-one reduction over all ranks (training/sums.py).
+Megatron-core's optimizer computes one norm before it clips, with an all-reduce of its own, and waits for the device.
+Here the squared norm of each gradient is added to the sum of its component, on one of the ranks that hold the gradient.
+The sums are part of the one all-reduce of a step (training/sums.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel.norms import tensor_norms
 from parallel.owned import owner_of
 from parallel.topology import Topology
 
-# Components of the model, and substrings of their parameters' names; the first match counts. The rest is "other".
+# Model components, and substrings of their parameters' names: the first match counts, and the rest is "other".
 COMPONENTS = (
     ("router", (".router.",)),
     ("shared_experts", (".shared_experts.",)),
@@ -35,18 +35,18 @@ COMPONENTS = (
 )
 
 
-BITS = 33  # of a norm: finer than fp32's, and far coarser than the rounding of sums in fp64
+BITS = 33  # of a norm: more than fp32 has, and far fewer than are exact in sums of fp64 numbers
 # A number in fp64 is a sum of multiples of these powers of two; thousands of such multiples add up without rounding.
 DIGITS = tuple(2.0**power for power in range(160, -201, -40))
 
 
 def component_of(name: str) -> str:
-    """Return the component that a parameter belongs to. A tied head's gradient counts as the embedding's."""
+    """Return the model component of a parameter's name, such as "attention". A tied head counts as "embedding"."""
     return next((component for component, marks in COMPONENTS if any(mark in name for mark in marks)), "other")
 
 
 def digits(values: torch.Tensor) -> torch.Tensor:
-    """Split values [n], fp64, into [n, DIGITS + 1] summands: multiples of each power, and a rest below all powers."""
+    """Split fp64 values [n] into summands [n, len(DIGITS) + 1]: a multiple of each power in DIGITS, and the rest."""
     columns = []
     for power in DIGITS:
         columns.append(torch.trunc(values / power) * power)
@@ -55,12 +55,11 @@ def digits(values: torch.Tensor) -> torch.Tensor:
 
 
 class GradNorms:
-    """Adds up the squares of this rank's gradients in every step; `by_component`: the last step's norms, the same on
-    every rank.
+    """Computes the gradient norm of each step, in total and per model component. `by_component`: the last norms, equal
+    on all ranks.
 
-    All ranks have sums of the same components, also of those that other pipeline stages hold; components of no rank are
-    left out. exactly: each expert has a square of its own, and all are added without rounding, so that the norm is the
-    same to the bit on whichever ranks experts are.
+    All ranks sum the same components, including those of other pipeline stages. exactly: each expert's square is added
+    separately and without rounding, so that the norm has the same bits on whichever ranks the experts are.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class GradNorms:
         self._names = [component for component, _ in COMPONENTS] + ["other"]
         index = {component: i for i, component in enumerate(self._names)}
         components = {p: index[component_of(name)] for chunk in chunks for name, p in chunk.named_parameters()}
-        # The optimizer steps a slice of each parameter, its fp32 copy, or the parameter itself.
+        # The optimizer updates a slice of each parameter, its fp32 copy, or the parameter itself.
         owned = zip(find_held(optimizer, components), components.items(), strict=True)
         self._components = {
             id(held.main): component
             for held, (parameter, component) in owned
             if held is not None and _counts(held, parameter, topology)
         }
-        # The boundaries between experts in a stepped tensor.
+        # The boundaries between experts in a tensor that the optimizer updates.
         stacked = [parameter for parameter in components if exactly and getattr(parameter, "holds_experts", False)]
         self._cuts = {
             id(held.main): list(range(-held.start % numel, held.end - held.start + 1, numel))
@@ -92,7 +91,7 @@ class GradNorms:
 
     @torch.no_grad()
     def squares(self) -> torch.Tensor:
-        """Return this rank's sums by component, fp64 on its device, flat; the gradients must be ready."""
+        """Return this rank's sums of squared gradients per component, flat fp64 on its device, once they are ready."""
         columns = len(DIGITS) + 1 if self._exactly else 1
         sums = torch.zeros(len(self._names), columns, dtype=torch.float64, device=self._device)
         for member in self._members:
@@ -113,15 +112,13 @@ class GradNorms:
         return sums.flatten()
 
     def _by_expert(self, main: torch.Tensor, grad: torch.Tensor) -> Sequence[torch.Tensor]:
-        cuts = self._cuts.get(id(main))
-        if cuts is None:
+        if (cuts := self._cuts.get(id(main))) is None:
             return [grad]
         flat = grad.reshape(-1)
-        ends = [0, *cuts, len(flat)]
-        return [flat[start:end] for start, end in pairwise(ends) if end > start]
+        return [flat[start:end] for start, end in pairwise([0, *cuts, len(flat)]) if end > start]
 
     def take(self, squares: torch.Tensor) -> float:
-        """Return the norm of the whole model, from the sums over all ranks, on the host."""
+        """Set `by_component` from the sums over all ranks (a host tensor), and return the norm of the whole model."""
         by_component = squares.view(len(self._names), -1).sum(dim=1).tolist()
         self.by_component = {
             name: square**0.5 for name, square in zip(self._names, by_component, strict=True) if square != 0
@@ -129,7 +126,7 @@ class GradNorms:
         return rounded(float(sum(by_component) ** 0.5))
 
     def _index(self, components: list[int]) -> torch.Tensor:
-        # Kept on the device, as it is the same in every step.
+        # Created on the device once, as it is the same in every step.
         key = tuple(components)
         if key not in self._indices:
             self._indices[key] = torch.tensor(components, device=self._device)
@@ -137,7 +134,7 @@ class GradNorms:
 
 
 def rounded(norm: float) -> float:
-    """Round a norm to BITS: its last digits depend on how tensors are cut."""
+    """Round a norm to BITS significant bits, because the lower bits depend on how tensors are cut."""
     if not math.isfinite(norm):
         return norm
     mantissa, exponent = math.frexp(norm)
@@ -145,16 +142,18 @@ def rounded(norm: float) -> float:
 
 
 def _counts(held: HeldShard, parameter: torch.nn.Parameter, topology: Topology) -> bool:
-    """Whether this rank's gradient counts, of those that are the same on tensor ranks and, where the optimizer is not
-    sharded, on data parallel ranks (Megatron-core's get_main_grads_for_grad_norm). An owner knows the ranks with the
-    same gradient."""
+    """Whether this rank adds a shard's gradient to the norm, which one of the ranks with the same gradient must do.
+
+    The gradients of some parameters are equal on tensor-parallel ranks and, unless the optimizer is sharded, on
+    data-parallel ranks (Megatron-core's get_main_grads_for_grad_norm). For an owned parameter, its owner decides.
+    """
     if not param_is_not_shared(held.main):
         return False
     if (owner := owner_of(parameter)) is not None:
         if not owner.counts:
             return False
     elif not is_sharded(held.member):
-        # Megatron marks experts by it: their gradients are the same on their own data parallel ranks.
+        # Megatron marks experts with allreduce=False: their gradients are equal on their own data-parallel ranks.
         replicas = topology.data_context if getattr(parameter, "allreduce", True) else topology.expert_data
         if replicas.rank != 0:
             return False

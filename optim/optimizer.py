@@ -1,8 +1,8 @@
-"""The optimizer: Megatron-core's mixed-precision and sharded AdamW, with torch's fused kernel where TransformerEngine
-and apex are missing; its learning rate; and its step, which can be rejected once the gradients are ready.
+"""The optimizer: Megatron-core's mixed-precision AdamW, sharded or not, with torch's fused kernel if TransformerEngine
+and Apex are missing; its learning rate; and its step, which can be rejected once the gradients are known.
 
-The step's functions are those of Megatron-core 0.16.1's `step` of chained, mixed-precision and fp32 optimizers
-(core/optimizer/optimizer.py), without its waits for the device.
+The functions of a step are those of Megatron-core 0.16.1's `step` for chained, mixed-precision and fp32 optimizers
+(core/optimizer/optimizer.py), without the points where the host waits for the device.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel.
 
-    A collective call. `link`: for the copies of offloaded state. `device_capacity`: bytes of the device for state.
-    Raises ConfigError where a rank's state does not fit.
+    A collective call. link: for copies of offloaded state. device_capacity: bytes of device memory for optimizer state.
+    Raises ConfigError if the state of a rank does not fit.
     """
     is_offloaded = derived.has_own_optimizer_state(config)
     with building_external() if is_offloaded else contextlib.nullcontext():
@@ -70,14 +70,15 @@ def _megatron_config(config: Config) -> MegatronOptimizerConfig:
 
 
 def param_groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
-    """Yield the parameter groups of all members that hold parameters on this rank."""
+    """Yield the parameter groups of all optimizers in Megatron's chain that have parameters on this rank."""
     for member in members(optimizer):
         if member.optimizer is not None:
             yield from member.optimizer.param_groups
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, config: Config, step: int) -> float:
-    """Set rate and weight decay for optimizer step `step` (from 1) in every group, and return the rate."""
+    """Set learning rate and weight decay in all parameter groups for step `step` (from 1). Returns the learning
+    rate."""
     rate = learning_rate(config.optimizer, config.training.steps, step)
     for group in param_groups(optimizer):
         group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -86,9 +87,10 @@ def set_learning_rate(optimizer: MegatronOptimizer, config: Config, step: int) -
 
 
 def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:
-    """Return the learning rate of optimizer step `step` (counted from 1) in a run of `total_steps`.
+    """Return the learning rate of optimizer step `step` (from 1) in a run of `total_steps`.
 
-    Linear warm-up over `warmup_steps`, then cosine, linear, constant or warmup-stable-decay (wsd) down to `min_lr`.
+    It warms up linearly over `warmup_steps`. Then a cosine, linear, constant or warmup-stable-decay (wsd) schedule
+    leads down to `min_lr`.
     """
     if config.warmup_steps and step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -105,21 +107,21 @@ def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float
 
 
 def begin_step(optimizer: MegatronOptimizer, passive: bool = False) -> None:
-    """Begin the passes of a step; passive: without an update."""
+    """Prepare offloaded optimizer state for the passes of a step. passive: no update follows the passes."""
     if (offload := offload_of(optimizer)) is not None:
         scaler = scaler_of(optimizer)
         offload.begin_step(None if scaler is None else scaler.inv_scale, passive)
 
 
 def prepare_gradients(optimizer: MegatronOptimizer) -> torch.Tensor | None:
-    """Make this rank's gradients ready. In fp16 return whether some overflow, as a number above zero on the device; its
-    sum over all ranks is for `update_loss_scale`."""
+    """Make this rank's gradients ready for clipping and the update. In fp16, return a device tensor that is above zero
+    if a gradient overflowed, else None."""
     offload = offload_of(optimizer)
     return ready_gradients(optimizer, *(() if offload is None else offload.unscaled()))
 
 
 def update_loss_scale(optimizer: MegatronOptimizer, overflowed: bool) -> None:
-    """Lower or raise the fp16 loss scale after a step, once for all members, which share it."""
+    """Lower or raise the fp16 loss scale after a step, depending on whether any rank's gradients overflowed."""
     scaler = scaler_of(optimizer)
     if scaler is not None:
         scaler.update(overflowed)
@@ -127,10 +129,10 @@ def update_loss_scale(optimizer: MegatronOptimizer, overflowed: bool) -> None:
 
 @torch.no_grad()
 def apply_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> bool:
-    """Clip the prepared gradients and change the weights; whether they were changed."""
+    """Clip the prepared gradients and update the weights. Returns whether the weights were changed."""
     if (offload := offload_of(optimizer)) is not None:
         clip_grad = members(optimizer)[0].config.clip_grad
-        # Megatron-core multiplies gradients with it where it is below 1 (core/optimizer/clip_grads.py).
+        # The coefficient of Megatron-core (core/optimizer/clip_grads.py), which scales gradients if it is below 1.
         offload.update(clip_grad / (grad_norm + 1.0e-6) if clip_grad > 0.0 else 1.0)
         return bool(optimizer.step_with_ready_grads())
     for member in members(optimizer):

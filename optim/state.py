@@ -1,13 +1,14 @@
-"""Optimizer state by parameter, so that a checkpoint fits every layout and both kinds of optimizer.
+"""Optimizer state per parameter, so that a checkpoint can be loaded with any parallel layout and either kind of
+optimizer.
 
-Megatron's optimizers keep their state per kind: whole tensors (plain), or slices of one flat buffer that ignore where a
-parameter ends (sharded). Neither loads into the other, and a chain of two (dense and expert) not into one. Here each
-parameter's state gets the parameter's shape and name, with the sharding of the model's own checkpoint:
-`optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`. Every rank
-writes the state that it owns, straight from its memory, and reads only that: neither saving nor loading communicates.
+Megatron's plain optimizer keeps whole tensors; its sharded one keeps slices of a flat buffer, which cross the ends of
+parameters. Neither can load the other's state, and one optimizer cannot load that of a chain of two (dense and expert).
+Here the state of each parameter has the parameter's shape and name, and its sharding in the model's checkpoint:
+`optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`. Each rank
+writes the state that it has directly from its memory, and reads only that: saving and loading do not communicate.
 
-Offloaded state is stored in buckets, a flat tensor of each kind. A checkpoint is written and filled bucket by bucket,
-so that neither takes memory for all of it.
+Offloaded state is stored in buckets, with one flat tensor per kind of state. A checkpoint is written and loaded bucket
+by bucket, so neither needs memory for all state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from optim.offload.optimizer import OffloadedOptimizer, offload_of
 from optim.offload.records import WEIGHT
-from parallel.megatron.optimizer import find_held, is_sharded, members
+from parallel.megatron.optimizer import HeldShard, find_held, is_sharded, members
 from parallel.owned import owner_of
 
 Tag = TypeVar("Tag")
@@ -35,19 +36,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class StoredTensor(ShardedTensor):
-    """A box of a parameter's state in a bucket. `data` is a meta tensor: its shape, strides and offset give the
-    elements of the bucket's flat tensor that belong to the box."""
+    """A box (a rectangular range) of a parameter's optimizer state that is stored in a bucket. `data` is a meta tensor:
+    its shape, strides and offset select the elements of the box in the bucket's flat tensor."""
 
     bucket: int = 0
     kind: str = ""
 
     @classmethod
     def of(cls, box: ShardedTensor, bucket: int, kind: str) -> StoredTensor:
-        """The box of a global tensor, as elements of a bucket."""
+        """Return a box of a parameter's state as elements of a bucket's flat tensor of one kind."""
         return cls(**{field.name: getattr(box, field.name) for field in fields(box)}, bucket=bucket, kind=kind)
 
     def within(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the box's elements, a view into its bucket's state: flat tensors of the host by kind."""
+        """Return the elements of this box as a view into its bucket's state: flat host tensors by kind."""
         assert self.data is not None
         flat = state[self.kind]
         first = flat.storage_offset() + self.data.storage_offset()
@@ -61,15 +62,23 @@ def _parameters(chunks: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.P
                 yield f"{i}.{name}", parameter
 
 
+def _held(
+    optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]
+) -> Iterator[tuple[str, torch.nn.Parameter, HeldShard | None]]:
+    named = list(_parameters(chunks))
+    shards = find_held(optimizer, [parameter for _, parameter in named])
+    yield from ((*each, shard) for each, shard in zip(named, shards, strict=True))
+
+
 def sharded_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]
 ) -> list[ShardedTensor]:
-    """Return views of this rank's optimizer state, each a box of a parameter's state; StoredTensors, without data, for
-    offloaded state. Copies nothing and does not communicate.
+    """Return this rank's optimizer state as boxes of the parameters' state: views of state on the device, and
+    StoredTensors without data for offloaded state. Copies and communicates nothing.
 
-    `model_state` is the sharded state dict of the same chunks. A sharded optimizer owns a range of a parameter's
-    elements, which is a few boxes; as every element has one owner, every box is the main replica among the data
-    parallel ranks. Before the first step there are no moments.
+    `model_state` is the sharded state dict of the same model chunks. A sharded optimizer has a range of a parameter's
+    elements, which is cut into a few boxes. As each element is on one rank, each box is the main replica among the
+    data-parallel ranks. Before the first step there are no moments.
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
@@ -78,14 +87,12 @@ def sharded_state(
         return _stored_state(offload, parameters, sharded_by_id)
     steps = steps_taken(optimizer)
     result: list[ShardedTensor] = []
-    for i, ((_, parameter), owned) in enumerate(
-        zip(parameters, find_held(optimizer, [each for _, each in parameters]), strict=True)
-    ):
+    for i, (_, parameter, owned) in enumerate(_held(optimizer, chunks)):
         if owned is None or owned.start == owned.end:
             continue
         held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
         if steps > 0:
-            # A parameter that never had a gradient has no moments: zeros, as the optimizer starts with.
+            # A parameter that never had a gradient has no moments: they are zero, as at the optimizer's start.
             held |= {kind: owned.state.get(kind, torch.zeros(0)) for kind in MOMENTS}
             held = {kind: value if value.numel() else torch.zeros_like(owned.main) for kind, value in held.items()}
         whole = _shards(sharded_by_id[i], parameter.shape)
@@ -115,7 +122,7 @@ def _stored_state(
 
 
 def _bucket_kinds(offload: OffloadedOptimizer, index: int) -> dict[str, torch.dtype]:
-    """Return the kinds of a bucket's state: before the first step no moments; with the weights of offloaded experts."""
+    """Return a bucket's kinds of state and their dtypes: no moments before the first step, weights only of experts."""
     is_expert = offload.experts is not None and offload.buckets[index].expert_bucket is not None
     weights = {WEIGHT: offload.experts.dtype} if offload.experts is not None and is_expert else {}
     kinds = {kind: dtype for kind, dtype in offload.layout.kinds.items() if kind == "master" or offload.steps > 0}
@@ -125,7 +132,7 @@ def _bucket_kinds(offload: OffloadedOptimizer, index: int) -> dict[str, torch.dt
 def _state_boxes(
     whole: list[ShardedTensor], shape: torch.Size, kind: str, span: tuple[int, int], value: torch.Tensor, sharded: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of a range of a parameter's elements, whose state is `value`, with the names of checkpoints."""
+    """Yield the elements `span` of a parameter's state (`value`) as boxes with the names that checkpoints use."""
     for shard in whole:
         replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
         key = shard.key if kind == WEIGHT else f"optimizer.{kind}.{shard.key}"
@@ -134,24 +141,21 @@ def _state_boxes(
 
 
 def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) -> list[ShardedTensor]:
-    """Return the boxes of a parameter in the model's checkpoint, as views into a meta tensor."""
+    """Return the boxes into which the model's checkpoint splits a parameter, as views into a meta tensor."""
     shadow = torch.empty(shape, dtype=torch.float32, device="meta")
-    shards = (
-        sharded.build_fn(sharded.key, shadow, sharded.replica_id, None)
-        if isinstance(sharded, ShardedTensorFactory)
-        else None
-    )
-    return list(nested_values(shards)) if shards is not None else [replace(sharded, data=shadow, dtype=shadow.dtype)]
+    if isinstance(sharded, ShardedTensorFactory):
+        return list(nested_values(sharded.build_fn(sharded.key, shadow, sharded.replica_id, None)))
+    return [replace(sharded, data=shadow, dtype=shadow.dtype)]
 
 
 def _owned_boxes(
     shard: ShardedTensor, shape: torch.Size, span: tuple[int, int], value: torch.Tensor
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of the elements that are in a shard of a parameter (a view into it) and in a range, `value`."""
+    """Yield the boxes of `value` (the elements `span` of a parameter) that lie within one shard of the parameter."""
     view = shard.data
     strides = torch.empty(shape, device="meta").stride()
     assert view.dim() == len(shape) and view.stride() == strides, (
-        f"{shard.key} is no box of its parameter: {view.stride()}, {strides}"
+        f"{shard.key} is not a box of its parameter: its strides are {view.stride()}, not {strides}"
     )
     first = [view.storage_offset() // stride % size for stride, size in zip(strides, shape)]
     flat, prepended = value.detach().view(-1), shard.prepend_axis_num
@@ -174,8 +178,7 @@ def _owned_boxes(
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut the elements [start, end) of a row-major tensor into at most 2 * dimensions - 1 boxes, (first corner, sizes)
-    each."""
+    """Cut elements [start, end) of a row-major tensor into at most 2 * dimensions - 1 boxes: (first corner, sizes)."""
     if len(shape) <= 1:
         if start < end:
             yield ((start,), (end - start,)) if shape else ((), ())
@@ -197,16 +200,14 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
 
 @torch.no_grad()
 def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps: int) -> None:
-    """Give the optimizer the state that it has after `steps` steps, with zeros for moments, so that `sharded_state` has
-    views to fill."""
+    """Give the optimizer the state it has after `steps` steps, with zero moments, to load a checkpoint into it."""
     offload = offload_of(optimizer)
     if offload is not None:
         offload.drop()
         offload.synchronize()  # no update of an earlier step is in flight
         offload.steps = steps
         return
-    parameters = list(_parameters(chunks))
-    for owned in find_held(optimizer, [each for _, each in parameters]):
+    for _, _, owned in _held(optimizer, chunks):
         if owned is None:
             continue
         inner = owned.member.optimizer
@@ -227,7 +228,7 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
 
 
 def steps_taken(optimizer: MegatronOptimizer) -> int:
-    """Return the number of optimizer steps taken (fp16 skips some), the same on every rank that holds parameters."""
+    """Return how many steps the optimizer has taken (fp16 skips some), equal on all ranks that have parameters."""
     offload = offload_of(optimizer)
     if offload is not None:
         return int(offload.steps)
@@ -246,14 +247,13 @@ def steps_taken(optimizer: MegatronOptimizer) -> int:
 def named_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]
 ) -> Iterator[tuple[int, str, str, torch.Tensor]]:
-    """Yield this rank's optimizer state as (chunk, parameter's name, kind, tensor).
+    """Yield this rank's optimizer state as (model chunk, parameter name, kind of state, tensor).
 
-    A tensor of offloaded state is of one bucket and valid until the next one; offloaded weights have the kind WEIGHT.
+    Tensors of offloaded state are valid until the next bucket is reached. Offloaded weights have the kind WEIGHT.
     """
-    parameters = list(_parameters(chunks))
     offload = offload_of(optimizer)
     if offload is not None:
-        names = {id(parameter): name for name, parameter in parameters}
+        names = {id(parameter): name for name, parameter in _parameters(chunks)}
         snapshot = offload.snapshot()
         try:
             for index, bucket in enumerate(offload.buckets):
@@ -266,9 +266,7 @@ def named_state(
         finally:
             snapshot.close()
         return
-    for (name, parameter), owned in zip(
-        parameters, find_held(optimizer, [each for _, each in parameters]), strict=True
-    ):
+    for name, parameter, owned in _held(optimizer, chunks):
         if owned is None:
             continue
         held = {} if parameter.dtype == torch.float32 else {"master": owned.main}
@@ -278,15 +276,14 @@ def named_state(
 
 
 def state_bytes(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> dict[str, int]:
-    """Return the bytes of this rank's optimizer state after a step, masters and moments, by device, host and disk."""
+    """Return the bytes of this rank's masters and moments after a step, as a dict by "device", "host" and "disk"."""
     offload, found = offload_of(optimizer), {"device": 0, "host": 0, "disk": 0}
     if offload is not None:
         arrangement = offload.memory.arrangement
         for size, target in zip(arrangement.sizes, arrangement.targets, strict=True):
             found[target] += size
         return found
-    parameters = list(_parameters(chunks))
-    for (_, parameter), owned in zip(parameters, find_held(optimizer, [each for _, each in parameters]), strict=True):
+    for _, parameter, owned in _held(optimizer, chunks):
         if owned is not None:
             kinds = len(MOMENTS) + (parameter.dtype != torch.float32)
             found["device"] += kinds * owned.main.numel() * torch.float32.itemsize
@@ -297,8 +294,8 @@ def state_bytes(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> 
 def fill_stored(
     optimizer: MegatronOptimizer, tensors: Sequence[ShardedTensor], read: Callable[[ShardedTensor], None]
 ) -> None:
-    """Have `read` fill the StoredTensors of `sharded_state`, if there are some, one bucket after the other. State
-    without a box becomes zero: moments before the first step."""
+    """Load offloaded optimizer state bucket by bucket: `read` fills each StoredTensor. Elements without a box become
+    zero, such as moments that were saved before the first step."""
     offload = offload_of(optimizer)
     if offload is None:
         return
@@ -319,7 +316,7 @@ def fill_stored(
 
 @dataclass(frozen=True)
 class StateSlice(Generic[Tag]):
-    """A range of a parameter's elements, with the caller's tag."""
+    """The elements [start, end) of a flattened parameter, with a tag of the caller."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -333,11 +330,11 @@ def change_state(
     slices: Sequence[StateSlice[Tag]],
     change: Callable[[list[tuple[torch.Tensor, Tag]]], None],
 ) -> None:
-    """Have `change` change this rank's state of these slices, masters and moments, in place: flat tensors on the device
-    or the host.
+    """Call `change` to modify this rank's masters and moments of these slices in place, as flat tensors with their
+    tags.
 
-    Ranks with the same parameters that pass the same ranges get the same calls, with tensors of the same sizes in the
-    same order. Between two steps, while no save is in flight.
+    The tensors are on the device or the host. Ranks with the same parameters that pass the same ranges get the same
+    calls, with tensors of the same sizes in the same order. Call it between two steps, while no save is in flight.
     """
     offload = offload_of(optimizer)
     if offload is not None:

@@ -1,17 +1,16 @@
-"""Process groups, collectives and Megatron-core's patches. Imported before Megatron-core, so that its notes can be
-silenced."""
+"""Process groups, collectives and Megatron-core's patches. Import it before Megatron-core, to silence harmless
+warnings."""
 
 import warnings
 
-# Said once per process by Megatron-core and torch, about things that are as they should be here; nobody can act on
-# them.
+# Starts of warnings that Megatron-core and torch print once per process, about things that are intended here.
 NOTES = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",
-    # of training.recompute=selective, with TransformerEngine as without
+    # with training.recompute=selective, with and without TransformerEngine
     "If you are using transformer_engine as the transformer implementation, the core_attn is from",
-    # of latent attention with model.fusions, which a training may have
+    # with latent attention and model.fusions, which do work in training
     "apply_rope_fusion for multi-latent attention only supports training",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
     "`torch.distributed.*` is deprecated",
@@ -20,7 +19,7 @@ NOTES = (
 
 
 def leave_out_notes() -> None:
-    """Have Python's warnings leave them out, and nothing else."""
+    """Make Python ignore the warnings in NOTES, and no others."""
     for note in NOTES:
         warnings.filterwarnings("ignore", message=note)
 

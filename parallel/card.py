@@ -1,7 +1,7 @@
-"""This process's GPU: settings of CUDA and torch, and whether there is a GPU at all.
+"""CUDA and torch settings of this process's GPU, and a check whether there is a GPU.
 
-No setting changes a number, and none has an effect on the CPU. The module imports no torch: some settings must be made
-before CUDA starts, and a missing GPU is reported before seconds of imports.
+No setting changes a number, and none has an effect on a CPU. The module does not import torch: some settings must be
+made before CUDA starts, and a missing GPU should be reported before seconds of imports.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from configs import derived
 from configs.schema import Config
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-# torch reads the second name too and calls the first one deprecated; torch 2.11 to 2.13 know both.
+# torch 2.11 to 2.13 read both names, and call the first one deprecated.
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-# Pinned allocations of more MiB have the requested size, not the next power of two: a checkpoint's snapshot of 17 GiB
-# would take 32. Older releases of torch do not know the setting.
+# Pinned allocations above 64 MiB get the requested size instead of the next power of two: a checkpoint's snapshot of
+# 17 GiB would take 32 GiB. Older releases of torch do not have the setting.
 EXACT, EXACT_SINCE = "pinned_max_round_threshold_mb:64", (2, 13)
 
 AMD_DRIVER = Path("/dev/kfd")  # torch for AMD calls its GPUs cuda
 
-_sms_left = 0  # multiprocessors that products leave free during exchanges
+_sms_left = 0  # multiprocessors that matmuls leave free during collectives
 
 
 def set_environment(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that the driver and torch read when CUDA starts, unless the user has set them.
+    """Set environment variables that the CUDA driver and torch read when CUDA starts, unless the user has set them.
 
     Call it before CUDA starts.
     """
@@ -52,17 +52,17 @@ def _torch_release() -> tuple[int, ...]:
 
 
 def leave_to_exchanges(sms: int) -> None:
-    """Set the number of multiprocessors that products leave free inside `exchanges_under_way`."""
+    """Set the number of multiprocessors that matmuls leave free within `exchanges_under_way`."""
     global _sms_left
     _sms_left = sms
 
 
 @contextmanager
 def exchanges_under_way() -> Iterator[None]:
-    """Inside, persistent products leave multiprocessors to NCCL's kernels.
+    """Within this context, persistent matmul kernels leave multiprocessors free for NCCL's kernels.
 
-    A grouped product has one block on each multiprocessor until it ends; a later exchange would wait that long, with
-    any priority of its stream. torch calls this experimental, and warns once.
+    A grouped matmul occupies all multiprocessors until it ends, so a collective that starts later would have to wait,
+    whatever its stream's priority is. torch calls this setting experimental, and warns once.
     """
     if _sms_left == 0:
         yield
@@ -77,14 +77,14 @@ def exchanges_under_way() -> Iterator[None]:
 
 
 def describe(config: Config, environment: MutableMapping[str, str] = os.environ) -> str:
-    """Describe the settings of this process, for a line at a run's start."""
+    """Describe the GPU settings of this process in one line, for the log at the start of a run."""
     parallel, sms = config.parallel, derived.exchange_sms(config)
-    allocator = next((environment[name] for name in ALLOCATOR if name in environment), "torch's own")
+    allocator = next((environment[name] for name in ALLOCATOR if name in environment), "settings are torch's defaults")
     return "; ".join(
         (
-            f"exchanges {'go first' if parallel.priority_exchanges else 'have no priority'}",
-            f"products leave them {sms} multiprocessors",
-            f"communicators are set up {'at the start' if parallel.early_communicators else 'at their first use'}",
+            f"collectives have {'high' if parallel.priority_exchanges else 'no'} priority",
+            f"matmuls leave {sms} multiprocessors to them",
+            f"communicators are created {'at the start' if parallel.early_communicators else 'at their first use'}",
             f"{CONNECTIONS} {environment.get(CONNECTIONS, 'unset')}",
             f"allocator {allocator}",
         )
@@ -92,16 +92,15 @@ def describe(config: Config, environment: MutableMapping[str, str] = os.environ)
 
 
 def refuse_missing(device: str, key: str) -> None:
-    """Raise ConfigError, naming `key`, for "cuda" on a machine without a GPU. In doubt it does not raise: torch
-    decides."""
+    """Raise ConfigError, naming `key`, for device "cuda" on a machine without a GPU. In doubt, leave it to torch."""
     if device == "cuda" and not _may_have_gpu():
         option = f"{key}{' ' if key.startswith('--') else '='}cpu"
-        raise ConfigError(f"{key} (cuda) needs a CUDA GPU, and there is none here. Try {option}.")
+        raise ConfigError(f"{key} (cuda) needs a CUDA GPU, but this machine has none. Try {option}.")
 
 
 @functools.cache
 def _may_have_gpu() -> bool:
-    """Whether there is an AMD driver, or an NVIDIA driver that sees a GPU."""
+    """Whether this machine has an AMD driver, or an NVIDIA driver that finds a GPU."""
     if AMD_DRIVER.exists():
         return True
     try:
@@ -113,9 +112,9 @@ def _may_have_gpu() -> bool:
 
 
 def card_name() -> str | None:
-    """Return the name of this machine's first NVIDIA GPU, such as "NVIDIA H100 80GB HBM3"; None without one.
+    """Return the name of this machine's first NVIDIA GPU, such as "NVIDIA H100 80GB HBM3", or None if there is none.
 
-    It makes no context on the GPU.
+    It creates no CUDA context.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

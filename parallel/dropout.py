@@ -1,7 +1,8 @@
-"""Dropout seeded by position: a layer's mask depends on its inputs' position in the training, never on earlier draws.
+"""Dropout with masks that depend on the step, layer and tokens they are for, but never on earlier random draws.
 
-When a layer is entered, its generators are seeded by (run's seed, step, layer, micro-batch of the global batch, rows of
-this rank). So neither a resume, nor another order of passes, nor recomputation changes a mask.
+Before a layer runs, its random generators are seeded with (seed of the run, step, layer, micro-batch in the global
+batch, token rows of this rank). So a mask is the same after a resume, with another order of passes, and in
+recomputation.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from parallel.topology import Topology
 
 
 class Dropout:
-    """Seeds the generators from which a rank's model chunks draw for dropout. `step`: of the next passes."""
+    """Seeds the random generators of dropout in a rank's model chunks. `step`: the step of the next passes."""
 
     def __init__(self, config: Config, topology: Topology, bare_chunks: Sequence[torch.nn.Module]):
         self.step = 0
         self._seed, self._data = config.training.seed, topology.data
-        self._is_cut = config.parallel.sequence  # tensor ranks hold different rows between attention and feed-forward
-        # The key of draws that all tensor ranks of these tokens share, and of this rank's own.
+        self._is_cut = config.parallel.sequence  # tensor ranks have different tokens between attention and feed-forward
+        # Keys of the seeds that all tensor ranks of these tokens share, and of this rank's own seeds.
         self._shared_key = f"context {topology.context.rank}"
         self._own_key = f"{self._shared_key} tensor {topology.tensor.rank}"
         on_gpu = topology.device.type == "cuda"
@@ -43,7 +44,7 @@ class Dropout:
                 module.register_forward_pre_hook(partial(self._enter, layer))
 
     def begin(self, micro_batch: int) -> None:
-        """Seed what follows as a pass over this micro-batch of the rank's, counted from 0."""
+        """Set the micro-batch of the next pass (of this rank, counted from 0), for the seeds of its dropout."""
         # Its index in the global batch, the same in every layout: see data/loader.py.
         set_current_pass((self.step, micro_batch * self._data.size + self._data.rank))
 
@@ -53,14 +54,13 @@ class Dropout:
         tracker = tensor_parallel.get_cuda_rng_tracker()
         step, micro_batch = tracker.get_states()[PASS_KEY]
         own = seed_of(self._seed, step, layer, micro_batch, self._own_key)
-        with tracker.fork():  # attention of this rank's heads, and embeddings of its rows, draw from the tracker
+        with tracker.fork():  # attention of this rank's heads, and embeddings of its tokens, use the tracker
             self._generator.manual_seed(own)
         shared = seed_of(self._seed, step, layer, micro_batch, self._shared_key)
         self._generator.manual_seed(own if self._is_cut else shared)
 
 
 def seed_of(seed: int, step: int, layer: int, micro_batch: int, row_key: str) -> int:
-    """Return the seed of the draws of one layer in one pass, in [0, 2^63). `layer` 0 is the embedding; `row_key` names
-    the rows."""
+    """Return one layer's dropout seed in one pass, in [0, 2^63). Layer 0 is the embedding; row_key names the tokens."""
     digest = hashlib.blake2b(f"{seed} {step} {layer} {micro_batch} {row_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""The precisions that a config names, and torch's types as safetensors calls them."""
+"""The torch dtypes of a config's precisions, and the names of torch dtypes in safetensors files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointwise functions that are one kernel on a GPU: compiled there at the first call, and unchanged elsewhere."""
+"""Pointwise functions that run as one kernel on a GPU, compiled at the first call. On a CPU they are unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for a GPU, without specializing on tensor sizes, which change with every call."""
+    """Compile a function for a GPU without specializing on tensor sizes, which differ from call to call."""
     if importlib.util.find_spec("triton") is None:
         return function
     compiled = torch.compile(function, dynamic=True, fullgraph=True)
@@ -29,18 +29,18 @@ def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
             except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
                 broken = True
                 reason = str(error).strip().splitlines()[0]
-                warnings.warn(
-                    f"{function.__name__} runs as several kernels: torch.compile failed ({reason})", stacklevel=2
-                )
+                message = f"torch.compile failed for {function.__name__}, which now runs as several kernels: {reason}"
+                warnings.warn(message, stacklevel=2)
         return function(*args)
 
     return call
 
 
 def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function of tensors of one device to run as one kernel on a GPU.
+    """Decorate a function of tensors on one device, so that it runs as one kernel on a GPU.
 
-    It must not change its arguments; each element of a result depends on the elements at the same index or in its row.
+    The function must not change its arguments. Each element of a result may depend only on elements at the same index
+    or in the same row.
     """
     on_gpu: Callable[..., Any] | None = None
 
@@ -58,8 +58,8 @@ def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
 
 def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Write left * right to `out`, which may be a view of a larger tensor."""
-    if torch.compiler.is_compiling():  # torch.compile refuses such an `out`, and fuses the copy
+    """Write the elementwise product left * right into `out`, which may be a view of a larger tensor."""
+    if torch.compiler.is_compiling():  # torch.compile rejects a view as `out`, but fuses the copy
         out.copy_(left * right)
     else:
         torch.mul(left, right, out=out)

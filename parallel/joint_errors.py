@@ -1,8 +1,10 @@
-"""Errors that all ranks raise together if one has a problem, so that no rank waits for one that is gone."""
+"""Errors that all ranks raise together if one has a problem, so that no rank waits for one that has ended."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -15,7 +17,7 @@ from parallel.liveness import same_start
 
 
 def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> None:
-    """Raise a ConfigError, or another `kind`, on every rank if any rank has a problem. A collective call."""
+    """Raise ConfigError (or `kind`) on every rank if any rank passes an error message, `problem`. A collective call."""
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     found = [f"{p} (rank {rank})" if len(problems) > 1 else p for rank, p in enumerate(problems) if p is not None]
@@ -23,9 +25,20 @@ def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> 
         raise kind(found[0])
 
 
+@contextmanager
+def raised_together() -> Iterator[None]:
+    """Within this context, a ConfigError of one rank is raised on all ranks. A collective call, which all ranks must
+    make."""
+    problem = None
+    try:
+        yield
+    except ConfigError as error:
+        problem = str(error)
+    raise_together(problem)
+
+
 def refuse_other_facts(facts: same_start.Facts) -> None:
-    """Raise ConfigError on every rank if facts differ between ranks, with their names, values and ranks. A collective
-    call."""
+    """Raise ConfigError on every rank if facts (values by name) differ between ranks. A collective call."""
     every: list[same_start.Facts] = [{}] * dist.get_world_size()
     dist.all_gather_object(every, facts)
     alike: dict[str, list[int]] = {}
@@ -37,13 +50,13 @@ def refuse_other_facts(facts: same_start.Facts) -> None:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective call failed because another rank has left the job: gloo says so in a RuntimeError."""
+    """Whether a collective failed because another rank has left the job, which gloo reports as a RuntimeError."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def refuse_other_layouts(config: Config) -> None:
-    """Raise ConfigError on every rank if a rank chose another layout than rank 0, before groups exist. A collective
-    call."""
+    """Raise ConfigError on every rank if the layout search chose different layouts on the ranks. A collective call,
+    before the process groups of the layout exist."""
     own = [as_typed(key, get(config, key)) for key in SEARCHED]
     every: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(every, own)
@@ -51,6 +64,6 @@ def refuse_other_layouts(config: Config) -> None:
         if layout != every[0]:
             differs = ", ".join(f"{a} and {b}" for a, b in zip(every[0], layout, strict=True) if a != b)
             raise ConfigError(
-                f"parallel.layout (auto) must lead to one layout, and ranks 0 and {rank} chose {differs}. Give all "
-                "nodes the same files of this program and of run_dir, or the layout's keys themselves."
+                f"parallel.layout (auto) must lead to the same layout on all ranks, but ranks 0 and {rank} chose "
+                f"{differs}. Use the same program files and the same run_dir on all nodes, or set the layout's keys."
             )

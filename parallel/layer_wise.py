@@ -1,10 +1,12 @@
-"""The layer-wise schedule: all micro-batches of a step pass a layer before the next layer (GreedySnake, vertical).
+"""The layer-wise schedule: in a step, all micro-batches pass one layer before any passes the next (GreedySnake,
+vertical).
 
-So a layer's weights are needed once per pass of the step, not once per micro-batch, and its gradient is final when the
-layer is done. The head runs after each micro-batch's last layer, forward and backward; the embedding's passes adjoin
-the first layer's. Tensors between layers, and every layer's input until its backward pass, are in memory/layer_inputs.
-Within each layer gradients are added in the order of the micro-batches, as in Megatron-core's schedule: the same bits.
-Only a table that the embedding shares with the head gets its gradients in another order.
+So the weights of a layer are needed once per pass of the step instead of once per micro-batch, and its gradient is
+final once the layer's backward passes are done. The output head runs forward and backward after each micro-batch's last
+layer; the embedding runs directly before the first layer, and its backward pass directly after it.
+memory/layer_inputs.py stores the tensors between layers, and the input of every layer until its backward pass. Within a
+layer, gradients are added in the order of micro-batches as in Megatron-core's schedule, which gives the same bits. Only
+an embedding table that is shared with the head gets its gradients in another order.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from parallel.trace import named
 
 
 class StartedPass(NamedTuple):
-    """A chunk's forward pass before its layers: their input hidden [s, b, H] (None: the pipeline receives it), the
-    keywords of each layer, and the function from the layers' output to the chunk's."""
+    """A model chunk's forward pass up to its first layer. `hidden`: input of the layers [s, b, H], or None if it is
+    received from the previous stage; `settings`: keyword arguments of each layer; `end`: computes the chunk's output
+    from that of the layers."""
 
     hidden: torch.Tensor | None
     settings: dict[str, Any]
@@ -43,13 +46,13 @@ class StartedPass(NamedTuple):
 
 @dataclass
 class _MicroBatch:
-    """State of a micro-batch after its embedding."""
+    """The state of a micro-batch that a step stores between its embedding and its last backward pass."""
 
     settings: dict[str, Any]
     end: Callable[[torch.Tensor], Any]
     loss: Callable[..., Any]
     pass_id: PassId | None
-    embedding: GradientEdge  # for the gradient of the first layer's input
+    embedding: GradientEdge  # through which the first layer's input gets its gradient
 
 
 def forward_backward(
@@ -65,11 +68,12 @@ def forward_backward(
     pg_collection: Any = None,
     **others: Any,
 ) -> list[Any]:
-    """Run Megatron-core's `forward_backward_no_pipelining` layer-wise, with the same arguments and results.
+    """Run the passes of a step layer-wise, with arguments and results of Megatron-core's
+    `forward_backward_no_pipelining`.
 
-    `store` keeps the tensors between layers. A forward pass without a backward pass is Megatron's own. The model is one
-    chunk with `begin` (see StartedPass), which `forward_step_func` calls with keywords and whose output it does not
-    read.
+    `store` has the tensors between layers. With `forward_only`, Megatron-core's own function runs. The model must be
+    one chunk with a method `begin` (see StartedPass); `forward_step_func` must call it with keyword arguments and must
+    not read its output.
     """
     if forward_only:
         return schedules.forward_backward_no_pipelining(  # type: ignore[no-any-return]
@@ -93,7 +97,7 @@ def forward_backward(
 
 
 class _LayerWiseStep:
-    """Runs the passes of one step."""
+    """Runs the forward and backward passes of one step, layer by layer."""
 
     def __init__(self, store: LayerInputs, model: Any, forward_step: Any, data_iterator: Any, count: int) -> None:
         self._store, self._model, self._count = store, model, count
@@ -107,13 +111,13 @@ class _LayerWiseStep:
         (self._block,) = (module for module in self._chunk.modules() if isinstance(module, TransformerBlock))
         self._micro_batches: list[_MicroBatch] = []
         self._calls: dict[tuple[int, int], CheckpointedCall] = {}
-        # By layer and micro-batch; a gradient is that of the layer's output.
+        # Both by layer and micro-batch; gradients are those of the layers' outputs.
         self._inputs: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], Any] = {}
         self._results: list[Any] = []
 
     def run(self, collect_non_loss_data: bool) -> list[Any]:
-        """Run all passes; return the results of Megatron's schedule."""
+        """Run all passes of the step. Returns the results in the form of Megatron-core's schedule."""
         self._collects = collect_non_loss_data
         self._store.begin()
         no_sync = self._config.no_sync_func
@@ -126,7 +130,7 @@ class _LayerWiseStep:
         return self._results
 
     def _read(self, now: LayerPass | None) -> list[Any]:
-        """Return the stored tensors that a pass reads and that exist already."""
+        """Return the stored tensors that a pass will read, if they exist already."""
         if now is None:
             return []
         kept = [self._inputs] if now.is_forward else [self._gradients, self._inputs]
@@ -141,7 +145,7 @@ class _LayerWiseStep:
         call = self._calls[now[1:]] = CheckpointedCall(
             lambda hidden: module(hidden_states=hidden, context=None, context_mask=None, **settings)[0]
         )
-        # Under sequence parallelism tensor ranks hold different rows: Megatron's block has them draw different numbers.
+        # With sequence parallelism, tensor ranks have different tokens and, as in Megatron, different random numbers.
         tracker = tensor_parallel.get_cuda_rng_tracker()
         forked = tracker.fork() if self._config.sequence_parallel else contextlib.nullcontext()
         set_current_pass(self._micro_batches[number].pass_id)
@@ -153,10 +157,10 @@ class _LayerWiseStep:
             self._gradients[now[1:]] = self._store.put(self._head(number, output))
 
     def _start(self, number: int) -> torch.Tensor:
-        """Call the caller's forward step for a micro-batch; return the first layer's input."""
+        """Start a micro-batch with the caller's forward step. Returns the input of the first layer."""
         if number == 0 and hasattr(self._model, "set_is_first_microbatch"):
             self._model.set_is_first_microbatch()
-        # In place of the chunk, `begin` only starts the pass.
+        # Instead of the chunk, the forward step calls `begin`, which only starts the pass.
         started, loss = self._forward_step(self._iterator, self._chunk.begin)
         hidden = started.hidden
         edge = get_gradient_edge(hidden)
@@ -165,7 +169,7 @@ class _LayerWiseStep:
 
     @named("head")
     def _head(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Run both passes of the head; return the gradient of the layers' output."""
+        """Run the output head forward and backward for a micro-batch. Returns the gradient of the layers' output."""
         micro_batch, hidden = self._micro_batches[number], hidden.detach().requires_grad_()
         output = hidden
         if self._block.final_layernorm is not None:
@@ -185,7 +189,7 @@ class _LayerWiseStep:
             self._config.context_parallel_size,
             True,
         )
-        micro_batch.loss = micro_batch.end = _raise_over  # they have references to the batch
+        del micro_batch.loss, micro_batch.end  # they have references to the batch
         return schedules.backward_step(hidden, output, None, None, self._config)  # type: ignore[no-any-return]
 
     @named("backward")
@@ -199,7 +203,3 @@ class _LayerWiseStep:
             self._gradients[layer - 1, number] = self._store.put(grad)
         else:
             torch.autograd.backward(self._micro_batches[number].embedding, grad)
-
-
-def _raise_over(*_: Any) -> None:
-    raise AssertionError("a micro-batch has one head")

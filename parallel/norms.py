@@ -1,4 +1,4 @@
-"""Norms of gradients that do not depend on how the gradients are cut, and are exact for any size."""
+"""Norms of gradients that do not depend on how the gradients are cut, and stay exact for tensors of any size."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ BLOCK = 1024  # elements per partial norm on a CPU
 
 @torch.no_grad()
 def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of each tensor, in fp64.
+    """Return the L2 norm of each tensor, fp64 [number of tensors].
 
-    Squares are added in fp64: in fp32 the norm of the same gradients would depend on how they are cut. On a CPU norms
-    of blocks are combined: torch adds one square after the other, slowly and with an error that grows.
+    Squares are added in fp64: in fp32 the norm would depend on how the same gradients are cut. On a CPU, the norms of
+    blocks are combined: torch would add one square after the other, slowly and with a growing error.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
@@ -23,8 +23,8 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def squares_into(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-    """Write the square of each tensor's norm to `squares` [tensors], fp64. Nothing is allocated on a GPU, so any stream
-    may be current."""
+    """Write the squared L2 norm of each tensor to `squares`, fp64 [number of tensors]. On a GPU nothing is allocated,
+    so any stream may be current."""
     if not tensors:
         return
     if squares.device.type == "cpu":

@@ -1,17 +1,17 @@
-"""Parameters outside Megatron-core's buffers, which its DDP and its sharded optimizer do not hold.
+"""Parameters outside Megatron-core's buffers, which its DDP and its sharded optimizer do not handle.
 
-Megatron-core shards a model's gradients and state by offsets in flat buffers. Parameters that must be stored elsewhere
-(a shard of a weight, an offloaded expert, a matrix that one rank steps whole) are registered with `own`, before
-models/parallelize.py wraps the model. From then on the owner defines:
+Megatron-core shards a model's gradients and optimizer state by offsets in flat buffers. Parameters that must be stored
+in another way (a shard of a weight, an offloaded expert, a matrix that one rank updates whole) are registered with
+`own`, before models/parallelize.py wraps the model. From then on an object, the owner, defines for its parameter:
 
-* the gradient: `main_grad`, memory of its own; micro-batches add to it, by autograd or by `add_grad`;
+* the gradient: `main_grad`, in separate memory; micro-batches add to it, by autograd or with `add_grad`;
 * its reduction, once a step, after the last micro-batch (parallel/megatron/ddp.py);
-* which rank counts it in norms, and which one writes it, if several ranks hold the same (optim/grad_norms.py);
-* its update: a member of the optimizer's chain steps all that this rank holds of it, or the offloaded optimizer does,
-  and passes that read it wait at its gate (parallel/megatron/optimizer.py, offloaded.py);
-* its box in checkpoints, for the weight and its moments (checkpoint/state.py).
+* which rank counts it in norms, and which rank writes it, if several ranks have the same (optim/grad_norms.py);
+* its update: an optimizer in Megatron's chain updates all of it that this rank has, or the offloaded optimizer does,
+  and passes that read it wait for that (parallel/megatron/optimizer.py, offloaded.py);
+* its position in checkpoints, for the weight and its moments (checkpoint/state.py).
 
-An offloaded parameter is a stand-in that has only the shape. Its weights, its gradient and its state are records of the
+An offloaded parameter is a placeholder that has only a shape. Its weights, gradient and state are records of the
 offloaded optimizer (optim/offload/experts.py), which are copied to the device in turn.
 """
 
@@ -33,14 +33,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 @dataclass(frozen=True)
 class ShardBox:
-    """Position of this rank's shard in the whole parameter, in elements along each dimension."""
+    """The position of this rank's shard in the whole parameter, in elements along each dimension."""
 
     shape: tuple[int, ...]  # of the whole parameter
     offset: tuple[int, ...]  # of the shard's first element
 
 
 class OwnedParameter:
-    """The owner of a parameter, or of this rank's shard of one, from `own` to `release`."""
+    """Handles the gradient of a parameter (or of this rank's shard of one) outside Megatron-core's buffers."""
 
     def __init__(
         self,
@@ -52,21 +52,21 @@ class OwnedParameter:
     ):
         self.parameter, self.group, self.box = parameter, group, box
         self.grad_dtype, self.off_device = grad_dtype, off_device
-        # Whether the parameter holds its numbers: an offloaded one only inside `at_hand`.
+        # Whether the parameter has its values: an offloaded one only inside `at_hand`.
         self.is_here = not off_device
-        # Called with the parameter before its gradient of a step is first written: the last update may still read it.
+        # Called with the parameter before a step first writes its gradient, which the last update may still read.
         self.gate: Callable[[torch.nn.Parameter], None] | None = None
         self._hook: Any = None
 
     @property
     def counts(self) -> bool:
-        """Whether this rank represents all ranks that hold the same shard, in norms and in checkpoints."""
+        """Whether this rank stands for all ranks with the same shard, in norms and in checkpoints."""
         return self.group is None or self.group.rank() == 0
 
     def begin(self) -> None:
-        """Allocate the gradient, and receive gradients from autograd.
+        """Allocate the gradient, and start to add autograd's gradients to it.
 
-        Gradients of an offloaded parameter are taken by its offloaded optimizer instead, which has their memory.
+        Does nothing for an offloaded parameter: the offloaded optimizer stores its gradients.
         """
         if self.off_device:
             return
@@ -76,20 +76,19 @@ class OwnedParameter:
 
     @torch.no_grad()
     def add_grad(self, grad: torch.Tensor) -> None:
-        """Add a micro-batch's gradient that autograd does not pass, of the shard's shape and any dtype."""
+        """Add a micro-batch's gradient that does not come from autograd. It has the shard's shape and any dtype."""
         add_gradient(self.parameter, grad, self.gate)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradient over the ranks that hold the same shard. Their collective call, after the last
-        micro-batch."""
+        """All-reduce the gradient over the ranks with the same shard, after a step's last micro-batch."""
         zero_if_old(self.parameter, self.gate)  # no micro-batch had one
         grad: torch.Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(grad, group=self.group)
 
     def release(self) -> None:
-        """Remove all references to the parameter: autograd's hooks form cycles that Python's collector cannot see."""
+        """Drop all references to the parameter, because Python cannot collect cycles with autograd's hooks."""
         if self._hook is not None:
             self._hook.remove()
         self.gate = self._hook = None
@@ -103,52 +102,53 @@ def own(
     grad_dtype: torch.dtype = torch.float32,
     off_device: bool = False,
 ) -> OwnedParameter:
-    """Keep a module's parameter out of Megatron-core's buffers. Called on a bare model, on every rank that holds it.
+    """Keep a module's parameter out of Megatron-core's buffers. Call it on a bare model, on every rank that has the
+    parameter.
 
     Args:
-        parameter: the whole parameter, or this rank's shard. It needs gradients; each rank steps all that it holds.
-        group: ranks that hold the same shard: their gradients are summed. None: this rank alone.
-        box: position of the shard; None: the parameter is whole, or its module knows the position.
+        parameter: the whole parameter, or this rank's shard. It needs gradients; each rank updates what it has.
+        group: the ranks with the same shard, whose gradients are summed. None: only this rank has it.
+        box: position of the shard. None: the parameter is whole, or its module knows the position.
         grad_dtype: dtype of the gradient's memory. Offloaded and fp32 parameters need fp32.
-        off_device: the parameter is a stand-in for offloaded numbers.
+        off_device: whether the parameter is a placeholder for offloaded values.
 
-    Raises ValueError for a parameter that is owned already, needs no gradient, or does not fit its box.
+    Raises ValueError if the parameter is owned already, needs no gradient, or does not fit into its box.
     """
     if owner_of(parameter) is not None or not parameter.requires_grad:
-        raise ValueError(f"parameter {tuple(parameter.shape)} is owned already, or needs no gradient")
+        raise ValueError(f"The parameter of shape {tuple(parameter.shape)} is owned already, or needs no gradient.")
     if box is not None:
         fits = parameter.dim() == len(box.shape) == len(box.offset) and all(
             0 <= start <= end - size for start, size, end in zip(box.offset, parameter.shape, box.shape)
         )
         if not fits:
-            raise ValueError(f"shard {tuple(parameter.shape)} does not fit its box: {box}")
+            raise ValueError(f"A shard of shape {tuple(parameter.shape)} does not fit into its parameter: {box}.")
     parameter.owned = OwnedParameter(parameter, group, box, grad_dtype, off_device)  # type: ignore[attr-defined]
     return owner_of(parameter)  # type: ignore[return-value]
 
 
 def owner_of(parameter: torch.Tensor) -> OwnedParameter | None:
-    """Return the owner of a parameter; None: Megatron-core's buffers hold it."""
+    """Return the owner of a parameter, or None if Megatron-core's buffers have it."""
     return getattr(parameter, "owned", None)
 
 
 def owners(parameters: Iterable[torch.nn.Parameter]) -> list[OwnedParameter]:
-    """Return the owners of those parameters that have one, in their order."""
+    """Return the owners of the parameters that have one, in the same order."""
     return [owner for parameter in parameters if (owner := owner_of(parameter)) is not None]
 
 
 def is_off_device(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a stand-in for offloaded numbers."""
+    """Whether a parameter is a placeholder whose values are offloaded to the host or the disk."""
     return (owner := owner_of(parameter)) is not None and owner.off_device
 
 
 def is_at_hand(parameter: torch.Tensor) -> bool:
-    """Whether an offloaded parameter holds its numbers now: see `at_hand`."""
+    """Whether an offloaded parameter has its values now, inside `at_hand`."""
     return is_off_device(parameter) and parameter.owned.is_here  # type: ignore[attr-defined, no-any-return]
 
 
 @contextmanager
 def at_hand(parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, offloaded parameters hold these tensors of their shapes."""
+    """Within this context, offloaded parameters have the values of these tensors, which have their shapes."""
     stand_ins = [parameter.data for parameter in parameters]
     try:
         for parameter, tensor in zip(parameters, tensors, strict=True):
@@ -162,14 +162,14 @@ def at_hand(parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Te
 
 
 def with_boxes(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a chunk's sharded state dict in which each shard has its box, under the name of the whole parameter."""
+    """Return a model chunk's sharded state dict with the position of each owned shard in its whole parameter."""
 
     def with_box(value: Any) -> Any:
         sharded = isinstance(value, (ShardedTensor, ShardedTensorFactory)) and value.data is not None
         owner = owner_of(value.data) if sharded else None
         if owner is None or owner.box is None:
             return value
-        assert isinstance(value, ShardedTensor), f"{value.key}: a shard of a gated weight is more than one box"
+        assert isinstance(value, ShardedTensor), f"{value.key}: the shard of a gated weight has more than one box"
         stacked = value.prepend_axis_num  # axes over layers
         return replace(
             value,

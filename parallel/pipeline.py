@@ -1,5 +1,6 @@
-"""The order of a step's passes, from the configuration alone: Megatron-core's schedule of micro-batches (1F1B,
-interleaved or not) or the layer-wise one; and the slots that offloaded layers' weights are copied to in that order."""
+"""The order of a step's passes, from the config alone: Megatron-core's schedule of micro-batches (1F1B, interleaved or
+not) or the layer-wise schedule; and the device buffers ("slots") to which offloaded layers' weights are copied in that
+order."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from configs.schema import Config
 
 
 def layers_of_stage(config: Config, stage: int) -> list[range]:
-    """Return the layers, from 0, of each of a stage's model chunks."""
+    """Return the layers of each model chunk of a pipeline stage, numbered from 0 in the whole model."""
     stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
     size = config.model.num_layers // (stages * chunks)
     return [range(chunk * size, (chunk + 1) * size) for chunk in range(stage, stages * chunks, stages)]
 
 
 def passes(config: Config, num_micro_batches: int, stage: int) -> Iterator[tuple[bool, int]]:
-    """Yield (whether it is a forward pass, model chunk) for each pass of a stage in one step."""
+    """Yield (whether it is a forward pass, model chunk) for each pass of a pipeline stage in a step."""
     stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
     total = num_micro_batches * chunks
     if stages == 1:
@@ -45,10 +46,10 @@ def passes(config: Config, num_micro_batches: int, stage: int) -> Iterator[tuple
 
 
 def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_only: bool = False) -> list[int]:
-    """Return the layers of a stage, numbered in the whole model from 0, in the order in which one step visits them.
+    """Return a stage's layers (numbered from 0 in the whole model) in the order in which a step visits them.
 
-    Two consecutive visits of a layer count once: a recomputation and its backward pass are one visit. `forward_only`:
-    the visits of an evaluation, which takes one micro-batch after the other under either schedule.
+    Successive visits of the same layer count once, such as a recomputation and its backward pass. forward_only: the
+    visits of an evaluation, which passes one micro-batch after the other with either schedule.
     """
     chunks = layers_of_stage(config, stage)
     if config.training.pass_order == "by_layer" and not forward_only:
@@ -66,8 +67,8 @@ def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_onl
 
 @dataclass(frozen=True)
 class PlannedFill:
-    """A transfer of a layer's weights into a slot. It must end before visit `visit`, and starts after visit `after`,
-    the last one that uses the slot's previous content (-1: at once)."""
+    """A planned copy of a layer's weights to a device slot. It starts after visit `after`, the last that uses the old
+    contents of the slot (-1: immediately), and must end before visit `visit`."""
 
     layer: int
     slot_index: int
@@ -76,16 +77,16 @@ class PlannedFill:
 
 
 def slot_fills(visits: Sequence[int], num_slots: int) -> list[PlannedFill]:
-    """Return the copies of a step that visits layers in this order and starts with empty slots.
+    """Return the copies of weights to device slots for a step that visits layers in this order. All slots start empty.
 
-    Since the order is known, the slot whose layer is used last is filled next (Belady). The slot of the current visit
-    is not filled: with two slots a layer's weights are copied while the layer before it computes. Visits go forward and
-    back, so that slots beyond two keep some layers at each reversal, while the rest are streamed.
+    As the order is known, a copy replaces the weights that are needed last (Belady's algorithm), but not those of the
+    layer visited before: with two slots, a layer's weights are copied while the layer before it computes. Layers are
+    visited forward and then back, so slots beyond two keep some layers at each reversal, while the others are copied.
 
     Raises ValueError if there is no slot.
     """
     if num_slots < 1 and visits:
-        raise ValueError(f"slots must be at least 1, not {num_slots}")
+        raise ValueError(f"The number of device slots must be at least 1, but is {num_slots}.")
     following: list[float] = [math.inf] * len(visits)
     seen: dict[int, int] = {}
     for index in range(len(visits) - 1, -1, -1):
@@ -93,7 +94,7 @@ def slot_fills(visits: Sequence[int], num_slots: int) -> list[PlannedFill]:
         seen[visits[index]] = index
     held: list[int | None] = [None] * num_slots
     last, uses, found = [-1] * num_slots, [math.inf] * num_slots, list[PlannedFill]()
-    before = None  # the slot of the visit before
+    before = None  # the slot of the previous visit
     for visit, layer in enumerate(visits):
         if layer in held:
             index = held.index(layer)
@@ -108,7 +109,7 @@ def slot_fills(visits: Sequence[int], num_slots: int) -> list[PlannedFill]:
 
 
 class LayerPass(NamedTuple):
-    """A micro-batch's pass through a layer in the layer-wise schedule, with numbers from 0."""
+    """One micro-batch's pass through one layer in the layer-wise schedule. Numbers count from 0."""
 
     is_forward: bool
     layer: int
@@ -116,7 +117,7 @@ class LayerPass(NamedTuple):
 
 
 def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]:
-    """Yield all passes of a layer-wise step on one stage. The head runs after each micro-batch's last forward pass."""
+    """Yield all passes of a layer-wise step in order. The head runs after each micro-batch's last forward pass."""
     for is_forward in (True, False):
         for layer in range(num_layers) if is_forward else reversed(range(num_layers)):
             for micro_batch in range(num_micro_batches):
@@ -124,7 +125,8 @@ def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]
 
 
 def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
-    """Return the most units that a stage holds between passes, if a forward pass of a model chunk adds `of_chunk`."""
+    """Return the most units (such as layer inputs) that a stage stores for later backward passes, if a forward pass of
+    model chunk i adds of_chunk[i] units."""
     held = most = 0
     for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
         held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
@@ -133,10 +135,10 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
 
 
 def offloaded_layer_inputs(config: Config, world_size: int, stage: int, headroom: float) -> int:
-    """Return the number of layer inputs that each rank of a stage can keep on the host, in `headroom` bytes.
+    """Return how many layer inputs each rank of a stage can store on the host within `headroom` bytes.
 
-    At most it is the number that wait for their backward pass at once, counted for each micro-batch. In the layer-wise
-    schedule the gradients between two layers count too.
+    It is at most the number that wait for their backward pass at once, over all micro-batches. In the layer-wise
+    schedule, the gradients between two layers count too.
     """
     offload = config.training.activation_offload
     if offload == "none":

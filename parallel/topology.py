@@ -1,9 +1,9 @@
-"""Process groups and ranks, which only this module creates.
+"""Process groups and ranks. Only this module creates them.
 
 `initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`: this
-rank's coordinates and groups. Ranks are laid out tensor-fastest, then context, data, pipeline ("tp-cp-ep-dp-pp");
-expert parallelism folds over the same ranks with its own tensor size, so attention and experts may be split
-differently.
+rank's coordinates and groups. Ranks are ordered with tensor parallelism fastest, then context, data and pipeline
+parallelism ("tp-cp-ep-dp-pp"). Expert parallelism divides the same ranks with its own tensor size, so attention and
+experts may be sharded differently.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Axis:
         return self.rank == self.size - 1
 
     def another_group(self, timeout_seconds: int) -> dist.ProcessGroup:
-        """Create a group of the same processes, for concurrent exchanges. A collective call of these processes."""
+        """Create another process group of these ranks, for concurrent collectives. All these ranks make the call."""
         ranks = dist.get_process_group_ranks(self.group)
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
@@ -53,20 +53,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's coordinates in the layout. `rank` and `world_size` are the job's; `device` holds the tensors.
+    """This rank's coordinates in the parallel layout. `rank` and `world_size` are those of the job; `device` has the
+    tensors.
 
     Attributes:
         tensor: ranks that share each dense layer.
         context: ranks that share each sequence.
         data: ranks that read different samples.
-        data_context: `data` times `context`: ranks that hold the same dense weights.
-        pipeline: the stages.
+        data_context: `data` times `context`: ranks that have the same dense weights.
+        pipeline: the pipeline stages.
         expert: ranks that share the experts of a layer.
         expert_tensor: ranks that share each expert.
-        expert_data: ranks that hold the same experts.
-        groups: the same groups, and products of them, under Megatron-core's names. Its modules take them as
+        expert_data: ranks that have the same experts.
+        groups: these groups and combinations of them, with Megatron-core's names. Its modules take them as
             `pg_collection`.
-        virtual_size: model chunks of each pipeline rank.
+        virtual_size: model chunks per pipeline rank.
     """
 
     rank: int
@@ -85,39 +86,38 @@ class Topology:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Whether this rank writes or adds values that all ranks of its pipeline stage have: one of each stage does."""
+        """Whether this rank is the one of its pipeline stage that writes or sums values that all its ranks have."""
         return self.data_context.rank == 0 and self.tensor.rank == 0
 
 
 def choose_device(config: Config) -> torch.device:
-    """Return the device of this rank, from `training.device` and torchrun's local rank. Raises ConfigError without
-    CUDA."""
+    """Return this rank's device, from `training.device` and its local rank. Raises ConfigError if it has no GPU."""
     wanted = config.training.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("training.device (cuda) needs a CUDA GPU, and torch sees none here. Try training.device=cpu.")
+        raise ConfigError("training.device (cuda) needs a CUDA GPU, but torch finds none. Try training.device=cpu.")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = launched().local_rank or 0
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"local rank ({local_rank}) has no GPU of its own: torch sees {torch.cuda.device_count()} here. "
+            f"local rank ({local_rank}) has no GPU: torch finds only {torch.cuda.device_count()} on this machine. "
             f"Try --nproc-per-node {torch.cuda.device_count()}."
         )
     return torch.device("cuda", local_rank)
 
 
 def initialize(config: Config) -> Topology:
-    """Join the job and build the groups of the configured layout; every rank calls it once.
+    """Join the job and create the process groups of the configured layout. Every rank calls it once.
 
-    Uses torchrun's environment, or a world of one without it; keeps a process group that exists already. Every rank's
-    random number states depend on `training.seed` and its coordinates. Raises ConfigError if the layout does not fit
-    the world.
+    Uses torchrun's environment, or a job of one rank without it; an existing process group is kept. Random number
+    generators are seeded from `training.seed` and the rank's coordinates. Raises ConfigError if the layout does not fit
+    the number of ranks.
     """
     device = choose_device(config)
     apply_patches(device.type)
     layout = config.parallel
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # before NCCL, which takes the current one
+        torch.cuda.set_device(device)  # before NCCL, which uses the current device
         card.leave_to_exchanges(derived.exchange_sms(config))
     if not dist.is_initialized():
         timeout = timedelta(seconds=layout.timeout_seconds)
@@ -131,8 +131,8 @@ def initialize(config: Config) -> Topology:
             "world_size": launch.world_size,
         }
         if device.type == "cuda" and layout.early_communicators:
-            # NCCL then sets the world's communicator up here and splits the groups' off it: they share its buffers, and
-            # none is set up at its first use, in the middle of a step, which ranks reach at different times.
+            # NCCL then creates the world's communicator here and splits those of the groups off it: they share its
+            # buffers, and none is created at its first use in the middle of a step.
             options["device_id"] = device
         dist.init_process_group(backend, timeout=timeout, **options)
     world_size = dist.get_world_size()
@@ -157,14 +157,18 @@ def initialize(config: Config) -> Topology:
     )
     topology = _topology(device, layout.virtual_pipeline or 1)
     if layout.context > 1 and dist.get_backend() == dist.Backend.NCCL:
-        # Otherwise the first messages between two of its ranks would wait for the others to set the communicator up.
+        # Otherwise the first messages between two of its ranks would wait until all have created the communicator.
         dist.barrier(group=topology.context.group, device_ids=[torch.cuda.current_device()])
-    _seed_random_numbers(config, topology)
+    # Training does not use these random states (weights: models/initial_weights.py, data order: data/samples/, dropout:
+    # its own generators), but a user's callback may: ranks with different tokens get different numbers.
+    seed = config.training.seed + 100 * topology.pipeline.rank + 10_000 * topology.data.rank
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return topology
 
 
 def _priority_groups(config: Config) -> list[str]:
-    """Return Megatron-core's names of groups whose NCCL kernels have priority: products wait for their exchanges.
+    """Return Megatron-core's names of the groups whose NCCL kernels get high priority, because matmuls wait for them.
 
     gloo has no priorities.
     """
@@ -173,7 +177,7 @@ def _priority_groups(config: Config) -> list[str]:
 
 
 def megatron_groups() -> ProcessGroupCollection:
-    """Return the existing process groups in the form of Megatron-core's modules; others read `Topology.groups`."""
+    """Return the existing process groups as Megatron-core's modules take them. Others use `Topology.groups`."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -200,22 +204,13 @@ def _topology(device: torch.device, virtual_size: int) -> Topology:
     )
 
 
-def _seed_random_numbers(config: Config, topology: Topology) -> None:
-    # Our trainings do not use these states: weights are drawn by models/initial_weights.py, the data order by
-    # data/samples/, and dropout seeds its own generators. A user's callback may: ranks that hold different tokens get
-    # different numbers.
-    seed = config.training.seed + 100 * topology.pipeline.rank + 10_000 * topology.data.rank
-    torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
 def leave_layout() -> None:
-    """Destroy the groups of the layout; the job's own process group stays."""
+    """Destroy the process groups of the layout. The job's own process group stays."""
     parallel_state.destroy_model_parallel()
 
 
 def destroy() -> None:
-    """Leave the job: destroy Megatron's groups and torch's. Safe to call twice."""
+    """Leave the job: destroy Megatron's process groups and torch's. Can be called twice."""
     leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()

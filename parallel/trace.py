@@ -1,6 +1,6 @@
-"""Names of the phases in a trace: dispatch, experts, combine, attention, gradient reduction and so on.
+"""Names of a step's phases in a profiler trace: dispatch, experts, combine, attention, gradient reduction and so on.
 
-Without a recording a name costs the test of a flag (0.1 us; torch's record_function takes 3 us even then).
+While no trace is recorded, a name costs the test of a flag (0.1 us; torch's record_function would take 3 us).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _recording = False
 
 
 def span(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that names the operations inside."""
+    """Return a context that names the operations inside it in a trace."""
     return record_function(name) if _recording else _NOTHING
 
 
 def named(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that names the calls of a function."""
+    """Return a decorator that names a function's calls in a trace."""
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
@@ -42,7 +42,7 @@ def named(name: str) -> Callable[[Function], Function]:
 
 @contextlib.contextmanager
 def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
-    """Inside, names are recorded; also those of `others`, (owner, attribute, name) of foreign functions."""
+    """Within this context, traces record names, also those of the functions `others`, each (owner, attribute, name)."""
     global _recording
     before, _recording = _recording, True
     undo: list[Callable[[], None]] = []
@@ -62,10 +62,10 @@ def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
 
 
 def with_backward(name: str) -> Callable[[Function], Function]:
-    """Return a decorator that names a module's calls and backward passes.
+    """Return a decorator that names a module's forward and backward passes in a trace.
 
-    It decorates a `forward` from a tensor to a tensor, or to a tuple with a tensor in front. The backward pass lasts
-    from the output's gradient to the input's gradient.
+    It decorates a `forward` from a tensor to a tensor, or to a tuple whose first item is a tensor. The backward pass is
+    taken to last from the output's gradient to the input's gradient.
     """
 
     def decorate(function: Function) -> Function:
@@ -80,7 +80,7 @@ def with_backward(name: str) -> Callable[[Function], Function]:
                 def begin(grad: torch.Tensor) -> None:
                     backward.__enter__()
 
-                def end(grad: torch.Tensor) -> None:  # what a hook returns replaces the gradient
+                def end(grad: torch.Tensor) -> None:  # returns None, as other values would replace the gradient
                     backward.__exit__(None, None, None)
 
                 output.register_hook(begin)

@@ -1,6 +1,7 @@
-"""Activation memory of one micro-batch in a model chunk: the blueprint's operations applied to a memory tape.
+"""Activation memory of one micro-batch in a model chunk (the layers that one rank runs without a pipeline transfer).
 
-On a CPU, attention and RMSNorm are torch's own; a GPU's kernels keep less.
+The blueprint's operations are applied to a memory tape. On a CPU, attention and RMSNorm are torch's implementations; a
+GPU's kernels keep less memory.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ Rule = Callable[[Tape, ModelOperation, Held], Sequence[TapeTensor]]
 
 
 class Activations:
-    """Simulates the memory of a blueprint's operations on one rank. Each kind of operation has a rule in `_rules`; the
-    kinds in `PLAIN` share one."""
+    """Simulates the memory of the blueprint's operations on one rank. `_rules` has a method per kind of operation; the
+    kinds in `PLAIN` share one method."""
 
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
@@ -86,10 +87,11 @@ class Activations:
         }
 
     def profile(self, chunk: blueprint.ModelChunk, leaving: int = 0) -> MemoryProfile:
-        """Return the memory of a micro-batch in a model chunk, including the received state and its gradient.
+        """Return the memory of one micro-batch in a model chunk, including the received hidden states and their
+        gradient.
 
-        The inputs of its first `leaving` layers are on the host between the passes. Raises ValueError for an unknown
-        operation, kind of weight or axis.
+        The inputs of the first `leaving` layers are on the host between forward and backward pass. Raises ValueError
+        for an unknown operation, kind of weight or axis.
         """
         tape, state = Tape(), None
         self._to_leave = leaving
@@ -98,7 +100,7 @@ class Activations:
             tape.new(self.attention.leaving)
         if not chunk.is_first:
             received = tape.new(self.sizes.own_tokens * self.config.model.hidden_size * self.sizes.element)
-            state = tape.hold(received)  # the schedule holds what it received
+            state = tape.hold(received)  # the schedule keeps the received hidden states
         for block in blueprint.blocks(self.config, self.vocab_size, chunk):
             held = {} if state is None else {INPUT: state}
             output = self.run(tape, block.operations, held)
@@ -118,7 +120,8 @@ class Activations:
 
     @property
     def rotary_bytes(self) -> int:
-        """Bytes that a micro-batch keeps for rotary positions: cosines and sines; for latent attention angles."""
+        """Bytes that a micro-batch keeps for rotary positions: cosines and sines, or for latent attention the
+        angles."""
         if not self.by_positions or self.config.model.position_embedding != "rope":
             return 0
         element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
@@ -135,7 +138,8 @@ class Activations:
         return held[operations[-1].outputs[-1].name]
 
     def _apply(self, tape: Tape, operation: ModelOperation, held: Held, takes: OperationBytes) -> list[TapeTensor]:
-        """Put one operation on the tape, with the saved tensors and gradients that the blueprint gives it."""
+        """Record one operation on the tape, with the tensors that the blueprint says autograd saves and the gradients
+        it makes."""
         name = operation.output.name
         output = tape.apply(
             self.sizes.bytes(operation.output),
@@ -148,7 +152,7 @@ class Activations:
         return [output]
 
     def _weight_bytes(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of the gradients of the matrices among `weights`, on one rank."""
+        """Return the bytes on one rank of the gradients of those `weights` that are matrices."""
         numbers = 0
         for weight in weights:
             if weight.kind not in MATRICES:
@@ -183,8 +187,8 @@ class Activations:
         return [output]
 
     def _tiled(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Compute a rank's sequence rows tile by tile. The backward pass recomputes each tile and holds all weights'
-        gradients until they are added to the buffers."""
+        """Compute the feed-forward layer in tiles of a rank's sequence rows. The backward pass recomputes each tile and
+        keeps all weight gradients until they are added to the gradient buffers."""
         (name,) = operation.inputs
         whole, tile = self.sizes, derived.feed_forward_tile(self.config)
         assert tile is not None, "a layer in tiles"
@@ -222,7 +226,7 @@ class Activations:
             if self.config.parallel.sequence
             else None
         )
-        during = output if len(operation.weights) > 1 else 0  # adding the bias makes a new tensor
+        during = output if len(operation.weights) > 1 else 0  # adding the bias allocates a new tensor
         takes = OperationBytes(during=during, work=work, weight=weight)
         return self._apply(tape, operation, held, takes)
 
@@ -258,7 +262,8 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
     def _token_loss(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Compute logits tile by tile; the forward pass makes all gradients and keeps that of the hidden states."""
+        """Compute logits tile by tile; the forward pass already computes all gradients, and keeps that of the hidden
+        states."""
         sizes, matrix = self.sizes, operation.weights[0]
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
         tile_rows = min(self.tile, sizes.predicted)
@@ -295,18 +300,19 @@ class Activations:
         return self._apply(tape, operation, held, takes)
 
     def _with_leaving(self, takes: OperationBytes) -> OperationBytes:
-        """Return the bytes including rows being sent, which are freed by the end of the following backward pass.
+        """Return `takes` plus key and value rows that are still being sent, which are freed at the end of the next
+        backward pass.
 
-        With full recomputation that pass is the same layer's, whose first pass waits; without, `profile` counts rows of
-        some layer as in flight throughout.
+        With full recomputation that is the backward pass of the same layer. Otherwise `profile` counts the rows of one
+        layer as in flight for the whole micro-batch, so nothing is added.
         """
         if self.config.training.recompute != "full":
             return takes
         return replace(takes, kept=takes.kept + self.attention.leaving)
 
     def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Exchange heads for sequence rows or back. The shares of other ranks are copied; several tensors are sent in
-        one message per direction, which exists in addition to the tensors."""
+        """Exchange attention heads for sequence rows, or back. Data of other ranks is copied into one message per
+        direction, in addition to the tensors."""
         sizes = [self.sizes.bytes(tensor) for tensor in operation.outputs]
         whole = max(sum(sizes), sum(held[name].bytes for name in operation.inputs))
         away = whole - whole // self.sizes.ranks[CONTEXT_HEADS]
@@ -318,7 +324,7 @@ class Activations:
         return outputs
 
     def _unfused_attention(self, tape: Tape, query: TapeTensor, key: TapeTensor, value: TapeTensor) -> TapeTensor:
-        """Apply attention that stores its scores in fp32, operation by operation."""
+        """Apply attention that stores its scores in fp32, as separate operations."""
         config, element = self.config, self.sizes.element
         heads = config.model.num_attention_heads // config.parallel.tensor
         scores_size = self.sizes.samples * heads * self.sizes.length**2 * FP32
@@ -331,7 +337,7 @@ class Activations:
             return tensor
 
         def replace(x: TapeTensor) -> TapeTensor:
-            """Return a changed tensor of the same size, whose gradient is passed on unchanged; free the old one."""
+            """Return a new tensor of the same size and free `x`; the gradient passes through unchanged."""
             output = tape.apply(x.bytes, passes=[x])
             tape.drop(x)
             return output
@@ -368,7 +374,7 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(kept=extra, during=gathered, weight=weight))
 
     def _experts(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Apply the routed experts, with the bytes of moe/planning/footprint.py."""
+        """Apply the routed experts; their bytes are computed by moe/planning/footprint.py."""
         load, plan, element = self.load, self.plan, self.sizes.element
         assert load is not None, "a model with experts"
         strategy, weight = STRATEGIES[plan.memory_strategy], self._weight_bytes(operation.weights)

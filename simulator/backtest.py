@@ -2,9 +2,9 @@
 
     python -m simulator.backtest ROWS.csv [MORE.csv ...] --hardware NAME [--json] [--rows]
 
-ROWS are measured steps in the columns of vTrain's validation data (benchmarks/traces/vtrain), or folders of runs. Steps
-of the same model, ranks and global batch form a group: their layouts are ranked, and the layout that is predicted to be
-the fastest is compared with the one that was.
+ROWS are CSV files of measured steps in the columns of vTrain's validation data (benchmarks/traces/vtrain), or folders
+of runs. Steps with the same model, number of ranks and global batch form a group. In each group the layouts are ranked,
+and the layout with the shortest predicted step is compared with the one that was measured as fastest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ CLOSE = 1.05  # multiple of the fastest measured step up to which a choice count
 
 
 def result(steps: list[MeasuredStep], seconds: list[float]) -> dict[str, Any]:
-    """Return errors in percent, rank correlations, and how much slower the predicted choices are than the fastest."""
+    """Return prediction errors in percent, rank correlations, and how much slower the predicted-best layouts are than
+    the fastest ones."""
     errors = [100 * abs(each / step.seconds - 1) for step, each in zip(steps, seconds, strict=True)]
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for step, each in zip(steps, seconds, strict=True):

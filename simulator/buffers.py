@@ -1,7 +1,7 @@
-"""Layout of Megatron-core's gradient buffers, as its DDP and its distributed optimizer make it.
+"""Layout of gradient buffers as Megatron-core's DDP and distributed optimizer create them.
 
-Parameters follow each other in reverse order, each from a multiple of 64 numbers on. Each bucket is padded so that all
-ranks with the same weights own equally long shares of it.
+Parameters are stored in reverse order, each starting at a multiple of 64 elements. Each bucket is padded so that all
+data-parallel ranks own equally long shares of it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from configs.schema import Config
+from configs.job import Job
 from models.blueprint import model_chunks
 from simulator.parameters import Parameter, parameters, state_ranks
 
-ALIGNMENT = 64  # numbers: Megatron-core's _ParamAndGradBuffer starts parameters at multiples
+ALIGNMENT = 64  # elements: Megatron-core's _ParamAndGradBuffer starts parameters at multiples of this
 BUCKET_MULTIPLE = 128
-BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # numbers: its default
+BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # elements: Megatron-core's defaults
 
 
 @dataclass(frozen=True)
 class OwnedShare:
-    """Elements [start, end) of a buffer's parameter `index`, counted in the order of the modules. `bucket` is the index
-    of Megatron-core's bucket."""
+    """Elements [start, end) of parameter `index` that one rank owns; parameters are numbered in module order, `bucket`
+    is the index of Megatron-core's bucket."""
 
     index: int
     bucket: int
@@ -32,19 +32,19 @@ class OwnedShare:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Gradient buffer of the parameters of one model chunk that are reduced over the same ranks."""
+    """Gradient buffer for those parameters of one model chunk whose gradients are reduced over the same ranks."""
 
-    ranges: tuple[tuple[int, int], ...]  # [start, end) of each parameter, in numbers
+    ranges: tuple[tuple[int, int], ...]  # [start, end) of each parameter, in elements
     bucket_ends: tuple[int, ...]
     num_ranks: int  # ranks that share the optimizer state; 1: each rank has all of it
 
     @property
     def size(self) -> int:
-        """Length in numbers, including the padding."""
+        """Length in elements, including the padding."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
     def owned(self, rank: int) -> Iterator[OwnedShare]:
-        """Yield the shares of parameters whose optimizer state this rank holds."""
+        """Yield the slices of parameters whose optimizer state is on this rank."""
         start = first = 0
         for bucket, end in enumerate(self.bucket_ends):
             share = (end - start) // self.num_ranks
@@ -58,7 +58,7 @@ class Buffer:
 
 
 def make_buffer(local: Sequence[Parameter], num_ranks: int, distributed: bool, bucket_size: float) -> Buffer:
-    """Return the buffer of these parameters as Megatron-core's _ParamAndGradBuffer lays it out."""
+    """Return the gradient buffer of these parameters, laid out as by Megatron-core's _ParamAndGradBuffer."""
     multiple = math.lcm(num_ranks, BUCKET_MULTIPLE)
     ranges: list[tuple[int, int]] = []
     ends: list[int] = []
@@ -88,17 +88,17 @@ def _padded(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def buffers(config: Config, vocab_size: int, world_size: int, stage: int) -> dict[str, list[Buffer]]:
-    """Return a stage's buffers, one per model chunk: "dense", and "expert" for the experts under expert parallelism.
+def buffers(job: Job, stage: int) -> dict[str, list[Buffer]]:
+    """Return a pipeline stage's gradient buffers, one per model chunk: "dense", and "expert" under expert parallelism.
 
-    Offloaded experts are in no buffer.
+    Offloaded experts have no gradient buffer.
     """
-    sizes = state_ranks(config, world_size)
+    config, sizes = job.config, state_ranks(job.config, job.world_size)
     result: dict[str, list[Buffer]] = {"dense": [], "expert": []}
     for index, chunk in enumerate(model_chunks(config)[stage]):
         whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce
         bucket_size = math.inf if whole else max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * sizes["dense"])
-        local = [each for each in parameters(config, chunk, vocab_size) if not each.is_offloaded]
+        local = [each for each in parameters(config, chunk, job.vocab_size) if not each.is_offloaded]
         for kind, own in (
             ("dense", [p for p in local if not p.is_expert]),
             ("expert", [p for p in local if p.is_expert]),

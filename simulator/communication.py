@@ -1,8 +1,8 @@
 """Bytes that one rank of each pipeline stage sends per optimizer step, by kind of communication.
 
-Ring algorithms are assumed: in an all-reduce of x bytes over n ranks each rank sends 2 (n - 1) / n x, in an all-gather
-or a reduce-scatter half of that. All-to-alls of expert ranks are counted with every expert equally busy, and context
-ranks send the mean number of key and value rows.
+Collectives are assumed to use rings: in an all-reduce of x bytes over n ranks each rank sends 2 (n - 1) / n x, in an
+all-gather or a reduce-scatter half of that. All-to-alls assume that every expert is equally busy, and context ranks
+send the mean number of key and value rows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import (
@@ -57,31 +58,27 @@ KIND_OF_AXIS = {
 }
 
 
-def bytes_per_step(
-    config: Config, vocab_size: int, world_size: int, device: str, shared: SharedRows | None = None
-) -> list[dict[str, int]]:
-    """Return for each stage the bytes that one of its ranks sends per step, by kind.
+def bytes_per_step(job: Job, shared: SharedRows | None = None) -> list[dict[str, int]]:
+    """Return the bytes that one rank sends per step, as a dict from kind of communication to bytes for each pipeline
+    stage.
 
-    `shared`: sharing of sequences by the documents' lengths, where these are known. Raises ValueError for an unknown
-    collective or axis.
+    `shared`: sharding of sequences over context ranks, if the documents' lengths are known. Raises ValueError for an
+    unknown collective or axis.
     """
-    shared = shared or shared_rows(config)
-    return [_stage(config, vocab_size, world_size, device, stage, shared) for stage in range(config.parallel.pipeline)]
+    shared = shared or shared_rows(job.config)
+    return [_stage(job, stage, shared) for stage in range(job.config.parallel.pipeline)]
 
 
 def _share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _stage(
-    config: Config, vocab_size: int, world_size: int, device: str, stage: int, shared: SharedRows
-) -> dict[str, int]:
+def _stage(job: Job, stage: int, shared: SharedRows) -> dict[str, int]:
+    config, world_size = job.config, job.world_size
     sizes, parallel = Sizes(config), config.parallel
     micro_batches = derived.num_micro_batches(config, world_size)
     replicas = state_ranks(config, world_size)
-    numbers = {
-        kind: sum(b.size for b in of_kind) for kind, of_kind in buffers(config, vocab_size, world_size, stage).items()
-    }
+    numbers = {kind: sum(b.size for b in of_kind) for kind, of_kind in buffers(job, stage).items()}
     once = sum(size * _share(replicas[kind]) for kind, size in numbers.items())
     gathered = reduced = 0.0
     offloaded = expert_traffic(config, world_size, stage)
@@ -94,11 +91,11 @@ def _stage(
     sent = sum((not chunk.is_last) + (not chunk.is_first) for chunk in chunks) * state
     exchanged = dict.fromkeys(KIND_OF_AXIS.values(), 0.0)
     for chunk in chunks:
-        for kind, number in micro_batch_bytes(config, vocab_size, chunk, device, shared).items():
+        for kind, number in micro_batch_bytes(config, job.vocab_size, chunk, job.device, shared).items():
             exchanged[kind] += number
     has_end = any(chunk.is_first or chunk.is_last for chunk in chunks)
     ends = parallel.pipeline > 1 and config.model.tie_embeddings and has_end
-    vocab_rows = blueprint.padded_vocab_size(vocab_size, parallel.tensor) // parallel.tensor
+    vocab_rows = blueprint.padded_vocab_size(job.vocab_size, parallel.tensor) // parallel.tensor
     tied = 2 * _share(2) * vocab_rows * config.model.hidden_size * FP32 if ends else 0
     return {
         "gradient_reduction": int(once * FP32 * (1 if config.optimizer.distributed else 2) + reduced),
@@ -107,7 +104,7 @@ def _stage(
         "pipeline": micro_batches * sent,
         "expert_all_to_all": int(micro_batches * exchanged["expert_all_to_all"]),
         "context_exchange": int(micro_batches * exchanged["context_exchange"]),
-        "expert_copies": int(sum(moe_layers(config, stage)) * _replica_bytes(config, device, micro_batches)),
+        "expert_copies": int(sum(moe_layers(config, stage)) * _replica_bytes(config, job.device, micro_batches)),
         "tied_embedding": int(tied),
     }
 
@@ -115,7 +112,7 @@ def _stage(
 def micro_batch_bytes(
     config: Config, vocab_size: int, chunk: blueprint.ModelChunk, device: str, shared: SharedRows | None = None
 ) -> dict[str, float]:
-    """Return the bytes that the collectives of a model chunk's operations send per micro-batch, by kind."""
+    """Return the bytes that the collectives of a model chunk send per micro-batch, by kind of communication."""
     sizes, result = Sizes(config), dict.fromkeys(KIND_OF_AXIS.values(), 0.0)
     is_spread = config.parallel.expert > 1
     for block in blueprint.blocks(config, vocab_size, chunk):
@@ -147,7 +144,7 @@ def micro_batch_bytes(
 def context_bytes(config: Config, operations: Sequence[ModelOperation], shared: SharedRows) -> dict[str, float]:
     """Return the bytes that a context rank sends per layer and micro-batch, forward and backward.
 
-    "heads": exchanges of attention heads; "rounds": key and value rows, the mean of all layers.
+    "heads": exchanges of attention heads; "rounds": key and value rows, as a mean over all layers.
     """
     sizes, result = Sizes(config), {"heads": 0.0, "rounds": 0.0}
     for operation, forwards in walk(operations):
@@ -162,16 +159,18 @@ def context_bytes(config: Config, operations: Sequence[ModelOperation], shared: 
 def _between_context_ranks(
     collective: Collective, sizes: Sizes, shared: SharedRows, slides: bool | None = None
 ) -> float:
-    """Return the bytes that a context rank sends in one exchange of heads or in one pass of key and value rounds.
+    """Return the bytes that a context rank sends in one exchange of heads, or in one pass for rounds of keys and
+    values.
 
-    `slides`: of a layer with or without a sliding window; None: the mean over layers.
+    `slides`: for a layer with (True) or without (False) a sliding window; None: the mean over all layers.
     """
     share = _share(sizes.ranks[CONTEXT_HEADS]) if collective.kind == "all_to_all" else shared.mean_received(slides)
     return share * sizes.bytes(collective.whole)
 
 
 def _expert_call_bytes(config: Config, load: LayerLoad, forwards: int) -> Counter[str]:
-    """Return the bytes that an MoE layer sends in `forwards` forward passes and one backward pass, by kind."""
+    """Return the bytes that an MoE layer sends in `forwards` forward passes and one backward pass, by kind of
+    traffic."""
     plan = initial_plan(config)
     strategy = STRATEGIES[plan.memory_strategy]
     forward = traffic.sent(program.forward(plan.degree, strategy, load.has_replicas), load, plan.degree)
@@ -183,9 +182,9 @@ def _expert_call_bytes(config: Config, load: LayerLoad, forwards: int) -> Counte
 
 
 def _replica_bytes(config: Config, device: str, micro_batches: int) -> float:
-    """Return the bytes that an MoE layer's expert replicas send in a step that fills every replica slot once.
+    """Return the bytes that replicas of experts send per MoE layer in a step that fills every replica slot once.
 
-    Weights are sent once. Gradients are sent once, or in blocks in each call, for an expert's even share of tokens.
+    Weights are sent once. Gradients are sent once, or in each call as blocks for an expert's even share of tokens.
     """
     if not derived.places_experts(config):
         return 0.0

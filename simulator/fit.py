@@ -3,15 +3,15 @@
     python -m simulator.fit ROWS.csv [MORE.csv ...] --hardware NAME [--start NAME]
     python -m simulator.fit RUN [RUN ...] --hardware NAME --start NAME
 
-ROWS are measured steps in the columns of vTrain's validation data, or folders of runs of this project, of which each
-gives the median of its steps. The file configs/hardware/NAME.yaml is written, or NAME if it is a path that ends in
-.yaml. The fit starts with the values that the sources in it state, or for a new file with those of --start. An existing
-file is kept as NAME.yaml.old, or with a number after that name if it is taken.
+ROWS are CSV files of measured steps in the columns of vTrain's validation data; a RUN is the folder of a run of this
+project, which contributes the median of its steps. The result is written to configs/hardware/NAME.yaml, or to NAME if
+it is a path that ends in .yaml. The fit starts with the values that the file's sources state, or for a new file with
+those of --start. An existing file is kept as NAME.yaml.old, or with a number after that name if it is taken.
 
-The most probable figures are found, with the stated ones as the prior: a figure that a fit may change is free by a
-factor. Relative errors of predictions count, those far off less (Huber), as a disturbed step tells nothing of the
-others. So a few rows change a few figures, and many rows all of them. Errors of steps on the same number of ranks are
-correlated: four times as many such steps count twice as much.
+The most probable figures are found, with the stated ones as the prior: every figure that a fit may change can differ by
+a factor. Relative errors of predictions count; large errors count linearly (Huber), because one disturbed step tells
+nothing about the others. So a few rows change a few figures, and many rows change all of them. Errors of steps on the
+same number of ranks are correlated: four times as many such steps count twice as much.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ NUDGE = 1e-2  # step of a logarithm for numerical derivatives
 
 
 def predicted(step: MeasuredStep, hardware: Hardware) -> float:
-    """Return the predicted seconds of a measured step."""
-    clock = StepClock(step.config, step.world_size, step.vocab_size, step.on(hardware), recipe=step.recipe)
+    """Return the predicted seconds of the job of a measured step."""
+    clock = StepClock(step.job, step.on(hardware), recipe=step.recipe)
     return clock.predict().seconds
 
 
 def fit(hardware: Hardware, steps: Sequence[MeasuredStep], source: str) -> Hardware:
-    """Return the hardware with figures fitted to the steps, starting with the stated figures, not with an earlier fit.
+    """Return the hardware with figures fitted to the steps. The fit starts with the stated figures, not with an earlier
+    fit.
 
-    Raises ConfigError without steps.
+    Raises ConfigError if there are no steps.
     """
     if not steps:
         raise ConfigError("a fit needs at least one measured step; there is none.")
     start = hardware.as_stated()
     names = [name for name, (_, _, may_change) in FIGURES.items() if may_change and start[name] > 0]
     measured = np.log([step.seconds for step in steps])
-    of_ranks = Counter(step.world_size for step in steps)
-    counts = np.array([of_ranks[step.world_size] ** -0.5 for step in steps])
+    of_ranks = Counter(step.job.world_size for step in steps)
+    counts = np.array([of_ranks[step.job.world_size] ** -0.5 for step in steps])
     counts *= len(steps) / counts.sum()
     first = np.log([start[name] for name in names])
     prior = np.array([TIME_PRIOR if FIGURES[name][0] == "s" else RATE_PRIOR for name in names])
@@ -128,15 +129,17 @@ def main() -> int:
         prog="python -m simulator.fit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS", help="CSV files, or folders of runs")
-    parser.add_argument("--hardware", required=True, metavar="NAME", help="the file that is written")
-    parser.add_argument("--start", metavar="NAME", help="the file that a new one begins with")
+    parser.add_argument("--hardware", required=True, metavar="NAME", help="the file to write")
+    parser.add_argument("--start", metavar="NAME", help="the file whose stated figures a new file starts with")
     parser.add_argument("--json", action="store_true", help="end with a line for scripts")
     args = parser.parse_args()
     try:
         is_path = args.hardware.endswith(".yaml")
         path = Path(args.hardware) if is_path else hardware_files.FOLDER / f"{args.hardware}.yaml"
         if not is_path and not args.hardware.replace("_", "").isalnum():
-            raise ConfigError(f"--hardware ({args.hardware}) must be letters, digits and _, or a path ending in .yaml.")
+            raise ConfigError(
+                f"--hardware ({args.hardware}) must consist of letters, digits and _, or be a path that ends in .yaml."
+            )
         start = load_hardware(args.start or (str(path) if path.exists() else DEFAULT_START))
         steps = read_steps(args.rows)
         of = ", ".join(each.name for each in args.rows)
@@ -163,8 +166,8 @@ def main() -> int:
     for name, figure in found.figures.items():
         if figure.stated is not None and abs(figure.value / figure.stated - 1) >= 0.01:
             print(f"{name}: {figure.value:.4g} {FIGURES[name][0]}, stated {figure.stated:.4g}")
-    print(f"{len(steps)} steps, mean absolute error {tested['mean_absolute_error_percent']}% on these themselves")
-    print(f"written: {path}" + (f"; what was there is {kept}" if kept else ""))
+    print(f"mean absolute error {tested['mean_absolute_error_percent']}% on the {len(steps)} steps that were fitted to")
+    print(f"written: {path}" + (f"; the earlier file is now {kept}" if kept else ""))
     if args.json:
         print(json.dumps({"hardware": str(path), **tested, "values": {k: v.value for k, v in found.figures.items()}}))
     return 0

@@ -1,20 +1,21 @@
-"""Floating-point operations of the model's matrix products per token, counted over the blueprint's operations.
+"""FLOPs of the model's matmuls per token, counted over the blueprint's operations. There are two counts.
 
-There are two counts. The model's (`forward_flops_per_token`, `training_flops_per_token`) follows the convention of
-model FLOPs utilisation (PaLM, appendix B): a multiply-add is 2 operations, the backward pass costs twice the forward,
-recomputation and the vocabulary's padding do not count, and attention counts its full square for BERT and half of it
-for causal GPT; of that half, only the pairs that a sliding window and separate documents leave. BERT's head counts the
+The model's count (`forward_flops_per_token`, `training_flops_per_token`) follows the convention of model FLOPs
+utilisation (PaLM, appendix B): a multiply-add is 2 operations, and the backward pass costs twice the forward pass.
+Recomputation and the vocabulary's padding do not count. Attention counts its full square for BERT and half of it for
+causal GPT; of that half, only the pairs that a sliding window and separate documents leave. BERT's head counts the
 predicted tokens. All MFU figures use this count.
 
-The machine's (`executed_flops_per_token`) is the count of PyTorch's FlopCounterMode over a step on all ranks: the full
-square, the fused attention's backward pass with recomputed scores (2.5 times the forward), the recomputation of
-training.recompute and moe.memory_strategy, the padding, and products that every tensor rank repeats. For separate
-documents it counts the attended share of the square; for sequences on several context ranks, the squares of each rank's
-runs and all rows before them. On a CPU in half precision moe/experts pads an expert's rows to blocks of a few sizes:
-half a step of padding per block is counted. Both counts leave out look-ups, norms, softmax and sums.
+The machine's count (`executed_flops_per_token`) is that of PyTorch's FlopCounterMode over a step on all ranks. It
+includes the full square, the fused attention's backward pass with recomputed scores (2.5 times the forward), the
+recomputation of training.recompute and moe.memory_strategy, the padding, and matmuls that every tensor rank repeats.
+For separate documents it counts the attended share of the square; for sequences on several context ranks, the squares
+of each rank's runs and all rows before them. On a CPU in half precision moe/experts pads an expert's rows to blocks of
+a few sizes: half a step of padding per block is counted.
 
-`attended_share`: pairs of tokens that attend, divided by the pairs of one-document samples without a sliding window.
-None: the share that follows from the config alone (`derived.attended_share`), an upper bound for separate documents.
+Both counts leave out look-ups, norms, softmax and sums. `attended_share`: pairs of tokens that attend, divided by the
+pairs of one-document samples without a sliding window. None: the share that follows from the config alone
+(`derived.attended_share`), an upper bound for separate documents.
 """
 
 from __future__ import annotations
@@ -40,25 +41,25 @@ CATEGORIES = {
     "lm_head.": "head",
     "pooler": "sentence_head",
 }
-# kinds of operations with matrix products
+# kinds of operations with matmuls
 PRODUCTS = (
     *("column_linear", "row_linear", "linear", "attention", "latent_attention", "expansion"),
     *("router", "experts", "pooler", "token_loss"),
 )
 ATTENTION = ("attention", "latent_attention")
-OTHERS = (  # kinds without products, or whose products are not counted
+OTHERS = (  # kinds without matmuls, or whose matmuls are not counted
     *("add", "activation", "cast", "concatenate", "copy", "dropout", "embedding", "gather", "multiply", "norm"),
     *("exchange", "reshape", "rotary", "scatter", "select", "split", "sum", "vocabulary_embedding"),
 )
 
 
 def has_fused_attention(config: Config, device: str) -> bool:
-    """Whether attention never stores its scores; on a CPU there is no such kernel with dropout."""
+    """Whether the attention kernel never stores its scores; a CPU has no such kernel with dropout."""
     return device == "cuda" or config.model.attention_dropout == 0
 
 
 def computes_slices(config: Config, device: str) -> bool:
-    """Whether attention is computed in slices (models/attention/slice_attention.py), not by torch's own function."""
+    """Whether attention is computed in slices (models/attention/slice_attention.py), not by torch's function."""
     model = config.model
     if model.attention_dropout > 0:
         return False
@@ -68,7 +69,7 @@ def computes_slices(config: Config, device: str) -> bool:
 
 
 def _is_padded(config: Config, device: str) -> bool:
-    """Whether keys or values are padded with zeros, because the CPU's kernel needs both with one width."""
+    """Whether keys or values are padded with zeros, because the CPU's kernel needs equal widths."""
     model = config.model
     if model.attention == "grouped" or device == "cuda" or model.attention_dropout > 0:
         return False
@@ -76,7 +77,7 @@ def _is_padded(config: Config, device: str) -> bool:
 
 
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
-    """Return the forward pass's operations per token by category, with the full attention square, without the sentence
+    """Return the forward pass's FLOPs per token by category, with the full attention square and without the sentence
     head.
 
     Raises ValueError for an unknown operation.
@@ -89,7 +90,7 @@ def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
 
 
 def forward_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
-    """Return the operations of one forward pass per token; look-ups, norms and softmax are left out."""
+    """Return the FLOPs of one forward pass per token, without look-ups, norms and softmax."""
     operations = forward_operations(config, vocab_size)
     if config.model.family == "gpt":
         share = derived.attended_share(config) if attended_share is None else attended_share
@@ -98,7 +99,7 @@ def forward_flops_per_token(config: Config, vocab_size: int, attended_share: flo
 
 
 def training_flops_per_token(config: Config, vocab_size: int, attended_share: float | None = None) -> float:
-    """Return the operations of forward and backward pass per token: three times the forward pass's."""
+    """Return the FLOPs of forward and backward pass per token: three times those of the forward pass."""
     return 3 * forward_flops_per_token(config, vocab_size, attended_share)
 
 
@@ -109,15 +110,17 @@ def executed_flops_per_token(
     attended_share: float | None = None,
     shared: SharedRows | None = None,
 ) -> float:
-    """Return the operations that all ranks execute in forward and backward pass, per token. `shared`: as in
-    simulator/communication.py."""
+    """Return the FLOPs per token that all ranks together execute in forward and backward pass.
+
+    `shared`: sharding of sequences over context ranks, if the documents' lengths are known.
+    """
     shared = shared or shared_rows(config)
     counts: dict[str, dict[float, float]] = {}  # by category and number of executions: operations of the forward pass
     for category, operation, forwards in _counted(config, padded_vocab_size):
         times = _times(config, operation.kind, device) + forwards - 1
         flops = operation.flops
         if operation.kind == "pooler" or (operation.kind == "linear" and not config.parallel.sequence):
-            flops *= config.parallel.tensor  # every tensor rank repeats the product
+            flops *= config.parallel.tensor  # every tensor rank repeats the matmul
         if operation.kind in ATTENTION:
             flops *= shared.squares * _computed_share(config, device, attended_share)
         if operation.kind == "expansion":  # received rows are expanded, too
@@ -137,7 +140,7 @@ def _categories(config: Config) -> list[str]:
 
 
 def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperation, int]]:
-    """Yield every operation with products, with its category and the number of its forward passes."""
+    """Yield (category, operation, number of its forward passes) for every operation that has matmuls."""
     for block in blueprint.blocks(config, vocab_size, blueprint.whole_model(config)):
         for operation, forwards in walk(block.operations):
             if operation.kind in PRODUCTS:
@@ -150,7 +153,7 @@ def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperat
 
 
 def _times(config: Config, kind: str, device: str) -> float:
-    """Return the operations of one forward and one backward pass, divided by those of the forward pass."""
+    """Return the FLOPs of one forward and one backward pass, divided by those of the forward pass."""
     if kind in ATTENTION and has_fused_attention(config, device):
         return 3.5
     if kind == "expansion":
@@ -163,7 +166,7 @@ def _times(config: Config, kind: str, device: str) -> float:
 
 
 def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
-    """Return the computed share of the full attention square of one document without a sliding window."""
+    """Return the share of the full attention square that is computed, for a document without a sliding window."""
     share = 1.0
     if computes_slices(config, device):
         share = derived.attended_share(config) if attended_share is None else attended_share
@@ -174,8 +177,8 @@ def _computed_share(config: Config, device: str, attended_share: float | None) -
 
 
 def _padded_rows(config: Config) -> float:
-    """Return the rows that experts compute in half precision on a CPU, divided by the rows of an even load; see
-    `padded` in moe/experts/blocks.py."""
+    """Return the rows that experts compute in half precision on a CPU, divided by the rows of an even load, because
+    rows are padded to blocks (`padded` in moe/experts/blocks.py)."""
     moe, degree = config.moe, derived.pipeline_degrees(config)[0] or 1
     kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
     expert_rows = derived.tokens_per_call(config) * kept * config.parallel.expert / (moe.num_experts or 1) / degree

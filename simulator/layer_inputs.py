@@ -1,5 +1,5 @@
-"""The bytes of layer inputs on the device and on the host under training.activation_offload: a count of the copies that
-memory/layer_inputs.py makes in a step."""
+"""Bytes of layer inputs on device and host under training.activation_offload, by counting the copies of
+memory/layer_inputs.py in a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from parallel.pipeline import LayerPass, layer_passes, layers_of_stage, offloade
 
 @dataclass(frozen=True)
 class LayerInputPlan:
-    """The memory of one rank's layer inputs: bytes on the host, peak bytes on the device, and copies in a step of
-    `size` bytes each.
+    """Memory of one rank's layer inputs: bytes on the host, peak bytes on the device, and number of copies in a step,
+    each of `size` bytes.
 
-    `leaving`: the number of layer inputs that are copied out, per forward pass of a step. In layer-wise order all these
+    `leaving`: number of layer inputs that each forward pass copies to the host. In a layer-wise schedule the counts
     include the gradients between layers, and `during` has the bytes on the device during each layer's pass.
     """
 
@@ -32,7 +32,7 @@ class LayerInputPlan:
 
     @property
     def link_bytes(self) -> tuple[int, int]:
-        """Bytes that a step copies to the host, and back."""
+        """Bytes that a step copies to the host, and bytes that it copies back."""
         return self.copies_out * self.size, self.copies_back * self.size
 
 
@@ -54,7 +54,8 @@ class _Step:
         self._in_use: list[_PlannedInput] = []
 
     def forward(self, layers: int, before: _PlannedInput | None) -> list[_PlannedInput]:
-        """Count a pass through the layers of a chunk; `before`: the first layer's input of the last micro-batch."""
+        """Count a forward pass through the layers of a chunk. `before`: input of the chunk's first layer in the
+        previous micro-batch."""
         inputs: list[_PlannedInput] = []
         for _ in range(layers):
             kept = self.put()
@@ -65,7 +66,7 @@ class _Step:
         return inputs
 
     def backward(self, inputs: list[_PlannedInput]) -> None:
-        """Count a backward pass through layers."""
+        """Count a backward pass through the layers with these inputs."""
         for kept in reversed(inputs):
             self._drop_used()
             self._stay(kept)
@@ -75,7 +76,7 @@ class _Step:
                 self._fetch(kept.next)
 
     def put(self) -> _PlannedInput:
-        """Count the output of a pass for another pass."""
+        """Count a pass' output that another pass will read."""
         self._drop_used()
         self._leave()
         self._add()
@@ -87,7 +88,7 @@ class _Step:
         return kept
 
     def take(self, wanted: Sequence[_PlannedInput], again: bool, then: Sequence[_PlannedInput]) -> None:
-        """Count the inputs that a pass reads, and the copies for the next one."""
+        """Count the reads of `wanted` in a pass, and the prefetches of `then` for the next pass."""
         self._drop_used()
         for kept in wanted:
             self._stay(kept)
@@ -131,8 +132,10 @@ class _Step:
 
 
 def layer_inputs(config: Config, world_size: int, stage: int, capacity: float | None = None) -> LayerInputPlan:
-    """Return the plan of a rank of this stage. `capacity`: host bytes; by default the budget, or enough for all
-    inputs."""
+    """Return the planned memory of layer inputs on a rank of this pipeline stage.
+
+    `capacity`: host bytes; by default the config's host budget, or unlimited.
+    """
     budget = config.memory.host_budget
     if capacity is None:
         capacity = math.inf if budget is None else budget * 2**20
@@ -149,7 +152,8 @@ def layer_inputs(config: Config, world_size: int, stage: int, capacity: float | 
 
 
 def _micro_batch_wise(step: _Step, layers: Sequence[int], order: Iterable[tuple[bool, int]]) -> list[int]:
-    """Count all passes of a step in Megatron-core's order; return the inputs copied out by each forward pass."""
+    """Count all passes of a step in Megatron-core's order; return the number of inputs that each forward pass copies
+    out."""
     leaving = []
     waiting: list[deque[list[_PlannedInput]]] = [deque() for _ in layers]
     first: dict[int, _PlannedInput] = {}

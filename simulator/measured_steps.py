@@ -1,5 +1,5 @@
-"""Measured steps with their configs: of other trainers, as CSV rows in the columns of vTrain's validation data (arXiv
-2312.12391), and of this project's own runs."""
+"""Measured training steps with their configs: of other training frameworks, as CSV rows in the columns of vTrain's
+validation data (arXiv 2312.12391), and of this project's runs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 
 from base.errors import ConfigError
 from configs.compose import compose, load
+from configs.job import Job
 from configs.schema import Config
 from simulator.clock.hardware import Hardware
 from simulator.clock.passes import MIXTRAIN, Recipe
@@ -43,30 +44,31 @@ MEGATRON_DEEPSPEED = Recipe(
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step: its config, ranks, trainer and seconds."""
+    """A measured training step: its job, the properties of the framework that ran it, and its seconds."""
 
     name: str
-    config: Config
-    world_size: int
-    vocab_size: int
+    job: Job
     seconds: float
     recipe: Recipe = MIXTRAIN
     figures: tuple[tuple[str, float], ...] = ()  # figures of the hardware that had other values in this step
 
     def on(self, hardware: Hardware) -> Hardware:
-        """Return the hardware with the step's own figures."""
+        """Return the hardware with the values that figures had during this step."""
         return hardware.with_values(dict(self.figures), "of this step") if self.figures else hardware
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Ranks, batch and model size; layouts of steps with the same group can be compared."""
-        model = self.config.model
-        return self.world_size, self.config.training.global_batch_size, model.hidden_size, model.num_layers
+        """Number of ranks, global batch and model size. Steps that share these differ only in layout and can be
+        compared."""
+        config = self.job.config
+        return self.job.world_size, config.training.global_batch_size, config.model.hidden_size, config.model.num_layers
 
 
 def read_rows(path: Path) -> list[MeasuredStep]:
-    """Return the steps of a CSV file with the columns COLUMNS; other columns are ignored. Raises ConfigError with file,
-    line and column."""
+    """Return the measured steps of a CSV file with the columns COLUMNS; other columns are ignored.
+
+    Raises ConfigError with file, line and column.
+    """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             lines = list(csv.DictReader(file))
@@ -99,13 +101,13 @@ def _measured(path: Path, number: int, line: dict[str, str]) -> MeasuredStep:
     parallel.tensor, parallel.pipeline = whole["tensor"], whole["pipeline"]
     training.global_batch_size, training.micro_batch_size = whole["global_batch"], whole["micro_batch"]
     name = f"{path.name}:{number}"
-    return MeasuredStep(name, config, whole["ranks"], VOCABULARY, seconds, MEGATRON_DEEPSPEED)
+    return MeasuredStep(name, Job(config, whole["ranks"], VOCABULARY, "cuda"), seconds, MEGATRON_DEEPSPEED)
 
 
 def _layout_problem(row: dict[str, int]) -> str:
     product = row["tensor"] * row["data"] * row["pipeline"]
     if product != row["ranks"]:
-        return f"tensor x data x pipeline parallelism ({product}) must be # GPUs ({row['ranks']})"
+        return f"tensor x data x pipeline parallelism ({product}) must equal # GPUs ({row['ranks']})"
     if row["global_batch"] % (row["micro_batch"] * row["data"]):
         return (
             f"global batch ({row['global_batch']}) must be a multiple of micro batch x data parallelism "
@@ -133,14 +135,16 @@ def _base() -> Config:
 
 
 def read_run(run_dir: Path) -> MeasuredStep:
-    """Return a run as one step, the median of its steps from FIRST_STEP on. Raises ConfigError if the folder lacks a
-    file or such steps."""
+    """Return a run as one measured step: the median of its steps from FIRST_STEP on.
+
+    Raises ConfigError if the folder lacks a file or such steps.
+    """
     for name in (CONFIG, PLAN, METRICS):
         if not (run_dir / name).is_file():
             raise ConfigError(f"{run_dir} must be the folder of a run; it has no {name}.")
     try:
         plan = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
-        world_size, vocab_size = int(plan["world_size"]), int(plan["vocab_size"])
+        world_size, vocab_size, device = int(plan["world_size"]), int(plan["vocab_size"]), str(plan["device"])
         lines = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines() if line]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read {run_dir}: {error}") from None
@@ -148,10 +152,11 @@ def read_run(run_dir: Path) -> MeasuredStep:
         float(line["step_seconds"]) for line in lines if line.get("step", 0) >= FIRST_STEP and "step_seconds" in line
     ]
     if not seconds:
-        raise ConfigError(f"{run_dir} must have measured steps from step {FIRST_STEP} on, and has none.")
-    return MeasuredStep(run_dir.name, load(run_dir / CONFIG), world_size, vocab_size, statistics.median(seconds))
+        raise ConfigError(f"{run_dir} must have measured steps from step {FIRST_STEP} on; it has none.")
+    job = Job(load(run_dir / CONFIG), world_size, vocab_size, device)
+    return MeasuredStep(run_dir.name, job, statistics.median(seconds))
 
 
 def read_steps(paths: Iterable[Path]) -> list[MeasuredStep]:
-    """Return the steps of CSV files and of run folders. Raises ConfigError."""
+    """Return the measured steps of CSV files and of run folders. Raises ConfigError."""
     return [step for path in paths for step in ([read_run(path)] if path.is_dir() else read_rows(path))]

@@ -2,10 +2,10 @@
 
 `weights`, `gradients` and `optimizer` follow Megatron-core's DDP buffers and distributed optimizer
 (simulator/buffers.py); offloaded optimizer state is arranged as in a run (simulator/offload/state.py). `activations` is
-the largest further memory at any time of a step: of the micro-batches in flight and the running operation
-(simulator/activations.py), or of reducing and clipping gradients, whichever is larger. `buffers` exist from step to
-step: the buffer that sequence parallelism gathers into, and the table of rotary positions. Memory of a GPU's libraries
-and fragmentation of its allocator are not included.
+the peak of all further memory in a step: that of the micro-batches in flight and the running operation
+(simulator/activations.py), or that of reducing and clipping gradients, whichever is larger. `buffers` stay allocated
+from step to step: the buffer that sequence parallelism gathers into, and the table of rotary positions. Memory of a
+GPU's libraries and fragmentation of its allocator are not included.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from base.ranks import launched
+from base.units import MIB
 from configs import derived
+from configs.job import Job
 from configs.rotary import switches_at
 from configs.schema import Config
-from memory.budgets import MIB, Budget, open_budgets
+from memory.budgets import Budget, open_budgets
 from models.blueprint import blocks, model_chunks
 from models.blueprint.operation import INPUT, Block
 from moe.chunk_plan import Plan
@@ -39,17 +41,17 @@ from simulator.parameters import rank_coordinates, state_ranks
 from simulator.sizes import FP32, Sizes
 
 UNLIMITED = Capacity()
-TOLERANCE = 0.1  # share of the planned memory; a plan is refused only if it does not fit with this much less either
+TOLERANCE = 0.1  # share of the planned memory; a plan is refused only if it would not fit with this much less
 KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank in bytes: of its device by kind, of the host and of the disk.
+    """Memory of one rank in bytes: on the device by kind, on the host and on the disk.
 
     `host_activations`: layer inputs on the host. `link_activations`: bytes of layer inputs that a step copies to the
-    host and back. `arrangement`: of offloaded optimizer state. `experts`: of offloaded experts, whose device buffers
-    count as weights and gradients.
+    host and back. `arrangement`: which buckets of optimizer state are on device, host or disk. `experts`: offloaded
+    experts, whose device buffers count as weights and gradients.
     """
 
     rank: int
@@ -87,7 +89,7 @@ class RankMemory:
         return sum(getattr(self, kind) for kind in KINDS)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the bytes by the names that plan.json has."""
+        """Return the entry of this rank in plan.json."""
         numbers: dict[str, Any] = {key: getattr(self, key) for key in ("rank", "stage", *KINDS, "total")}
         numbers |= {"host": self.host, "host_activations": self.host_activations, "disk": self.disk}
         numbers["host_activations_out"], numbers["host_activations_back"] = self.link_activations
@@ -100,36 +102,32 @@ class RankMemory:
 
 
 def first_arrangements(config: Config, memory: Sequence[RankMemory]) -> list[Arrangement | None]:
-    """Return the arrangement of optimizer state on the first rank of each stage."""
+    """Return the arrangement of offloaded optimizer state on the first rank of each pipeline stage."""
     first = {rank.stage: rank.arrangement for rank in reversed(memory)}
     return [first[stage] for stage in range(config.parallel.pipeline)]
 
 
-def rank_memory(
-    config: Config,
-    vocab_size: int,
-    world_size: int,
-    device: str,
-    plan: Plan | None = None,
-    capacity: Capacity = UNLIMITED,
-) -> list[RankMemory]:
+def rank_memory(job: Job, plan: Plan | None = None, capacity: Capacity = UNLIMITED) -> list[RankMemory]:
     """Return the memory of every rank.
 
-    `plan`: of the MoE layers; by default the config's. `capacity`: bytes of device, host and disk that a rank may use.
+    `plan`: chunk plan of the MoE layers; by default the config's. `capacity`: bytes of device, host and disk that a
+    rank may use.
     """
+    config, world_size = job.config, job.world_size
     element = derived.element_size(config)
     state_bytes = 2 * FP32 + (FP32 if element < FP32 else 0)  # both moments; master weights of half precision
-    activations = Activations(config, vocab_size, device, plan)
+    activations = Activations(config, job.vocab_size, job.device, plan)
     stages = config.parallel.pipeline
-    static = [buffers(config, vocab_size, world_size, stage) for stage in range(stages)]
+    static = [buffers(job, stage) for stage in range(stages)]
     staying = [staying_bytes(config, stage) for stage in range(stages)]
 
     def working(host_bytes: float) -> tuple[list[int], list[LayerInputPlan]]:
-        """Return each stage's activation bytes on the device, and its layer inputs on `host_bytes` of the host."""
+        """Return each stage's activation bytes on the device, and its layer inputs that fit `host_bytes` of host
+        memory."""
         inputs = [layer_inputs(config, world_size, stage, host_bytes) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
         alone = state_ranks(config, world_size)["dense"] == 1
-        after = [after_backward_bytes(config, of_stage, device, alone) for of_stage in static]
+        after = [after_backward_bytes(config, of_stage, job.device, alone) for of_stage in static]
         return [max(pair) for pair in zip(live, after, strict=True)], inputs
 
     most, leaving = working(capacity.host)
@@ -149,10 +147,10 @@ def rank_memory(
         on_host = max((of.host_bytes for of in records if of), default=0)
         on_disk = max((of.disk_bytes for of in records if of), default=0)
         capacity = replace(capacity, host=max(capacity.host - on_host, 0), disk=max(capacity.disk - on_disk, 0))
-        offload = OffloadPlan(config, vocab_size, world_size, capacity)
+        offload = OffloadPlan(job, capacity)
         others = [weights[i] + gradients[i] + most[i] + staying[i] for i in range(stages)]
         found = {each.rank: offload.of(each, others[each.stage]) for each in everyone}
-        if any(plan.host for plan in leaving):  # layer inputs get the host memory that optimizer state leaves
+        if any(plan.host for plan in leaving):  # layer inputs use the host memory that optimizer state leaves free
             most, leaving = working(max(capacity.host - max(of_rank.host_bytes for of_rank in found.values()), 0))
     result = []
     for each in everyone:
@@ -168,7 +166,7 @@ def rank_memory(
 
 
 def staying_bytes(config: Config, stage: int) -> int:
-    """Return the bytes of buffers that exist from step to step.
+    """Return the bytes of buffers that stay allocated from step to step on a rank of this pipeline stage.
 
     These are the buffer that sequence parallelism gathers into, the slots of expert replicas, each model chunk's table
     of rotary angles, and the mask of a sliding window with dropout.
@@ -186,7 +184,7 @@ def staying_bytes(config: Config, stage: int) -> int:
 
 
 def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
-    """Return the bytes that reducing and clipping gradients take; 0 on a GPU, where nothing is copied.
+    """Return the bytes that reducing and clipping gradients allocate; 0 on a GPU, where nothing is copied.
 
     On a CPU, gloo's reduce-scatter and, in fp32, the optimizer of a single rank (`alone`) copy all gradients. Clipping
     copies one parameter's gradient at a time.
@@ -208,7 +206,7 @@ def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], devi
 def activations_of_stage(
     config: Config, activations: Activations, world_size: int, stage: int, inputs: LayerInputPlan
 ) -> int:
-    """Return the most bytes that a stage's micro-batches hold at once on the device."""
+    """Return the peak device bytes of activations in a pipeline stage, over all micro-batches in flight."""
     if config.training.pass_order == "by_layer":
         return _layer_wise_activations(config, activations, world_size, inputs)
     of_stage, leaving = model_chunks(config)[stage], iter(inputs.leaving)
@@ -229,9 +227,11 @@ def activations_of_stage(
 
 
 def _layer_wise_activations(config: Config, activations: Activations, world_size: int, inputs: LayerInputPlan) -> int:
-    """Return the most bytes at once in a layer-wise schedule: the stored layer inputs and the memory of one pass.
+    """Return the peak device bytes of activations in a layer-wise schedule: the stored layer inputs and the memory of
+    one pass.
 
-    The head's two passes follow a micro-batch's last layer; the embedding's passes run with those of the first layer.
+    Both passes of the head follow a micro-batch's last layer; the passes of the embedding run with those of the first
+    layer.
     """
     state = derived.layer_input_bytes(config)
     ((chunk,),) = model_chunks(config)
@@ -262,8 +262,10 @@ def _layer_wise_activations(config: Config, activations: Activations, world_size
 
 
 def _block_profile(activations: Activations, block: Block, state: int) -> MemoryProfile:
-    """Return the memory of a single block with an input of `state` bytes. Its output is freed before the backward pass;
-    `kept` counts only the block's own tensors."""
+    """Return the memory of a single block whose input has `state` bytes.
+
+    The block's output is freed before the backward pass; `kept` counts only the block's own tensors.
+    """
     tape = Tape()
     held = {INPUT: tape.new(state)} if state else {}
     output = activations.run(tape, block.operations, held)
@@ -276,13 +278,13 @@ def _block_profile(activations: Activations, block: Block, state: int) -> Memory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Budgets: searched with the same function that checks a plan, so that the proposed ones are enough
+# Budgets: found with the function that checks a plan, so that the proposed budgets are large enough
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class NeededBudgets:
-    """Budgets that are enough, and the error message of those that are not."""
+    """Budgets of host and disk that are large enough, and the error message for the present ones, which are not."""
 
     capacity: Capacity
     memory: list[RankMemory]  # with these budgets
@@ -291,7 +293,7 @@ class NeededBudgets:
 
 
 def budgets_of_node(config: Config, world_size: int) -> tuple[Budget, Budget]:
-    """Return the budgets of host and disk, as a run opens them on its own node."""
+    """Return the budgets of host and disk memory, opened as a run does on its node."""
     host, disk, memory = Budget("memory.host_budget"), Budget("memory.disk_budget"), config.memory
     if world_size == launched().world_size:
         folder = memory.disk_dir
@@ -306,26 +308,21 @@ def budgets_of_node(config: Config, world_size: int) -> tuple[Budget, Budget]:
 
 
 def over_budget(memory: Sequence[RankMemory], capacity: Capacity) -> list[RankMemory]:
-    """Return the ranks that offload more than the host or the disk has capacity for."""
+    """Return the ranks that offload more bytes than the host or the disk has capacity for."""
     return [rank for rank in memory if rank.host > capacity.host or rank.disk > capacity.disk]
 
 
 def needed_budgets(
-    config: Config,
-    vocab_size: int,
-    world_size: int,
-    device: str,
-    memory: list[RankMemory],
-    capacity: Capacity,
-    most: float = math.inf,
+    job: Job, memory: list[RankMemory], capacity: Capacity, most: float = math.inf
 ) -> NeededBudgets | None:
-    """Return the least budgets, in whole MiB, with which every rank fits; None if the present budgets are enough.
+    """Return the smallest budgets, in whole MiB, with which every rank fits; None if the present budgets are large
+    enough.
 
-    With them no rank needs more than `most` bytes of its device, if any budgets can achieve that.
+    With these no rank needs more than `most` bytes of its device, provided that any budgets can achieve that.
     """
     if not (over := over_budget(memory, capacity)):
         return None
-    budgets = budgets_of_node(config, world_size)
+    config, budgets = job.config, budgets_of_node(job.config, job.world_size)
     for budget, limit in zip(budgets, (capacity.host, capacity.disk), strict=True):
         budget.limit = limit  # the free memory may have changed since the plan was made
     worst, asked = max(over, key=lambda rank: (rank.host, rank.disk)), capacity
@@ -335,14 +332,14 @@ def needed_budgets(
 
     def with_host(num_mib: int) -> tuple[Capacity, list[RankMemory], bool]:
         own = replace(capacity, host=max(capacity.host, float(num_mib * MIB)))
-        found = rank_memory(config, vocab_size, world_size, device, capacity=own)
+        found = rank_memory(job, capacity=own)
         fits = max(rank.total for rank in found) <= most
         return own, found, fits and not over_budget(found, own)
 
-    least = math.ceil(_least_host_bytes(config, vocab_size, world_size, memory, capacity) / MIB)
+    least = math.ceil(_least_host_bytes(job, memory, capacity) / MIB)
     tried = with_host(least)
     if not tried[2]:
-        endless = rank_memory(config, vocab_size, world_size, device, capacity=replace(capacity, host=math.inf))
+        endless = rank_memory(job, capacity=replace(capacity, host=math.inf))
         # layer inputs get the host memory that the fullest rank's optimizer state leaves
         inputs = max(rank.host_activations for rank in endless)
         needed = inputs + max(rank.host - rank.host_activations for rank in endless)
@@ -365,20 +362,18 @@ def needed_budgets(
     message = budget.error_message(num_bytes, what, "".join(keys[1:]))
     if config.optimizer.early_update == "always" and not budget.could_be(budget.least(num_bytes)):
         without = replace(config, optimizer=replace(config.optimizer, early_update="auto"))
-        if not over_budget(rank_memory(without, vocab_size, world_size, device, capacity=asked), asked):
-            message += ". Without shadows all fits: try optimizer.early_update=auto"
+        if not over_budget(rank_memory(replace(job, config=without), capacity=asked), asked):
+            message += ". Without early updates everything fits: try optimizer.early_update=auto"
     return NeededBudgets(capacity, memory, "".join(keys), message)
 
 
-def _least_host_bytes(
-    config: Config, vocab_size: int, world_size: int, memory: Sequence[RankMemory], capacity: Capacity
-) -> float:
-    """Return the host bytes that are enough for every rank; with optimizer.state_device=auto device and disk are filled
-    first."""
-    if config.optimizer.state_device != "auto":
+def _least_host_bytes(job: Job, memory: Sequence[RankMemory], capacity: Capacity) -> float:
+    """Return the host bytes that are enough for every rank. With optimizer.state_device=auto, device and disk are
+    filled first."""
+    if job.config.optimizer.state_device != "auto":
         return max(rank.host for rank in memory)
-    offload, found = OffloadPlan(config, vocab_size, world_size, capacity), dict[tuple[int, ...], float]()
-    for rank, each in zip(memory, rank_coordinates(config, world_size), strict=True):
+    offload, found = OffloadPlan(job, capacity), dict[tuple[int, ...], float]()
+    for rank, each in zip(memory, rank_coordinates(job.config, job.world_size), strict=True):
         others = rank.total - rank.optimizer
         key = (each.stage, each.data_context, each.expert_data, others)
         if key not in found:

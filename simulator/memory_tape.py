@@ -1,8 +1,8 @@
-"""The memory of a computation with a backward pass, counted operation by operation without computing.
+"""Memory of a computation with a backward pass, counted operation by operation without computing.
 
-The tape does what autograd does: an operation keeps tensors for its backward pass; in the backward pass each operation
-makes the gradients of its inputs, then frees its output's gradient and the kept tensors. A tensor is a number of bytes
-and a number of holders.
+The tape imitates autograd: an operation keeps tensors for its backward pass. In the backward pass each operation
+creates the gradients of its inputs, then frees its output's gradient and the kept tensors. A tensor is a number of
+bytes with a reference count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 
 class TapeTensor:
-    """Bytes that are in use until their last holder drops them. A view (of `base`) shares another tensor's bytes."""
+    """A tensor as a number of bytes with a reference count (`holders`). A view shares the bytes of the tensor
+    `base`."""
 
     __slots__ = ("bytes", "holders", "base")
 
@@ -22,7 +23,7 @@ class TapeTensor:
 
 @dataclass(frozen=True)
 class OperationBytes:
-    """Bytes that an operation takes in addition to its tensors."""
+    """Bytes that an operation needs in addition to its inputs and outputs."""
 
     kept: int = 0  # of its own, for the backward pass
     during: int = 0  # temporary, in the forward pass
@@ -48,7 +49,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Bytes of a forward pass and its backward pass, in addition to the bytes before them."""
+    """Bytes of a forward pass and its backward pass, above the bytes that were allocated before."""
 
     forward: int  # peak of the forward pass
     kept: int  # between the passes
@@ -57,8 +58,10 @@ class MemoryProfile:
 
 @dataclass
 class Tape:
-    """Records operations as they are applied; `backward` runs their backward passes. `now` and `peak` are bytes;
-    `leaving` is being copied to the host."""
+    """Records operations as they are applied; `backward` runs their backward passes.
+
+    `now` and `peak` are bytes; `leaving` is the tensor that is being copied to the host.
+    """
 
     keeps: bool = True  # false: there will be no backward pass
     now: int = 0
@@ -67,18 +70,18 @@ class Tape:
     leaving: TapeTensor | None = None
 
     def new(self, num_bytes: int) -> TapeTensor:
-        """Return a new tensor, held by the caller."""
+        """Allocate a tensor with one reference, which the caller must drop."""
         self.now += num_bytes
         self.peak = max(self.peak, self.now)
         return TapeTensor(num_bytes)
 
     def hold(self, tensor: TapeTensor) -> TapeTensor:
-        """Add a holder to a tensor."""
+        """Add a reference to a tensor."""
         (tensor.base or tensor).holders += 1
         return tensor
 
     def drop(self, *tensors: TapeTensor) -> None:
-        """Remove a holder from each tensor."""
+        """Drop a reference to each tensor; a tensor without references is freed."""
         for tensor in tensors:
             root = tensor.base or tensor
             root.holders -= 1
@@ -86,7 +89,7 @@ class Tape:
                 self.now -= root.bytes
 
     def use(self, num_bytes: int) -> None:
-        """Take memory and free it at once."""
+        """Count memory that is allocated and freed at once."""
         self.peak = max(self.peak, self.now + num_bytes)
 
     def apply(
@@ -100,10 +103,10 @@ class Tape:
         makes: Sequence[TapeTensor] = (),
         takes: OperationBytes = OperationBytes(),
     ) -> TapeTensor:
-        """Apply an operation and return its output of `output` bytes, held by the caller.
+        """Apply an operation and return its output of `output` bytes, which the caller must drop.
 
-        In the backward pass `inputs` get gradients of their own, `passes` the output's gradient itself; `keeps` are
-        held for it. Gradients of `makes` are made now.
+        In the backward pass the `inputs` get gradients of their own, and `passes` share the output's gradient; `keeps`
+        stay allocated until then. Gradients of `makes` are computed already in the forward pass.
         """
         kept = [self.hold(tensor) for tensor in keeps] if self.keeps else []
         if takes.kept and self.keeps:
@@ -118,8 +121,11 @@ class Tape:
         return result
 
     def end_layer(self, tensor: TapeTensor, leaves: bool) -> None:
-        """Mark the last operation as a layer that keeps its input alone; `leaves`: on the host, from the end of the
-        next layer until the backward pass of the layer above."""
+        """Mark the last operation as a layer that keeps only its input.
+
+        `leaves`: whether the input is on the host from the end of the next layer until the backward pass of the layer
+        above.
+        """
         self._drop_leaving()
         layer = self._operations[-1]
         layer.is_layer = True
@@ -133,7 +139,7 @@ class Tape:
         self.leaving = None
 
     def _copy_back(self, layer: _Operation) -> None:
-        """Have a layer's input back on the device, and that of the layer below in flight."""
+        """Copy a layer's input back to the device, and prefetch the input of the layer below."""
         if layer.away and self.leaving is not None:  # it is still on the device
             layer.kept.append(self.leaving)
             layer.away, self.leaving = 0, None
@@ -145,14 +151,15 @@ class Tape:
                 each.away = 0
 
     def split(self, tensor: TapeTensor, *sizes: int) -> list[TapeTensor]:
-        """Return views of a tensor, which need not be dropped. The backward pass copies their gradients into one."""
+        """Return views of a tensor, which need not be dropped. The backward pass copies their gradients into one
+        tensor."""
         root = tensor.base or tensor
         views = [TapeTensor(size, root) for size in sizes]
         self._operations.append(_Operation(views, [tensor], [], []))
         return views
 
     def backward(self, output: TapeTensor) -> None:
-        """Run all backward passes from `output` on, whose gradient has as many bytes as it."""
+        """Run all backward passes, starting with a gradient of `output` of the same size."""
         gradients: dict[TapeTensor, TapeTensor] = {output: self.new(output.bytes)}
         waiting: list[TapeTensor] = []
         while self._operations:
@@ -187,8 +194,8 @@ Function = Callable[..., TapeTensor]
 
 
 def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTensor:
-    """Apply `function(tape, *inputs)` under activation checkpointing: its inputs are kept, and its forward pass runs
-    again in the backward pass."""
+    """Apply `function(tape, *inputs)` under activation checkpointing: only its inputs are kept, and its forward pass
+    runs again in the backward pass."""
     first = Tape(keeps=False)
     output = function(first, *(first.new(tensor.bytes) for tensor in inputs))
     there = sum(tensor.bytes for tensor in inputs)

@@ -1,7 +1,7 @@
 """Parameters of each pipeline stage and coordinates of every rank, computed without process groups.
 
-Ranks are laid out as parallel/topology.py has Megatron-core do it: tensor fastest, then context, data, pipeline;
-experts fold over the same ranks: expert tensor fastest, then expert, expert data, pipeline.
+Ranks are numbered as parallel/topology.py has Megatron-core do it: the tensor index changes fastest, then context,
+data, pipeline. Expert axes divide the same ranks: expert tensor fastest, then expert, expert data, pipeline.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TRAINED = {"matrix": True, "output_matrix": True, "norm": True, "bias": True, "r
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank. `local` counts the numbers on the rank, `total` those of the whole model, 0 for a weight
-    that repeats another one."""
+    """One parameter of a rank. `local`: number of elements on the rank; `total`: of the whole model, 0 for a tied
+    weight."""
 
     name: str
     local: int
@@ -44,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """Index of a rank on each axis of parallelism; `data_context`: among the ranks with the same dense weights."""
+    """Index of a rank on each parallel axis; `data_context`: index among the ranks with the same dense weights."""
 
     rank: int
     tensor: int
@@ -57,7 +57,7 @@ class RankCoordinates:
 
 
 def rank_coordinates(config: Config, world_size: int) -> Iterator[RankCoordinates]:
-    """Yield the coordinates of every rank, in the order of ranks."""
+    """Yield the coordinates of every rank, in rank order."""
     tensor, context, stages = config.parallel.tensor, config.parallel.context, config.parallel.pipeline
     split, experts = derived.expert_tensor_size(config), config.parallel.expert
     per_stage = world_size // stages
@@ -80,9 +80,10 @@ def state_ranks(config: Config, world_size: int) -> dict[str, int]:
 
 
 def parameters(config: Config, chunk: blueprint.ModelChunk, vocab_size: int) -> list[Parameter]:
-    """Return the parameters of a model chunk on one rank, in the order of the modules.
+    """Return the parameters of a model chunk on one rank, in module order.
 
-    `local` includes the vocabulary's padding, `total` does not. Raises ValueError for an unknown kind or axis.
+    `local` includes the vocabulary's padding, `total` does not. Raises ValueError for an unknown kind of weight or
+    axis.
     """
     sizes, moe, parallel, result = axis_sizes(config), config.moe, config.parallel, list[Parameter]()
     for name, weight in blueprint.weights(config, vocab_size, chunk):

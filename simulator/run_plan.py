@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 from base.errors import ConfigError
 from base.files import write_text
 from base.ranks import launched
+from base.units import GIB
 from configs import derived
+from configs.job import Job
 from configs.rules import first_problem
 from configs.schema import Config
 from memory import host_memory
@@ -62,19 +64,14 @@ if TYPE_CHECKING:
     import torch
 
 PLAN_FILE = "plan.json"
-GIB = 2**30
-MOST_DRAWN = 20_000  # a timeline is written of a predicted step with at most this number of passes in all stages
+MOST_DRAWN = 20_000  # maximum number of passes over all stages for which a timeline is written
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Plan of a run on `world_size` ranks of `device` ("cpu" or "cuda"). Memory in bytes, communication in bytes per
-    rank and step."""
+    """Plan of a job before its launch. Memory in bytes, communication in bytes per rank and step."""
 
-    config: Config
-    world_size: int
-    vocab_size: int
-    device: str
+    job: Job
     total_parameters: int
     active_parameters: int
     memory: list[RankMemory]
@@ -87,42 +84,41 @@ class RunPlan:
 
     @functools.cached_property
     def shared(self) -> SharedRows:
-        """The sequence rows of each context rank in a micro-batch."""
-        return shared_rows(self.config, self.documents)
+        """Sharding of a micro-batch's sequence rows over context ranks."""
+        return shared_rows(self.job.config, self.documents)
 
     @property
     def worst(self) -> RankMemory:
-        """The rank that needs most device memory."""
+        """The rank that needs the most device memory."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @functools.cached_property
     def expert_options(self) -> list[ExpertOption]:
         """The chosen and the other possible offload targets of expert weights, with their memory and time."""
-        arrangements = first_arrangements(self.config, self.memory)
-        seconds = None if self.step is None else self.step.seconds
-        return expert_options(self.config, self.vocab_size, self.world_size, self.hardware, arrangements, seconds)
+        arrangements = first_arrangements(self.job.config, self.memory)
+        return expert_options(self.job, self.hardware, arrangements, None if self.step is None else self.step.seconds)
 
     @property
     def unexportable(self) -> str | None:
         """Reason why the model cannot be exported to Hugging Face; None if it can."""
-        return translate.unexportable(self.config, self.vocab_size)
+        return translate.unexportable(self.job.config, self.job.vocab_size)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.config.training.global_batch_size * self.config.model.sequence_length
+        """Number of tokens in a step."""
+        return self.job.config.training.global_batch_size * self.job.config.model.sequence_length
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches per rank and step."""
-        return derived.num_micro_batches(self.config, self.world_size)
+        """Number of micro-batches per rank and step."""
+        return derived.num_micro_batches(self.job.config, self.job.world_size)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the content of plan.json."""
-        config, padded = self.config, padded_vocab_size(self.vocab_size, self.config.parallel.tensor)
-        vocab, share = self.vocab_size, self.attended_share
+        job, config, vocab, share = self.job, self.job.config, self.job.vocab_size, self.attended_share
+        padded = padded_vocab_size(vocab, config.parallel.tensor)
         layout: list[dict[str, Any]] = []
-        for each in rank_coordinates(config, self.world_size):
+        for each in rank_coordinates(config, job.world_size):
             layers = [number for chunk in layers_of_stage(config, each.stage) for number in chunk]
             experts: list[int] = []
             if config.moe.num_experts is not None:
@@ -130,15 +126,15 @@ class RunPlan:
             layout.append({**asdict(each), "layers": layers, "experts": experts})
         return {
             "name": config.name,
-            "world_size": self.world_size,
-            "device": self.device,
-            "vocab_size": self.vocab_size,
+            "world_size": job.world_size,
+            "device": job.device,
+            "vocab_size": vocab,
             "parameters": {"total": self.total_parameters, "active": self.active_parameters},
             "flops_per_token": training_flops_per_token(config, vocab, share),
             "flops": {
                 "forward_per_token": forward_flops_per_token(config, vocab, share),
                 "training_per_token": training_flops_per_token(config, vocab, share),
-                "executed_per_token": executed_flops_per_token(config, padded, self.device, share, self.shared),
+                "executed_per_token": executed_flops_per_token(config, padded, job.device, share, self.shared),
                 "forward_operations": forward_operations(config, vocab),
             },
             "attended_share": share,
@@ -157,45 +153,37 @@ class RunPlan:
 
 
 def make_plan(
-    config: Config,
-    world_size: int,
-    vocab_size: int,
-    device: str | None = None,
+    job: Job,
     device_memory: float | None = None,
     attended_share: float | None = None,
     documents: Sequence[Lengths] | None = None,
     hardware: Hardware | None = None,
 ) -> RunPlan:
-    """Return the plan of a checked config.
+    """Return the plan of a job with a validated config.
 
     Args:
-        device: by default the kind of `hardware`, or the device on which this machine would train.
         device_memory: bytes of a GPU, if known.
-        attended_share: of the corpus, if known.
+        attended_share: share of token pairs that attend (simulator/flops.py) in the corpus, if known.
         documents: lengths of the documents in some micro-batches, one list per micro-batch, if known.
-        hardware: machine of which a step is predicted.
+        hardware: machine for which the step time is predicted.
 
-    Raises ConfigError if no plan of the MoE layers fits their budget.
+    Raises ConfigError if no chunk plan of the MoE layers fits their memory budget.
     """
-    device = device or (device_type(config) if hardware is None else hardware.kind)
-    if hardware is not None and device == "cuda" and device_memory is None:
+    config = job.config
+    if hardware is not None and job.device == "cuda" and device_memory is None:
         device_memory = hardware["device.memory"]
-    every = [p for stage in model_chunks(config) for chunk in stage for p in parameters(config, chunk, vocab_size)]
+    every = [p for stage in model_chunks(config) for chunk in stage for p in parameters(config, chunk, job.vocab_size)]
     shared = shared_rows(config, documents)
-    sent = communication.bytes_per_step(config, vocab_size, world_size, device, shared)
-    capacity = rank_capacity(config, world_size, device_memory)
-    memory = rank_memory(config, vocab_size, world_size, device, capacity=capacity)
-    costs = None if hardware is None or config.hardware is not None else measured_costs(config, device)
+    capacity = rank_capacity(config, job.world_size, device_memory)
+    memory = rank_memory(job, capacity=capacity)
+    costs = None if hardware is None or config.hardware is not None else measured_costs(config, job.device)
     measured = None if costs is None else costs[0]
     return RunPlan(
-        config,
-        world_size,
-        vocab_size,
-        device,
+        job,
         sum(parameter.total for parameter in every),
         sum(parameter.active for parameter in every),
         memory,
-        sent,
+        communication.bytes_per_step(job, shared),
         capacity,
         attended_share,
         documents,
@@ -203,15 +191,13 @@ def make_plan(
         None
         if hardware is None
         else clock.predict_step(
-            config,
-            world_size,
-            vocab_size,
+            job,
             hardware,
             attended_share=attended_share,
             shared=shared,
             arrangements=first_arrangements(config, memory),
             measured=measured,
-            with_spans=derived.num_micro_batches(config, world_size) * config.parallel.pipeline <= MOST_DRAWN,
+            with_spans=derived.num_micro_batches(config, job.world_size) * config.parallel.pipeline <= MOST_DRAWN,
         ),
     )
 
@@ -219,8 +205,8 @@ def make_plan(
 def rank_capacity(config: Config, world_size: int, device_memory: float | None) -> Capacity:
     """Return the bytes of device, host and disk that a rank may use.
 
-    Device: `training.memory_limit_gib`, or most of `device_memory`. Host and disk: the budgets, or a share of the free
-    bytes; without limit for ranks that were not started here.
+    Device: `training.memory_limit_gib`, or most of `device_memory`. Host and disk: the config's budgets, or a share of
+    the free bytes; unlimited for a plan of ranks that are not running.
     """
     host, disk = budgets_of_node(config, world_size)
     device = math.inf if device_memory is None else device_memory * (1 - TOLERANCE)
@@ -230,7 +216,7 @@ def rank_capacity(config: Config, world_size: int, device_memory: float | None) 
 
 
 def state_headroom(rank: RankMemory, capacity: Capacity) -> float:
-    """Return the bytes of a rank's device that are free for optimizer state."""
+    """Return the device bytes of a rank that are free for optimizer state."""
     return remaining(capacity, rank.total - rank.optimizer).device
 
 
@@ -259,18 +245,21 @@ def write(plan: RunPlan, run_dir: Path) -> None:
 
 def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) -> None:
     """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, clearly more than its GPU has, or more
-    than the host's and the disk's budgets. The message has all overrides that are needed together."""
-    config, limit, slack = plan.config, math.inf, 1.0
+    than the budgets of host and disk.
+
+    The message names all overrides that are needed together.
+    """
+    config, limit, slack = plan.job.config, math.inf, 1.0
     if config.training.memory_limit_gib is not None:
         limit = config.training.memory_limit_gib * GIB
     elif device is not None and device.type == "cuda":
         import torch
 
         limit, slack = float(torch.cuda.get_device_properties(device).total_memory), 1 - TOLERANCE
-    elif plan.hardware is not None and plan.device == "cuda":
+    elif plan.hardware is not None and plan.job.device == "cuda":
         limit, slack = plan.hardware["device.memory"], 1 - TOLERANCE
     most = limit / slack
-    needs = needed_budgets(config, plan.vocab_size, plan.world_size, plan.device, plan.memory, plan.capacity, most)
+    needs = needed_budgets(plan.job, plan.memory, plan.capacity, most)
     if needs is not None:
         plan = replace(plan, capacity=needs.capacity, memory=needs.memory)
     if plan.worst.total > most:
@@ -280,20 +269,20 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
 
 
 def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
-    """Raise ConfigError if this node's ranks, as their launcher's environment names them, clearly need more than its
-    free memory.
+    """Raise ConfigError if the ranks of this node clearly need more than its free memory.
 
-    For ranks on CPUs; call it before any rank allocates memory.
+    For ranks on CPUs; call it before any rank allocates memory. The launcher's environment variables say which ranks
+    are here.
     """
     launch = launched()
     first = launch.rank - (launch.local_rank or 0)
-    here = plan.memory[first : first + (launch.local_world_size or plan.world_size)]
+    here = plan.memory[first : first + (launch.local_world_size or plan.job.world_size)]
     offloaded = sum(each.host for each in here)
     needed, limit = sum(each.total for each in here) + offloaded, host_memory.available()
     if needed * (1 - TOLERANCE) <= limit:
         return
     kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind in KINDS if (n := sum(getattr(each, kind) for each in here)))
-    kinds += f", optimizer state's tier of the host {format_bytes(offloaded)}" if offloaded else ""
+    kinds += f", offloaded data on the host {format_bytes(offloaded)}" if offloaded else ""
     fix = fitting_overrides(plan, (limit - offloaded) / len(here))
     advice = (
         f"Try {fix.partition(' (')[0]}"
@@ -301,23 +290,25 @@ def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
         else "Try a smaller model (model.num_layers, model.hidden_size), or more nodes"
     )
     ranks = "this rank needs" if len(here) == 1 else f"the {len(here)} ranks of this node need"
-    layers = f"model.num_layers ({plan.config.model.num_layers}) of model.hidden_size ({plan.config.model.hidden_size})"
+    model = plan.job.config.model
+    layers = f"model.num_layers ({model.num_layers}) of model.hidden_size ({model.hidden_size})"
     raise ConfigError(
-        f"{layers}: {ranks} {format_bytes(needed)} ({kinds}), but {format_bytes(limit)} of the host's memory are left. "
-        f"{advice}."
+        f"{layers}: {ranks} {format_bytes(needed)} ({kinds}), but only {format_bytes(limit)} of the host's memory is "
+        f"free. {advice}."
     )
 
 
 def out_of_memory(plan: RunPlan, limit: float, keys: str = "") -> str:
-    """Return the error message of a plan over `limit` bytes, with overrides that fit, in addition to `keys`."""
-    worst, config = plan.worst, plan.config
+    """Return the error message of a plan over `limit` bytes, with overrides that fit in addition to the overrides
+    `keys`."""
+    worst, config = plan.worst, plan.job.config
     kinds = ", ".join(f"{kind} {format_bytes(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
     what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"
     fix = fitting_overrides(plan, limit)
     advice = (
         f"Try {keys.lstrip()}{' ' * bool(keys)}{fix}."
         if fix
-        else f"No smaller micro-batch nor recomputation fits: {_more_ranks(plan, limit)}."
+        else f"Neither a smaller micro-batch nor recomputation is enough: {_more_ranks(plan, limit)}."
     )
     return (
         f"training.micro_batch_size ({config.training.micro_batch_size}) needs {format_bytes(worst.total)} on rank "
@@ -328,11 +319,11 @@ def out_of_memory(plan: RunPlan, limit: float, keys: str = "") -> str:
 def fitting_overrides(plan: RunPlan, limit: float) -> str | None:
     """Return overrides with which every rank needs at most `limit` bytes; None if none were found.
 
-    Tried are smaller micro-batches, more recomputation, both, and more context ranks.
+    Smaller micro-batches, more recomputation, both, and more context ranks are tried.
     """
-    config, size = plan.config, plan.config.training.micro_batch_size
+    config, size = plan.job.config, plan.job.config.training.micro_batch_size
     if max(rank.weights + rank.gradients + rank.optimizer for rank in plan.memory) > limit:
-        return None  # no micro-batch is small enough
+        return None  # weights, gradients and optimizer state alone exceed the limit
     smaller = [n for n in range(size, 0, -1) if size % n == 0 or config.training.global_batch_size % n == 0]
     kinds = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[
         config.training.recompute
@@ -342,10 +333,10 @@ def fitting_overrides(plan: RunPlan, limit: float) -> str | None:
             changed = copy.deepcopy(config)
             changed.training.micro_batch_size, changed.training.recompute = number, recompute
             if (number, recompute) == (size, config.training.recompute) or first_problem(
-                changed, plan.world_size
+                changed, plan.job.world_size
             ) is not None:
                 continue
-            memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, capacity=plan.capacity)
+            memory = rank_memory(replace(plan.job, config=changed), capacity=plan.capacity)
             most = max(rank.total for rank in memory)
             if most <= limit and not over_budget(memory, plan.capacity):
                 fix = [f"training.micro_batch_size={number}"] if number != size else []
@@ -355,39 +346,41 @@ def fitting_overrides(plan: RunPlan, limit: float) -> str | None:
 
 
 def _wider_context(plan: RunPlan, limit: float, kinds: Sequence[str]) -> str | None:
-    """Return a larger parallel.context that fits, with the least recomputation; None if there is none."""
-    own = plan.config.parallel.context
+    """Return overrides with a larger parallel.context that fits and as little recomputation as possible; None if there
+    are none."""
+    config, own = plan.job.config, plan.job.config.parallel.context
     for recompute in kinds:
-        asked = copy.deepcopy(plan.config)
+        asked = copy.deepcopy(config)
         asked.training.recompute = recompute
-        for changed in layouts(asked, plan.world_size):
+        for changed in layouts(asked, plan.job.world_size):
             if changed.parallel.context <= own or changed.parallel.context % own:
                 continue
-            memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, capacity=plan.capacity)
+            memory = rank_memory(replace(plan.job, config=changed), capacity=plan.capacity)
             most = max(rank.total for rank in memory)
             if most <= limit and not over_budget(memory, plan.capacity):
-                more = f" training.recompute={recompute}" if recompute != plan.config.training.recompute else ""
+                more = f" training.recompute={recompute}" if recompute != config.training.recompute else ""
                 return f"parallel.context={changed.parallel.context}{more} ({format_bytes(most)})"
     return None
 
 
 def _more_ranks(plan: RunPlan, limit: float) -> str:
     """Return the advice to offload optimizer state or experts, or to use more data-parallel or other ranks."""
+    job, config = plan.job, plan.job.config
     for target in ("host", "disk"):
-        changed = copy.deepcopy(plan.config)
+        changed = copy.deepcopy(config)
         changed.optimizer.state_device = target
-        if plan.config.optimizer.state_device == "device" and first_problem(changed, plan.world_size) is None:
-            memory = rank_memory(changed, plan.vocab_size, plan.world_size, plan.device, capacity=plan.capacity)
+        if config.optimizer.state_device == "device" and first_problem(changed, job.world_size) is None:
+            memory = rank_memory(replace(plan.job, config=changed), capacity=plan.capacity)
             most, on_host = max(rank.total for rank in memory), max(rank.host for rank in memory)
             if most <= limit and not over_budget(memory, plan.capacity):
-                sizes = f"{format_bytes(most)} each and {format_bytes(on_host)} of the host"
-                return f"optimizer.state_device={target} would, with {sizes}"
-    if fix := fitting_override(plan.config, plan.world_size, plan.vocab_size, plan.device, plan.capacity, limit):
+                sizes = f"{format_bytes(most)} of its device and {format_bytes(on_host)} of the host"
+                return f"with optimizer.state_device={target} each rank needs at most {sizes}"
+    if fix := fitting_override(job, plan.capacity, limit):
         return fix
     for factor in (2, 4, 8, 16, 32, 64):
-        ranks, config = factor * plan.world_size, plan.config
+        ranks = factor * job.world_size
         if config.optimizer.distributed and first_problem(config, ranks) is None:
-            memory = rank_memory(config, plan.vocab_size, ranks, plan.device, capacity=plan.capacity)
+            memory = rank_memory(replace(job, world_size=ranks), capacity=plan.capacity)
             if (most := max(rank.total for rank in memory)) <= limit:
-                return f"{ranks} ranks would, with {format_bytes(most)} each"
-    return "give parallel.tensor, pipeline or expert more ranks"
+                return f"with {ranks} ranks each needs at most {format_bytes(most)}"
+    return "use more ranks, with a larger parallel.tensor, parallel.pipeline or parallel.expert"

@@ -28,11 +28,11 @@ FP32, INT64 = 4, 8
 
 
 class Sizes:
-    """Numbers and bytes of a config's tensors on one rank. Its methods raise ValueError for an unknown kind of rows,
-    axis or dtype."""
+    """Counts elements and bytes of a config's tensors on one rank. Methods raise ValueError for an unknown kind of
+    rows, axis or dtype."""
 
     def __init__(self, config: Config, tile: int | None = None) -> None:
-        """`tile`: count only this many of the rank's own sequence rows; None: all."""
+        """`tile`: count only this many of the rank's sequence rows; None: count all."""
         parallel = config.parallel
         self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
         self.tokens = rank_sequence_rows(config)  # of all tensor ranks of one context rank
@@ -58,7 +58,7 @@ class Sizes:
         self._bytes = {MODEL: self.element, FLOAT32: FP32, BOOLEAN: 1}
 
     def numbers(self, tensor: Tensor) -> int:
-        """Return how many numbers of a tensor this rank holds."""
+        """Return the number of elements of a tensor on this rank."""
         if tensor.row_kind not in self._rows_by_kind:
             unknown("Sizes", f"rows of {tensor.name}", tensor.row_kind)
         if tensor.axis is not None and tensor.axis not in self.ranks:
@@ -75,12 +75,12 @@ class Sizes:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return a number of bytes as text, in GiB from 0.1 GiB on, else in MiB."""
+    """Return a number of bytes as text: in GiB from 0.1 GiB on, else in MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def format_size(num_bytes: float) -> str:
-    """Return a number of bytes as text in the largest unit, B to TiB, of which it has at least one."""
+    """Return a number of bytes as text, in the largest unit from B to TiB of which there is at least one."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.2f} {name}"
@@ -88,7 +88,7 @@ def format_size(num_bytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Return a number with three digits and the letter of its power of a thousand, or a space."""
+    """Return a number with three digits and its SI prefix, such as "1.23 G", for a unit to follow."""
     for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit:
             return f"{number / unit:.3g} {letter}"

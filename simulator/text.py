@@ -1,4 +1,4 @@
-"""A run's plan as text and tables, as `python train.py plan=true` prints it."""
+"""Text of a run's plan, as `python train.py plan=true` prints it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from base.ranks import launched
 from configs import derived, hardware_files
+from configs.job import Job
 from configs.rules import idle
-from configs.schema import Config
 from models.blueprint import model_chunks, padded_vocab_size
 from moe.placement_map import PlacementMap
 from optim.arrangement.buckets import Arrangement
@@ -30,43 +30,39 @@ from simulator.parameters import rank_coordinates
 from simulator.run_plan import RunPlan, make_plan, refuse_what_cannot_fit, state_headroom
 from simulator.sizes import format_count, format_size, format_table
 
-LONG_TOKENS = 2**15  # tokens of a micro-batch from which on a plan compares sizes of context
+LONG_TOKENS = 2**15  # a plan compares sizes of context for micro-batches of at least this number of tokens
 UNKNOWN_LENGTHS = ", were samples of one document (the corpus is not prepared)"
-MOST_GROUPS = 8  # data ranks of a stage that have a line each
+MOST_GROUPS = 8  # maximum number of data-parallel ranks of a stage that are listed
 
 
 def show(
-    config: Config,
-    world_size: int,
-    vocab_size: int,
+    job: Job,
     attended_share: float | None = None,
     documents: Sequence[Lengths] | None = None,
     hardware: Hardware | None = None,
 ) -> int:
-    """Print the plan that `plan=true` or `plan=json` asks for and return the exit status.
+    """Print the plan that `plan=true` or `plan=json` asks for, and return the exit status.
 
-    With `hardware` the predicted step's traces are written to the run's folder. Raises ConfigError if the plan does not
-    fit the memory limit or the budgets.
+    With `hardware`, traces of the predicted step are written to the run's folder. Raises ConfigError if the plan does
+    not fit the memory limit or the budgets.
     """
-    plan = make_plan(
-        config, world_size, vocab_size, attended_share=attended_share, documents=documents, hardware=hardware
-    )
+    plan = make_plan(job, attended_share=attended_share, documents=documents, hardware=hardware)
     if launched().rank == 0:
         write_timeline(plan)
-        print(json.dumps(plan.as_dict()) if config.plan == "json" else text(plan), flush=True)
+        print(json.dumps(plan.as_dict()) if job.config.plan == "json" else text(plan), flush=True)
     refuse_what_cannot_fit(plan)
     return 0
 
 
 def write_timeline(plan: RunPlan) -> None:
-    """Write the traces of the predicted step, if there is one, to the run's folder. Only rank 0 calls it."""
+    """Write the traces of the predicted step, if there is one, to the run's folder. Only rank 0 calls this."""
     if plan.step is not None:
-        first_ranks = range(0, plan.world_size, plan.world_size // plan.config.parallel.pipeline)
-        write_traces(plan.step, Path(plan.config.run_dir), first_ranks)
+        config, ranks = plan.job.config, plan.job.world_size
+        write_traces(plan.step, Path(config.run_dir), range(0, ranks, ranks // config.parallel.pipeline))
 
 
 def text(plan: RunPlan) -> str:
-    """Return the whole plan, section by section."""
+    """Return the text of the whole plan, section by section."""
     sections = [
         _model(plan),
         _layout(plan),
@@ -77,24 +73,24 @@ def text(plan: RunPlan) -> str:
         _communication(plan),
         _time(plan),
     ]
-    sections += [idle.ready(plan.config), no_export(plan.unexportable)]
+    sections += [idle.ready(plan.job.config), no_export(plan.unexportable)]
     return "\n\n".join(section for section in sections if section)
 
 
 def no_export(why: str | None) -> str:
-    """Return the line of a run whose model cannot be exported to Hugging Face, for the reason `why`; empty for None."""
+    """Return the line that says why the model cannot be exported to Hugging Face; "" if `why` is None."""
     return "" if why is None else f"no export to Hugging Face: {why}"
 
 
 def _model(plan: RunPlan) -> str:
-    config, vocab = plan.config, plan.vocab_size
+    job, config, vocab = plan.job, plan.job.config, plan.job.vocab_size
     padded, share = padded_vocab_size(vocab, config.parallel.tensor), plan.attended_share
-    executed = executed_flops_per_token(config, padded, plan.device, share, plan.shared)
+    executed = executed_flops_per_token(config, padded, job.device, share, plan.shared)
     tokens = config.training.global_batch_size * config.model.sequence_length
     flops = training_flops_per_token(config, vocab, share)
     square = "full attention square" if share is None else f"{share:.3g} of the attention square"
     lines = [
-        f"Plan of {config.name}: {config.model.family}, {plan.world_size} {plan.device} rank(s), "
+        f"Plan of {config.name}: {config.model.family}, {job.world_size} {job.device} rank(s), "
         f"{config.training.precision}",
         f"  parameters         {plan.total_parameters:,} ({format_count(plan.total_parameters).strip()}), "
         f"active on a token {plan.active_parameters:,} ({format_count(plan.active_parameters).strip()})",
@@ -102,7 +98,7 @@ def _model(plan: RunPlan) -> str:
         f"{format_count(flops)}FLOP (of MFU); carried out {format_count(executed)}FLOP "
         f"({square}, recomputation, padding)",
         f"  a step             {config.training.global_batch_size} samples, {tokens:,} tokens, "
-        f"{format_count(flops * tokens)}FLOP; {derived.num_micro_batches(config, plan.world_size)} micro-batch(es) of "
+        f"{format_count(flops * tokens)}FLOP; {plan.micro_batches} micro-batch(es) of "
         f"{config.training.micro_batch_size} on each rank",
     ]
     if config.data.documents == "separate":
@@ -117,19 +113,19 @@ def _model(plan: RunPlan) -> str:
 
 
 def _layout(plan: RunPlan) -> str:
-    config, parallel = plan.config, plan.config.parallel
+    config, parallel, world_size = plan.job.config, plan.job.config.parallel, plan.job.world_size
     sizes = {
         "pipeline": parallel.pipeline,
         "virtual": parallel.virtual_pipeline or 1,
-        "data": derived.data_parallel_size(config, plan.world_size),
+        "data": derived.data_parallel_size(config, world_size),
         "context": parallel.context,
         "tensor": parallel.tensor,
     }
     if derived.is_moe(config):
         sizes |= {"expert": parallel.expert, "expert tensor": derived.expert_tensor_size(config)}
-        sizes["expert data"] = derived.expert_data_parallel_size(config, plan.world_size)
+        sizes["expert data"] = derived.expert_data_parallel_size(config, world_size)
     lines = ["Layout: " + " x ".join(f"{name} {number}" for name, number in sizes.items())]
-    everyone = list(rank_coordinates(config, plan.world_size))
+    everyone = list(rank_coordinates(config, world_size))
     for stage in range(parallel.pipeline):
         ranks = [each for each in everyone if each.stage == stage]
         ends = model_chunks(config)[stage]
@@ -161,8 +157,8 @@ def _range(numbers: Sequence[int]) -> str:
 
 
 def _memory(plan: RunPlan) -> str:
-    table_rows = []
-    for stage in range(plan.config.parallel.pipeline):
+    config, table_rows = plan.job.config, list[list[str]]()
+    for stage in range(config.parallel.pipeline):
         worst = max((rank for rank in plan.memory if rank.stage == stage), key=lambda rank: rank.total)
         mark = "<- most" if worst.stage == plan.worst.stage else ""
         table_rows.append(
@@ -185,28 +181,28 @@ def _memory(plan: RunPlan) -> str:
             f"{format_size(out)} there and {format_size(back)} back."
         )
     lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
-    if derived.is_moe(plan.config) and plan.config.parallel.expert > 1:
-        bound = format_size(derived.dispatch_bound(plan.config))
+    if derived.is_moe(config) and config.parallel.expert > 1:
+        bound = format_size(derived.dispatch_bound(config))
         lines.append(
             f"  Dispatch of a chunk, to a rank and back, never takes more than {bound}, whatever routing does "
             "(moe.token_budget)."
         )
-    if derived.places_experts(plan.config):
-        replicas, num_slots = derived.replica_bytes(plan.config), plan.config.moe.placement.extra_slots
-        blocks = derived.block_rows(plan.config) is not None
+    if derived.places_experts(config):
+        replicas, num_slots = derived.replica_bytes(config), config.moe.placement.extra_slots
+        blocks = derived.block_rows(config) is not None
         grads = "their blocks' gradients travel at once" if blocks else "and as many gradients in fp32"
         lines.append(
             f"  Buffers have {num_slots} slots for copies of experts in each MoE layer, {format_size(replicas)} of "
             f"weights, {grads}."
         )
-    if derived.limits_load(plan.config):
-        asked = plan.config.moe.placement
+    if derived.limits_load(config):
+        asked = config.moe.placement
         over = "ends the run" if asked.over_limit == "stop" else "takes more, and is counted"
         lines.append(
             f"  With the busiest rank at moe.placement.max_load ({asked.max_load}) times the mean rank's assignments; "
             f"a call that cannot keep it {over} (moe.placement.over_limit={asked.over_limit})."
         )
-    elif derived.is_moe(plan.config):
+    elif derived.is_moe(config):
         lines.append(
             "  With every expert equally busy; the busiest rank's experts take as many times more as it has more "
             "tokens."
@@ -215,11 +211,11 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _optimizer_state(plan: RunPlan) -> str:
-    """Return a line on the optimizer state on device, host and disk, each of the rank with most state there."""
+    """Return the lines on optimizer state on device, host and disk, each for the rank with most state there."""
     found = [(rank, rank.arrangement) for rank in plan.memory if rank.arrangement is not None]
     if not found:
         return ""
-    settings, memory = plan.config.optimizer, plan.config.memory
+    config, settings, memory = plan.job.config, plan.job.config.optimizer, plan.job.config.memory
     lines = [f"Optimizer state by tier (optimizer.state_device={settings.state_device}), of the rank with most in it:"]
     for target, key, given in (
         ("device", "training.memory_limit_gib", None),
@@ -240,7 +236,7 @@ def _optimizer_state(plan: RunPlan) -> str:
         held = format_size(getattr(arrangement, f"{target}_bytes"))
         lines.append(f"  {target:<6} {held:>11}  rank {rank.rank}: {', '.join(notes)}")
     share = min(arrangement.early_share for _, arrangement in found)
-    why = "" if plan.config.parallel.overlap_grad_reduce else " (parallel.overlap_grad_reduce is false)"
+    why = "" if config.parallel.overlap_grad_reduce else " (parallel.overlap_grad_reduce is false)"
     lines.append(
         f"  in the backward pass the gradients of {share:.1%} of the parameters (at least) can leave or be used{why}"
     )
@@ -249,7 +245,7 @@ def _optimizer_state(plan: RunPlan) -> str:
         saving = f"this saves {format_size(saved)} of a rank's device, or more"
         if saved <= 0:
             saving = "this saves nothing: a rank's device has as much in use as with optimizer.state_device=device"
-        elif plan.device == "cpu":
+        elif plan.job.device == "cpu":
             saving += "; with training.device=cpu that is the host's memory too"
         lines.append(f"  {saving}")
     return "\n".join([*lines, f"  {_engine(plan, found[0][1])}"])
@@ -257,13 +253,13 @@ def _optimizer_state(plan: RunPlan) -> str:
 
 def _engine(plan: RunPlan, arrangement: Arrangement) -> str:
     """Return the text on the engine that updates the weights."""
-    engine = plan.config.optimizer.engine
+    engine = plan.job.config.optimizer.engine
     if set(arrangement.targets) == {"device"}:
         return "weights are updated in place"
     if not arrangement.flexible:
         return f"optimizer.engine={engine}"
     choice = f"optimizer.engine={engine}: a run measures the link and both updates, and chooses; it has memory for both"
-    if plan.device == "cpu" or engine == "split":
+    if plan.job.device == "cpu" or engine == "split":
         return choice
     busy = 0.0 if plan.step is None else plan.step.seconds
     seconds, link = engine_seconds(arrangement, busy), ASSUMED.up / 1e9
@@ -283,29 +279,28 @@ def _communication(plan: RunPlan) -> str:
 
 def _time(plan: RunPlan) -> str:
     if plan.step is not None and plan.hardware is not None:
-        where = Path(plan.config.run_dir) / TRACES
+        where = Path(plan.job.config.run_dir) / TRACES
         return f"{describe_step(plan.step, plan.hardware, plan.tokens)}\n  its timeline is in {where}"
     names = ", ".join(hardware_files.names())
     return f"Step time: no prediction without a machine: give hardware=NAME, one of {names}, or a file's path."
 
 
 def describe_context(plan: RunPlan) -> str:
-    """Return how a micro-batch's rows are shared, and a table of the sizes of context; empty if samples are short and
-    not shared."""
-    config, shared = plan.config, plan.shared
+    """Return how a micro-batch's rows are sharded over context ranks, and a table of possible sizes; "" for short
+    samples on one rank."""
+    config, shared = plan.job.config, plan.shared
     tokens = config.training.micro_batch_size * config.model.sequence_length
     if shared.context == 1 and tokens < LONG_TOKENS:
         return ""
     lines = _describe_sharing(plan, shared, tokens) if shared.context > 1 else []
-    given = config, plan.vocab_size, plan.world_size, plan.device, plan.attended_share, plan.documents
-    sizes = context_sizes(*given)
+    sizes = context_sizes(plan.job, plan.attended_share, plan.documents)
     if len(sizes) > 1:
         lines += _describe_sizes(plan, sizes)
     return "\n".join(lines)
 
 
 def _describe_sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[str]:
-    sent = layer_exchange(plan.config, shared)
+    sent = layer_exchange(plan.job.config, shared)
     who = f"they exchange heads for rows in {shared.places} group(s) of {shared.heads}"
     who = who if shared.heads > 1 else "they exchange keys and values alone"
     lines = [f"Context: {shared.context} ranks share {tokens:,} rows of a micro-batch, {shared.rows:,} each; {who}"]
@@ -319,7 +314,7 @@ def _describe_sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[st
         lines.append(f"  documents stay whole on their ranks{by}: no keys and values are sent")
     elif shared.places > 1:
         low, high = min(shared.of_layer), max(shared.of_layer)
-        by = ", by the documents' lengths" if plan.config.data.documents == "separate" else ""
+        by = ", by the documents' lengths" if plan.job.config.data.documents == "separate" else ""
         by = by if shared.is_known else UNKNOWN_LENGTHS
         lines.append(
             f"  attention takes up to {shared.rounds} round(s); {shared.rows * shared.heads:,} rows receive "
@@ -329,7 +324,7 @@ def _describe_sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[st
 
 
 def _describe_sizes(plan: RunPlan, sizes: Sequence[ContextSize]) -> list[str]:
-    """Return a table of the sizes of context, and which one exchanges least for its work."""
+    """Return a table of the sizes of context, and the size that exchanges the fewest bytes per FLOP."""
     timed = sizes[0].seconds is not None
     headings = ["parallel.context", "heads", "rows", "sent a layer", "B/kFLOP", "a rank needs"]
     table_rows = []
@@ -339,7 +334,7 @@ def _describe_sizes(plan: RunPlan, sizes: Sequence[ContextSize]) -> list[str]:
         row.append(format_size(each.memory))
         if each.seconds is not None:
             row += [f"{seconds:.3g}" for seconds in each.seconds]
-        marks = ["this plan"] * (each.context == plan.config.parallel.context)
+        marks = ["this plan"] * (each.context == plan.job.config.parallel.context)
         marks += ["does not fit"] * (each.context not in fits)
         table_rows.append([*row, f"<- {', '.join(marks)}" if marks else ""])
     headings += ["exchange s", "attention s"] if timed else []

@@ -18,7 +18,7 @@ import pytest
 from tests import distributed
 
 # Programs that make ranks, by a word of their command line.
-TRAINING = ("train.py", "torchrun", "torch.distributed", "launch.agent", "benchmarks.cluster", "tests.cuda")
+TRAINING = ("train.py", "torchrun", "torch.distributed", "launch.agent", "benchmarks.kit.cluster", "tests.cuda")
 
 
 class StartsRanks(Exception):

@@ -205,7 +205,7 @@ def test_setup_leaves_the_environment_of_another_clone_alone(sandbox: Sandbox) -
     before = {path: path.stat().st_mtime_ns for path in (other / ".venv").rglob("*")}
     sandbox.log()
     result = sandbox.run("setup.sh")
-    assert result.returncode == 0 and "a link to that of another clone, which stays as it is" in result.stdout
+    assert result.returncode == 0 and "a link to that of another clone, which is not changed" in result.stdout
     assert sandbox.log() == ["venv", pip_line()] and not theirs.is_symlink()
     assert before == {path: path.stat().st_mtime_ns for path in (other / ".venv").rglob("*")}
 
@@ -246,7 +246,7 @@ def test_two_setups_at_once_install_once(sandbox: Sandbox) -> None:
     until(lambda: (sandbox.root / "log").exists() and "pip" in (sandbox.root / "log").read_text(), "pip")
     second = sandbox.start("setup.sh")
     assert second.stdout is not None
-    assert "another set-up is at work" in second.stdout.readline()
+    assert "another set-up is running" in second.stdout.readline()
     (sandbox.root / "pip-waits").unlink()
     first.communicate(timeout=LONG)
     second.communicate(timeout=LONG)
@@ -311,7 +311,7 @@ def test_setup_remakes_an_environment_that_was_moved(sandbox: Sandbox) -> None:
     sandbox.log()
     sandbox.repo = sandbox.repo.rename(sandbox.root / "elsewhere")
     result = sandbox.run("setup.sh")
-    assert result.returncode == 0 and "another place" in result.stdout
+    assert result.returncode == 0 and "another folder" in result.stdout
     assert sandbox.log() == ["venv", pip_line()]
 
 
@@ -383,7 +383,7 @@ def test_wheels_of_everything_that_is_pinned(sandbox: Sandbox, without_torch: bo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "needs a folder to fill"),
+        ([], "give the folder to fill"),
         (["a", "b"], "one folder, not a and b"),
         (["a", "--python", "3.13"], "--python=3.13 must be 3.11 or 3.12"),
         (["a", "--torch"], "unknown option --torch"),
@@ -596,8 +596,8 @@ def test_torchrun_on_several_nodes(installed: Sandbox, num_nodes: str, node_rank
             "--node-rank=2 must be below --num-nodes=2; try --node-rank 1",
         ),
         (["--num-nodes", "two"], "--num-nodes=two is neither a number nor a range such as 2:4"),
-        (["--num-nodes", "4:2"], "--num-nodes=4:2 must rise; try --num-nodes 2:4"),
-        (["--num-nodes", "2", "--master-addr", "a", "--min-ranks", "1"], "--min-ranks=1 goes with one node only"),
+        (["--num-nodes", "4:2"], "--num-nodes=4:2 must go from fewer to more nodes; try --num-nodes 2:4"),
+        (["--num-nodes", "2", "--master-addr", "a", "--min-ranks", "1"], "--min-ranks=1 works on one node only"),
         (["--ranks-per-node", "4", "--min-ranks", "5"], "--min-ranks=5 must be between 1 and --ranks-per-node=4"),
         (["--num-nodes", "0"], "--num-nodes=0 must be at least 1"),
         (["--ranks-per-node", "0"], "--ranks-per-node=0 must be at least 1"),

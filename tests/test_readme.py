@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks import summary
+from benchmarks.kit import summary
 from tests.distributed import ROOT
 from tests.test_commands import COMMAND
 

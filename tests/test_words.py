@@ -32,7 +32,7 @@ GENERAL_FILES = ("words", "pieces", "parts", "rows", "memory", "build", "files",
 
 # Identifiers that a file or another program prescribes, by file.
 EXEMPT: dict[str, set[str]] = {
-    "benchmarks/expert_tiers_parity.py": {"copies"},  # a field of Compared, which --json prints by name
+    "benchmarks/checks/expert_tiers_parity.py": {"copies"},  # a field of Compared, which --json prints by name
     "benchmarks/card/records.py": {"rows"},  # a field of Record, which card.jsonl stores by name
     "simulator/context/shared_rows.py": {"places", "rows"},  # fields of SharedRows, which plan=json prints by name
 }

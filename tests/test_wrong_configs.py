@@ -41,7 +41,7 @@ WRONG: dict[str, Wrong] = {
     "syntax_words": Wrong(["train faster"], ("train faster", "key=value"), fixable=False),
     "syntax_no_key": Wrong(["=3"], ("=3", "key=value"), fixable=False),
     "sweep_without_m": Wrong(["training.seed=1,2"], ("training.seed", "1,2", "-m")),
-    "deleted_key": Wrong(["~optimizer.lr"], ("optimizer.lr", "removed")),
+    "deleted_key": Wrong(["~optimizer.lr"], ("optimizer.lr", "cannot remove a key of the schema")),
     "appended_key": Wrong(["+training.steps=3"], ("training.steps", "exists")),
     "other_config_name": Wrong(["--config-name=other"], ("--config-name", "--config-dir"), fixable=False),
     "missing_config_dir": Wrong(["--config-dir=nowhere"], ("--config-dir", "nowhere"), fixable=False),
@@ -189,14 +189,16 @@ WRONG: dict[str, Wrong] = {
         world_size=2,
     ),
     # Optimizer state and activations off the device
-    "disk_without_a_folder": Wrong(["optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be a folder")),
+    "disk_without_a_folder": Wrong(
+        ["optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be set to a folder")
+    ),
     "tier_without_a_sharded_optimizer": Wrong(
         ["optimizer.state_device=host", "optimizer.distributed=false"],
         ("optimizer.state_device (host)", "optimizer.distributed is false"),
     ),
     "experts_off_the_device_with_state_on_it": Wrong(
         [MOE, "moe.weights_device=host"],
-        ("optimizer.state_device (device)", "tier of the weights (moe.weights_device=host) or below"),
+        ("optimizer.state_device (device)", "moe.weights_device=host, optimizer state must not be on a faster device"),
     ),
     "experts_on_the_disk_with_state_above": Wrong(
         [MOE, "moe.weights_device=disk", "optimizer.state_device=host", "memory.disk_dir=/var/tmp"],
@@ -211,7 +213,8 @@ WRONG: dict[str, Wrong] = {
         ("training.precision (fp16)", "must be fp32 or bf16"),
     ),
     "experts_on_a_disk_without_a_folder": Wrong(
-        [MOE, "moe.weights_device=disk", "optimizer.state_device=disk"], ("memory.disk_dir (null)", "must be a folder")
+        [MOE, "moe.weights_device=disk", "optimizer.state_device=disk"],
+        ("memory.disk_dir (null)", "must be set to a folder"),
     ),
     "engine_without_a_tier": Wrong(["optimizer.engine=host"], ("optimizer.engine (host)", "state_device is device")),
     "activation_offload": Wrong(
@@ -225,7 +228,7 @@ WRONG: dict[str, Wrong] = {
         ["-m", "training.seed=1,2"], ("run_dir (runs/quickstart)", "name=quickstart_${training.seed}")
     ),
     "sweep_of_an_interval": Wrong(
-        ["-m", "optimizer.lr=interval(0,1)"], ("cannot sweep", "key=value,value"), fixable=False
+        ["-m", "optimizer.lr=interval(0,1)"], ("cannot be parsed", "key=value,value"), fixable=False
     ),
     "sweep_of_a_group": Wrong(["-m", "optimizer=adamw,wsd"], ("run_dir (runs/quickstart)", "name=..."), fixable=False),
     "sweep_with_a_wrong_run": Wrong(
@@ -267,7 +270,7 @@ def test_wrong_command_line(name: str, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert alternatives, f"no advice in: {err}"
         for alternative in alternatives:
             replaced = {advice.key_of(fix) for fix in alternative} | (
-                {advice.key_of(field)} if "no known key" in err else set()
+                {advice.key_of(field)} if "not a known key" in err else set()
             )
             kept = [text for text in wrong.argv if advice.key_of(text) not in replaced]
             fixes = [fix for fix in alternative if not fix.startswith("WORLD_SIZE=")]

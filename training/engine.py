@@ -1,7 +1,5 @@
 """The engine of a run: model chunks, gradient buffers, optimizer and pipeline schedule, built once and closed once.
-
-The functions that take steps with it are in training/step.py.
-"""
+training/step.py has the functions that take steps with it."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 from megatron.core.utils import get_model_config
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from memory.budgets import open_budgets
 from memory.host_link import HostLink
@@ -45,15 +44,15 @@ from training.sums import StepSums
 
 
 class OffloadError(RuntimeError):
-    """State that a rank keeps off the device cannot be read, written or updated any more."""
+    """Raised when state that a rank offloads to host or disk can no longer be read, written or updated."""
 
 
 class StepSnapshot:
-    """The state between two steps that passes change although the weights stay: random numbers, the routers' biases and
-    counts, and fp16's loss scale. `roll_back` restores it, so that a rejected step leaves no trace.
+    """Copies of the state that forward and backward passes change besides gradients: random number states, the routers'
+    biases and token counts, and fp16's loss scale. `roll_back` restores them, so that a rejected step has no effect.
 
-    Otherwise the steps after a rejected one would depend on whether its batch was rejected now, or skipped because of
-    an earlier run's record.
+    Otherwise later steps would depend on whether a batch was rejected now, or skipped because an earlier run had
+    recorded it.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], optimizer: Any):
@@ -69,7 +68,7 @@ class StepSnapshot:
 
     @torch.no_grad()
     def roll_back(self) -> None:
-        """Restore everything."""
+        """Restore the random number states, router buffers and loss scale as they were when the snapshot was taken."""
         self.roll_back_routers()
         restore_random_states(self._random)
         for scaler, before in self._scalers:
@@ -77,21 +76,24 @@ class StepSnapshot:
 
     @torch.no_grad()
     def roll_back_routers(self) -> None:
-        """Restore the routers' biases and counts alone: a step whose fp16 gradients overflowed changes none of them,
-        but its loss scale stays lowered."""
+        """Restore only the routers' biases and counts, after a step whose fp16 gradients overflowed: it must not change
+        them, but the lowered loss scale stays."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
 
 
 class Engine:
-    """This rank's model chunks with their gradient buffers and optimizer, and the schedule of passes over them.
+    """This rank's model chunks with their gradient buffers and optimizer, and the pipeline schedule that runs passes
+    over the chunks.
 
-    `bare_chunks` are the chunks without their wrappers; `extra_losses` names the losses that are minimised in addition
-    to the language-model loss. `offload_bytes`: host bytes that the MoE layers of a step need, by memory strategy.
+    `bare_chunks` are the chunks without Megatron's wrappers; `extra_losses` names the losses that are minimised in
+    addition to the language-model loss. `offload_bytes` maps each memory strategy of the MoE layers to the host bytes
+    that one step needs with it.
     """
 
     def __init__(self, config: Config, topology: Topology, vocab_size: int, device_capacity: float = math.inf):
-        """A collective call. `device_capacity`: device bytes that optimizer state may take. Raises ConfigError."""
+        """Build model, optimizer and schedule. A collective call. `device_capacity`: the most bytes of optimizer state
+        that the device may hold. Raises ConfigError."""
         open_budgets(config.memory)
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
         self.host_link = HostLink(topology.device, config.parallel.timeout_seconds)
@@ -136,26 +138,34 @@ class Engine:
         self.extra_losses = ["sentence_loss"] if config.model.sentence_head != "none" else []
         self._buffers = [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
 
+    @property
+    def job(self) -> Job:
+        """The job whose model and optimizer this engine has."""
+        return Job(self.config, self.topology.world_size, self.vocab_size, self.topology.device.type)
+
     def load_weights(self, folder: Path) -> None:
-        """Load a folder of logical weights, as models.convert writes it. Raises ConfigError for another model's."""
+        """Load model weights from a folder that models.convert wrote. Raises ConfigError if they belong to another
+        model."""
         off_device = () if self.experts is None else fillings(self.optimizer)
         load_logical_folder(self.bare_chunks, folder, self.config, self.vocab_size, off_device)
         self.optimizer.reload_model_params()
 
     def synchronize(self) -> None:
-        """Wait until all weights are as the last step leaves them. A collective call. Raises OffloadError on every rank
-        if the update failed on one."""
+        """Wait until the last step has updated all weights, offloaded ones included. A collective call. Raises
+        OffloadError on every rank if the update failed on one."""
         if (offload := offload_of(self.optimizer)) is not None:
             offload.synchronize()
             raise_together(offload.problem(), OffloadError)
 
     def frozen_weights(self) -> AbstractContextManager[None]:
-        """Context for reading weights between steps: pending gathers are finished first, and dropout is off."""
+        """Return a context for reading the weights between steps: pending parameter gathers are finished and dropout is
+        off."""
         self.synchronize()
         return frozen_weights(self.chunks)
 
     def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
-        """Prepare for passes over `num_micro_batches` micro-batches, during which the weights do not change."""
+        """Prepare expert streaming, offload memory and expert placement for passes over `num_micro_batches`
+        micro-batches."""
         num_backwards = 0 if forward_only else num_micro_batches
         if self.experts is not None:
             self.experts.begin_passes(num_micro_batches, forward_only)
@@ -168,23 +178,23 @@ class Engine:
             placement.begin_passes(num_backwards)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Scale a micro-batch's loss for its backward pass: multiply by fp16's loss scale, divide by the number of data
-        and context parallel ranks. The schedule expects means over these ranks, while gradients are summed over them
-        (parallel/megatron/ddp.py)."""
+        """Return a micro-batch's loss multiplied by fp16's loss scale and divided by the number of data and context
+        parallel ranks. Megatron's schedule expects means over these ranks, but parallel/megatron/ddp.py sums gradients
+        over them."""
         scaled, ranks = self.optimizer.scale_loss(loss), self.topology.data_context.size
         return scaled if ranks == 1 else scaled * (1.0 / ranks)  # one rank launches no kernel for it
 
     def on_host(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's share of a micro-batch on the host, which the context ranks of a data rank split. Calls
-        the model's `on_host`; may run in the loader's thread."""
+        """Return this context-parallel rank's share of a data-parallel rank's micro-batch, as host tensors. May run in
+        the data loader's thread."""
         return self.family.on_host(self.config, batch, self.topology.context)  # type: ignore[no-any-return]
 
     def snapshot(self) -> StepSnapshot:
-        """Return the present state that passes change, without gradients, so that it can be restored."""
+        """Copy the state that passes change besides gradients, so that a rejected step can be rolled back."""
         return StepSnapshot(self._buffers, self.optimizer)
 
     def close(self) -> None:
-        """Release the model, so that a process may train several models one after the other."""
+        """Free the model, so that this process can train another one."""
         self.host_link.close()
         if (offload := offload_of(self.optimizer)) is not None:
             offload.close()

@@ -1,8 +1,6 @@
-"""Evaluation losses by a token's position in its document's segment, and by the length of that segment.
-
-Buckets are powers of 2: 0, 1, 2-3, 4-7, ... Sums are computed on the device without a wait for it, and share the
-evaluation's one all-reduce. Shapes: b samples, s tokens of a sample, n buckets.
-"""
+"""Evaluation losses grouped by a token's position in its document segment, and by that segment's length. A bucket is a
+range of positions or lengths; the widths double: 0, 1, 2-3, 4-7, ... The sums are computed on the device without a host
+wait and share the evaluation's one all-reduce. Shapes: b samples, s tokens per sample, n buckets."""
 
 from __future__ import annotations
 
@@ -17,8 +15,9 @@ BY = ("position", "length")
 
 
 def bucket_sums(losses: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, num_buckets: int) -> torch.Tensor:
-    """Return the sums of the losses fp32 [b, s] of predicted tokens (mask [b, s] above 0) and the numbers of these
-    tokens, by bucket of `values` (int64 [b, s], at least 0): float64 [2, n]."""
+    """Return float64 [2, n]: for each bucket, the sum of the losses of its predicted tokens and the number of these
+    tokens. `losses` is fp32 [b, s]; `mask` [b, s] is above 0 for predicted tokens; `values` (int64 [b, s], at least 0)
+    decides each token's bucket."""
     edges = 2 ** torch.arange(num_buckets - 1, device=values.device)  # first value of each bucket but the first
     bucket = torch.bucketize(values.flatten(), edges, right=True)
     chosen = (bucket == torch.arange(num_buckets, device=values.device)[:, None]).double()
@@ -30,14 +29,16 @@ def bucket_sums(losses: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, 
 
 
 class LossBuckets:
-    """Collects an evaluation's sums, float64 [2, 2, n]: by BY, then losses or numbers of tokens, then bucket."""
+    """Accumulates an evaluation's losses and token counts in `sums`, float64 [2, 2, n]: by position or length (BY),
+    then loss sum or token count, then bucket."""
 
     def __init__(self, sequence_length: int, device: torch.device):
         self.num_buckets = sequence_length.bit_length() + 1
         self.sums = torch.zeros(len(BY), 2, self.num_buckets, dtype=torch.float64, device=device)
 
     def add(self, losses: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
-        """Add a micro-batch's loss of each token, fp32 [b, s]. Lengths are known if documents are separate."""
+        """Add a micro-batch's loss of each token, fp32 [b, s]. Losses are grouped by length only if the batch has
+        segment lengths."""
         positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"])
         self.sums[0] += bucket_sums(losses, batch["loss_mask"], positions, self.num_buckets)
         if SEGMENT_LENGTHS in batch:
@@ -45,14 +46,16 @@ class LossBuckets:
 
 
 def with_lengths(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a batch on the host, for separate documents with the length of each token's segment added."""
+    """Return a copy of a host batch with each token's segment length added; the batch itself if its documents are
+    joined."""
     if "positions" not in batch:
         return batch
     return {**batch, SEGMENT_LENGTHS: torch.from_numpy(segment_lengths(batch["positions"]))}
 
 
 def mean_losses(sums: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Return the mean loss by bucket, for each of BY that has tokens, from the sums over all ranks on the host."""
+    """Return mean losses as {"position" or "length": {bucket: loss}} from the sums over all ranks; empty buckets are
+    left out."""
     found = {}
     for by, (losses, counts) in zip(BY, sums.tolist(), strict=True):
         means = {bucket_name(i): losses[i] / counts[i] for i in range(len(counts)) if counts[i]}

@@ -1,4 +1,4 @@
-"""The progress of a run (steps, samples, states of callbacks), saved to a checkpoint and loaded from it."""
+"""The progress of a run (steps, samples, states of callbacks), which is saved to and loaded from checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from training.engine import Engine
 
 @dataclass
 class Progress:
-    """Finished optimizer steps and the training samples they consumed, the state of training/resilience/health.py, and
-    the states of callbacks by their names."""
+    """A run's finished optimizer steps, the training samples they consumed, the state of step validation
+    (training/resilience/health.py), and each callback's state by its name."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -23,19 +23,17 @@ class Progress:
 
 
 def state(engine: Engine, progress: Progress, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a checkpoint's state file: everything but tensors. `facts`: the run's id and its data."""
+    """Return the content of a checkpoint's state.json: progress, model description and `facts` (the run's id and its
+    data)."""
     position = {"step": progress.step, "consumed_samples": progress.consumed_samples, "health": progress.health}
     callbacks = {"callbacks": progress.callbacks} if progress.callbacks else {}
-    model = of_model(engine.config, engine.vocab_size, engine.topology.world_size)
-    return {**facts, **position, **callbacks, **model}
+    return {**facts, **position, **callbacks, **of_model(engine.job)}
 
 
 def load(engine: Engine, folder: Path) -> Progress:
-    """Fill an engine with a checkpoint: weights, optimizer and, in the layout that saved them, random number states.
-
-    A collective call; the engine may have taken other steps since. Raises ConfigError on every rank if one cannot read
-    its shard.
-    """
+    """Load a checkpoint's weights and optimizer state into the engine, and its random number states if it was saved in
+    the same layout; return the progress. A collective call, also allowed after steps were taken. Raises ConfigError on
+    every rank if any rank cannot read its shard."""
     layout = layout_of(engine.config, engine.topology.world_size)
     saved = checkpoint_state.load(engine.chunks, engine.optimizer, folder, layout)
     return Progress(saved["step"], saved["consumed_samples"], saved["health"], saved.get("callbacks", {}))

@@ -21,8 +21,9 @@ Metrics = dict[str, Any]
 
 @dataclass
 class Run:
-    """One training run on this rank. `make_validation_loaders`: by the name of a validation corpus, or HELD_OUT of
-    data/loader.py; each call returns a loader that starts at the first sample."""
+    """The state of one training run on this rank, which callbacks read and change. `make_validation_loaders` maps the
+    name of a validation corpus (or HELD_OUT of data/loader.py) to a function that returns a loader starting at the
+    first sample."""
 
     config: Config
     topology: Topology
@@ -50,7 +51,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and prints."""
+        """Whether this rank (rank 0) writes the run's files and prints."""
         return self.topology.rank == 0
 
     @property
@@ -62,7 +63,7 @@ class Run:
         return self.config.training.global_batch_size * self.config.model.sequence_length
 
     def seek(self) -> None:
-        """Move the loader to the next samples that may be used."""
+        """Move the training loader to the next batch that contains no skipped samples."""
         position = self.skipped.next_position(self.progress.consumed_samples, self.config.training.global_batch_size)
         self.progress.consumed_samples = position
         if self.loader.consumed_samples != position:
@@ -71,86 +72,79 @@ class Run:
             self.loader = self.make_loader(position)
 
     def take(self, result: StepResult) -> None:
-        """Count a step that was taken."""
+        """Count a finished step, and add its loss to the history of step validation."""
         self.progress.step += 1
         self.progress.consumed_samples += self.config.training.global_batch_size
         self.health.taken(result.loss, self.progress.step, result.updated)
         self.result = result
 
     def log(self, line: str) -> None:
-        """Print a line once per job."""
+        """Print a line on rank 0 only."""
         if self.is_main:
             print(line, flush=True)
 
 
 class Callback:
-    """One concern of a run, kept out of the loop. Every rank calls every hook, so a hook may communicate.
+    """Base class of a run's features outside the training loop, such as logging or checkpoints. Every rank calls every
+    hook, so a hook may communicate.
 
-    A step calls `before_step`, then forward and backward passes, then `before_update`, then the optimizer, then
-    `after_step`. A callback registers the sums over ranks that it needs with `run.engine.sums`: they share the loss's
-    all-reduce, so they cost no message of their own.
+    In a step, `before_step` is called first, then the forward and backward passes run, then `before_update`, the
+    optimizer and `after_step`. To sum numbers over ranks, a callback registers them with `run.engine.sums`: they share
+    the loss's all-reduce and cost no message of their own.
     """
 
     name = ""  # of its state in checkpoints, if it has one; it must not change
     follows: tuple[str, ...] = ()  # names of the classes whose callbacks, if present, are called before this one
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: small, made of JSON values, independent of the layout; empty for none.
-        Rank 0's is written.
-
-        Checkpoints calls it in its `after_step`: a callback whose state depends on the step must precede it in the
-        list.
-        """
+        """Return the callback's state for a checkpoint: small, JSON-serializable, independent of the layout; empty if
+        it has none. Only rank 0's state is written. The Checkpoints callback calls this in its `after_step`, so a
+        callback whose state changes in every step must precede Checkpoints in the list."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint, on every rank: before `on_start`, and before `on_rollback`.
-
-        Not called if the checkpoint has none.
-        """
+        """Restore the callback's state from a checkpoint, on every rank. Called before `on_start` and before
+        `on_rollback`, unless the checkpoint has no state for this callback."""
 
     def on_join(self, topology: Topology) -> None:
-        """Called once when the ranks of the job have met, before there is a model."""
+        """Called once when all ranks have connected, before the model is built."""
 
     def on_claim(self, step: int) -> None:
-        """Called once when this job has claimed the run's folder, with the step at which it starts or resumes."""
+        """Called once when this job has locked the run's folder, with the step at which it starts or resumes."""
 
     def on_start(self, run: Run) -> None:
-        """Called once, before the first step of this process, after a resume."""
+        """Called once, after resuming and before this process's first step."""
 
     def before_step(self, run: Run) -> None:
-        """Called before each step, also when a rejected one is repeated. It may register sums of the step."""
+        """Called before each step, and again before a rejected step is repeated. May register sums for the step."""
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Called before the weights are changed, with the result of the passes: on the host, the same on every rank.
-
-        Not called for a rejected step. It must not wait for the device, so that a step keeps its one wait.
-        """
+        """Called after the passes, before the weights change; `result` is on the host and the same on every rank. Not
+        called for a rejected step. Must not wait for the device, since a step allows only one such wait."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Called after each optimizer step, in the order of the list in training/callbacks.
-
-        It may add to the metrics of the step; later callbacks see what earlier ones added.
-        """
+        """Called after each optimizer step, in the order of the list in training/callbacks. May add to the step's
+        metrics; callbacks that are called later see the additions."""
 
     def on_rollback(self, run: Run) -> None:
-        """Called when the run has gone back to an older checkpoint, that of step `run.progress.step`."""
+        """Called when the run has returned to the checkpoint of step `run.progress.step`."""
 
     def on_stop(self, run: Run) -> None:
-        """Called once when the run ends early for `run.stop_reason`, in place of `on_end`."""
+        """Called once, in place of `on_end`, when the run stops before its last step because of `run.stop_reason`."""
 
     def on_error(self, error: BaseException) -> None:
-        """Called when this rank raised, before `close`. Other ranks may be gone: it must not communicate."""
+        """Called when an exception ends training on this rank, before `close`. Must not communicate: other ranks may be
+        gone."""
 
     def on_end(self, run: Run) -> None:
         """Called once when all steps are done."""
 
     def close(self) -> None:
-        """Called once at the end, also after an error."""
+        """Called once when training ends, also after an error."""
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
-    """Return the states of the callbacks that have one, by their names."""
+    """Return the states of all callbacks that have one, by the callback's name."""
     found = [(callback.name, state) for callback in callbacks if (state := callback.state_dict())]
     assert all(name for name, _ in found) and len(dict(found)) == len(found), (
         f"names of callbacks with a state: {found}"
@@ -159,13 +153,14 @@ def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
 
 
 def restore_callbacks(run: Run) -> None:
-    """Restore each callback's state from the loaded checkpoint, and log the names of states without a callback."""
+    """Restore each callback's state from the loaded checkpoint, and log the names of states whose callback this run
+    lacks."""
     states = dict(run.progress.callbacks)
     for callback in run.callbacks:
         if callback.name in states:
             callback.load_state_dict(states.pop(callback.name))
     for name in states:
         run.log(
-            f"the checkpoint of step {run.progress.step} keeps the state of {name}, which this run is without: it is "
-            "left out"
+            f"the checkpoint of step {run.progress.step} has a state of {name}, but this run has no such callback: the "
+            "state is ignored"
         )

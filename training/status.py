@@ -1,7 +1,6 @@
-"""`run_dir/status.json`: the state of a run, for launchers and people: running, finished, stopped_early or failed.
-
-`python -m training.status RUN_DIR` prints it, and `died` for a run that says running but whose process is gone.
-"""
+"""`run_dir/status.json`: the state of a run for launchers and people: running, finished, stopped_early or failed.
+`python -m training.status RUN_DIR` prints it, and prints `died` in place of `running` if the run's process no longer
+exists."""
 
 from __future__ import annotations
 
@@ -21,18 +20,15 @@ STATUS = "status.json"
 
 
 def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> None:
-    """Write the state of the run: `text` is a line for people, `step` counts finished steps. One rank of the job calls
-    it.
-
-    Works on a full disk, too, if the file exists. Raises WriteError.
-    """
+    """Write the run's state: `text` is a line for people, `step` the number of finished steps. Only one rank calls it.
+    Also works on a full disk if the file exists already. Raises WriteError."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     content = {"state": state, "step": step, "text": text, "time": time.time(), "launch": launch, **fields}
     files.write_text(run_dir / STATUS, json.dumps(content, indent=1) + "\n", in_place=True)
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the file; an empty dict if there is none that can be read."""
+    """Return the content of status.json, or an empty dict if the file is missing or unreadable."""
     try:
         content = json.loads(files.read_regular(run_dir / STATUS))
     except (OSError, ValueError):
@@ -41,8 +37,8 @@ def read(run_dir: Path) -> dict[str, Any]:
 
 
 def now(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the file, with the state `died` for a run that says running but whose process is gone.
-    Raises ConfigError for a broken run.json."""
+    """Return the content of status.json, with the state `died` if it says `running` but the run's process no longer
+    exists. Raises ConfigError if run.json is damaged."""
     content, held = read(run_dir), record.read(run_dir)
     if content.get("state") != "running" or held is None or record.is_alive(held):
         return content
@@ -51,14 +47,14 @@ def now(run_dir: Path) -> dict[str, Any]:
         **content,
         "state": "died",
         "step": max(content.get("step", 0), record.last_step(run_dir)),
-        "text": f"process {held.pid} on {held.host} ended without a word; last sign of life: {sign}",
+        "text": f"process {held.pid} on {held.host} ended without a message; its last heartbeat was at {sign}",
     }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, and return the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m training.status", description="Say how a run is, and whether it is still at work."
+        prog="python -m training.status", description="Print the state of a run, and whether its process still runs."
     )
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--json", action="store_true", help="print status.json's object, with the state as it is now")
@@ -67,9 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     def body() -> None:
         content = now(options.run_dir)
         if not content:
-            raise ConfigError(
-                f"{options.run_dir} holds no {STATUS} that can be read. Has a run started there? Give a run folder."
-            )
+            raise ConfigError(f"{options.run_dir} has no readable {STATUS}. Give the folder of a run that has started.")
         print(
             json.dumps(content)
             if options.json

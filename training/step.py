@@ -1,8 +1,8 @@
-"""Take one optimizer step, or evaluate, in any layout: from micro-batches to the numbers of the global batch.
+"""Take one optimizer step, or evaluate the model, in any parallel layout.
 
-The loss that is minimised is the sum over the predicted tokens of the global batch, divided by their number, so the
-step does not depend on how the batch is cut into ranks and micro-batches. Megatron's schedule averages over
-micro-batches, and `Engine.scale_loss` over data parallel ranks; `_loss` undoes both.
+The minimised loss is the sum of the losses of the global batch's predicted tokens, divided by their number, so it does
+not depend on how the batch is split over ranks and micro-batches. Megatron's schedule averages over micro-batches, and
+`Engine.scale_loss` over data parallel ranks; `_loss` cancels both averages.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class StepResult:
-    """Numbers of one step over the global batch, on the host and the same on every rank.
-
-    `extra` holds further losses; `per_layer` lists numbers of each MoE layer; `sums` holds the sums over all ranks that
-    callbacks registered, by name.
-    """
+    """Results of one step over the global batch, on the host and the same on every rank, except `own_losses`. `extra`
+    holds further losses and router metrics; `per_layer` lists router metrics of each MoE layer; `sums` maps a name that
+    a callback registered to its sum over all ranks."""
 
     loss: float
     grad_norm: float  # before clipping; 0 where fp16 gradients overflowed
@@ -58,18 +56,16 @@ class StepResult:
 
 
 def train_step(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
-    """Take optimizer step `step` (from 1) on this rank's micro-batches of the global batch, without validation."""
+    """Take optimizer step `step` (counted from 1) on this rank's micro-batches, without validating it first."""
     result = gradients(engine, batches, step)
     apply(engine, result)
     return result
 
 
 def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
-    """Run the forward and backward passes of step `step` (from 1) on this rank's micro-batches, and return their
-    numbers over all ranks.
-
-    The weights stay until `apply`. `Engine.snapshot` keeps the other state that passes change.
-    """
+    """Run the forward and backward passes of step `step` (counted from 1) on this rank's micro-batches, and return the
+    results over all ranks. The weights do not change until `apply`. `Engine.snapshot` copies the other state that the
+    passes change."""
     for chunk in engine.chunks:
         chunk.train()
     _clear_gradients(engine)
@@ -84,8 +80,8 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
         addends.append(overflow)
     if engine.watch is not None:
         addends.append(engine.watch.take())
-    # The host reads all numbers of a step here, after one reduction over the world and one wait for the device.
-    summed, counted, squares, *sums = unpack(_sum_over_ranks(engine, pack(addends)).cpu(), addends)
+    # The host reads all numbers of a step here.
+    summed, counted, squares, *sums = _sum_over_ranks(engine, addends)
     grad_norm = engine.norms.take(squares)
     overflowed = overflow is not None and float(sums[len(own)]) > 0
     update_loss_scale(engine.optimizer, overflowed)
@@ -116,13 +112,14 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
 
 
 def apply(engine: Engine, result: StepResult) -> None:
-    """Update the weights with the present gradients, unless these overflowed fp16."""
+    """Update the weights with the current gradients, unless the fp16 gradients overflowed."""
     if not result.overflowed:
         result.updated = apply_gradients(engine.optimizer, result.grad_norm)
 
 
 def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Repeat the passes with the dropout of the last step, for hooks that watch them. Only gradients change."""
+    """Repeat the last step's forward and backward passes with the same dropout masks, for hooks that inspect them. Only
+    gradients change."""
     snapshot = engine.snapshot()
     _clear_gradients(engine)
     begin_step(engine.optimizer, passive=True)
@@ -135,10 +132,9 @@ def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
 def evaluate(
     engine: Engine, steps: Iterator[Sequence[Batch]], buckets: LossBuckets | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Return the mean loss per predicted token over the given global batches, and means of the extra losses.
-
-    Adds every token's loss to `buckets` (GPT), which hold the sums over all ranks afterwards.
-    """
+    """Return the mean loss per predicted token over the global batches in `steps`, and the mean of each extra loss. If
+    `buckets` is given (GPT only), every token's loss is added to it, and afterwards it holds the sums over all
+    ranks."""
     total, batches = _no_losses(engine), 0
     counts = torch.zeros(2, dtype=torch.float64, device=engine.topology.device)
     with engine.frozen_weights(), torch.no_grad():  # Megatron's schedule alone would still build the graph
@@ -150,14 +146,15 @@ def evaluate(
     addends = [_once(engine, total), _once_a_job(engine, counts)]
     if buckets is not None:
         addends.append(_once(engine, buckets.sums))
-    summed, counted, *others = unpack(_sum_over_ranks(engine, pack(addends)).cpu(), addends)
+    summed, counted, *others = _sum_over_ranks(engine, addends)
     if buckets is not None:
         (buckets.sums,) = others
     return _losses(engine, summed, counted[0], batches)
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
-    """Return fp32 logits [batch, sequence, vocabulary] of this rank's vocabulary slice; None before the last stage."""
+    """Return the fp32 logits [batch, sequence, vocabulary slice] of this tensor-parallel rank; None before the last
+    pipeline stage."""
     context = engine.topology.context
     made: list[Batch] = []
 
@@ -192,9 +189,9 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 def _run(
     engine: Engine, batches: Sequence[Batch], *, forward_only: bool, buckets: LossBuckets | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the schedule. Returns this rank's sums of losses [loss, *extra], zero on other stages than the last, and
-    int64 [2] of the global batch: its predicted tokens, and the pairs that attend where documents are separate. Both
-    stay on the device, so that no host waits for them."""
+    """Run Megatron's schedule over the micro-batches. Returns this rank's sums of losses [loss, *extra], which are zero
+    before the last stage, and int64 [2] of the global batch: the number of predicted tokens and, for separate
+    documents, of attending token pairs. Both stay on the device, so that the host does not wait."""
     config, topology = engine.config, engine.topology
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().long()
     pairs = sum(attended_pairs(config, batch["positions"]) for batch in batches if "positions" in batch)
@@ -247,8 +244,8 @@ def _loss(
 
 
 def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-    """Return the gradient that a micro-batch's sum of losses will get: the factors of the schedule and of `_loss`, in
-    reverse order."""
+    """Return the gradient of the step's loss with respect to a micro-batch's sum of losses: the scale factors of the
+    schedule and of `_loss`, multiplied in the order of the backward pass."""
     one = engine.scale_loss(torch.ones((), device=scale.device)).reshape(())
     return one / num_micro_batches * engine.topology.context.size * scale
 
@@ -260,7 +257,7 @@ def _clear_gradients(engine: Engine) -> None:
 
 
 def _chunks(engine: Engine) -> Any:
-    """Return the model chunks as Megatron's schedule takes them."""
+    """Return the model in the form that Megatron's schedule expects: one chunk, or a list of several."""
     return engine.chunks if len(engine.chunks) > 1 else engine.chunks[0]
 
 
@@ -269,8 +266,8 @@ def _iterators(engine: Engine, batches: Sequence[Any]) -> Any:
 
 
 def _shape(engine: Engine, num_samples: int, length: int) -> dict[str, int]:
-    """Return the shape of a micro-batch for Megatron's schedule: with context ranks one sample of all rows, which the
-    schedule divides by the number of these ranks."""
+    """Return a micro-batch's shape as arguments of Megatron's schedule. With context parallelism, all rows count as one
+    sample, whose length the schedule divides by the number of context ranks."""
     if engine.topology.context.size == 1:
         return {"seq_length": length, "micro_batch_size": num_samples}
     return {"seq_length": num_samples * length, "micro_batch_size": 1}
@@ -291,26 +288,31 @@ def _no_losses(engine: Engine) -> torch.Tensor:
 
 
 def _once(engine: Engine, losses: torch.Tensor) -> torch.Tensor:
-    """Return this rank's addend to a sum of losses over all ranks: tensor parallel ranks computed the same loss."""
+    """Return the losses on tensor parallel rank 0 and zeros on the other ranks, so that a sum over all ranks counts
+    them once."""
     return losses if engine.topology.tensor.rank == 0 else torch.zeros_like(losses)
 
 
 def _once_a_job(engine: Engine, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's addend to a sum over all ranks of a value that is the same on each."""
+    """Return the value as float64 on rank 0 and zeros on the other ranks, so that a sum over all ranks counts it
+    once."""
     value = value.to(torch.float64)
     return value if engine.topology.rank == 0 else torch.zeros_like(value)
 
 
-def _sum_over_ranks(engine: Engine, flat: torch.Tensor) -> torch.Tensor:
+def _sum_over_ranks(engine: Engine, addends: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the sums of the addends over all ranks, on the host, after one all-reduce and one wait for the device."""
+    flat = pack(addends)
     if engine.topology.world_size > 1:
         dist.all_reduce(flat)
-    return flat
+    return unpack(flat.cpu(), addends)
 
 
 def _losses(
     engine: Engine, summed: torch.Tensor, tokens: torch.Tensor, num_micro_batches: int
 ) -> tuple[float, dict[str, float]]:
-    """Return the loss per predicted token, and the extra losses per micro-batch, from the sums over all ranks."""
+    """Return the mean loss per predicted token, and each extra loss's mean per micro-batch, from the sums over all
+    ranks."""
     micro_batches = num_micro_batches * engine.topology.data.size
     extra = {name: float(summed[1 + i]) / max(micro_batches, 1) for i, name in enumerate(engine.extra_losses)}
     return float(summed[0]) / max(float(tokens), 1.0), extra

@@ -1,4 +1,4 @@
-"""The training loop. Features are callbacks; this file only calls them in order."""
+"""The training loop. Features such as logging and checkpoints are callbacks, which this file calls in order."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from training.starting.run_builder import build_run
 
 
 class Trainer:
-    """Builds a run from its config, resumes it if there is something to resume, and takes its steps.
-
-    guard, signals: only in a process that runs nothing else; they may end the process, and handle its signals. choice:
-    the layout's, where the layout was searched for.
-    """
+    """Builds a run from its config, resumes it from a checkpoint if there is one, and takes its steps. `guard` and
+    `signals` may end the process and handle its signals: pass them only if the process runs nothing else. `choice`: the
+    layout, if it was searched for."""
 
     def __init__(
         self,
@@ -48,17 +46,14 @@ class Trainer:
         self._thaws = False
 
     def fit(self) -> bool:
-        """Train to `training.steps`, from the checkpoint that `checkpoint.resume` names or from the start.
-
-        Returns whether all steps are done; else the run stopped early, and continues when it is started again.
-        """
+        """Train up to `training.steps`, from the checkpoint that `checkpoint.resume` selects or from the start. Returns
+        True if all steps are done, False if the run stopped early and can be resumed."""
         with contextlib.ExitStack() as built:
             try:
                 run = build_run(self.config, self.callbacks, built)
                 if run.is_last_step:
-                    text = (
-                        f"{run.run_dir} is finished: {run.progress.step} steps are done. Raise training.steps to go on."
-                    )
+                    done = run.progress.step
+                    text = f"{run.run_dir} is finished: {done} steps are done. Raise training.steps to train longer."
                     run.log(text)
                     if run.is_main:
                         status.write(run.run_dir, "finished", run.progress.step, text)
@@ -103,10 +98,8 @@ class Trainer:
                 callback.on_stop(run)
 
     def train_step(self, run: Run) -> Metrics | None:
-        """Take one optimizer step on this rank's micro-batches, and return its metrics.
-
-        None if the step was rejected: its batch is skipped, or the run has gone back to a checkpoint.
-        """
+        """Take one optimizer step on this rank's micro-batches, and return its metrics. Returns None if the step was
+        rejected: then its batch is skipped, or the run has returned to a checkpoint."""
         run.seek()
         start, waited = time.perf_counter(), run.loader.wait_seconds
         for callback in self.callbacks:

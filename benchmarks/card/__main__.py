@@ -240,7 +240,7 @@ def show_list(arguments: argparse.Namespace) -> int:
     from benchmarks.card.ladder import listing, state
     from benchmarks.card.records import Records, kind_of_card
     from benchmarks.card.rungs import by_name, rungs
-    from benchmarks.tables import table
+    from benchmarks.kit.tables import table
 
     found = machine(arguments.small)
     card = "no GPU here" if found is None else kind_of_card(found["device"], arguments.small)

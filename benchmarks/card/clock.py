@@ -16,6 +16,7 @@ def measure(task: Task) -> None:
     Raises PartlyDone if fewer than four trainings are on record.
     """
     from benchmarks.card.sides import vocabulary
+    from configs.job import Job
     from simulator.clock.hardware import file_of_card, load_hardware
     from simulator.fit import fit, mean_error, predicted
     from simulator.measured_steps import MeasuredStep
@@ -29,7 +30,7 @@ def measure(task: Task) -> None:
     for case in CASES:
         if case.name in steps_by_model:
             config, seconds = case.config(task.is_small, "cpu"), steps_by_model[case.name]["step_s"]
-            steps.append(MeasuredStep(case.name, config, 1, vocabulary(config), seconds))
+            steps.append(MeasuredStep(case.name, Job(config, 1, vocabulary(config), "cuda"), seconds))
     if len(steps) < 2 * LEAST:
         raise PartlyDone(f"{len(steps)} trainings are on record for this card; {2 * LEAST} are needed")
     device = next((other.machine.get("device", "") for other in task.others), "")

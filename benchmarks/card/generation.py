@@ -31,8 +31,7 @@ def ring(task: Task) -> None:
 
 def _measure(task: Task, batches: tuple[int, ...], share: float | None) -> None:
     from benchmarks.card.sides import device_of
-    from benchmarks.made_models import write_made_model
-    from benchmarks.made_sizes import made_config, weights_bytes
+    from benchmarks.kit.made_models import made_config, weights_bytes, write_made_model
     from inference.open_model import open_model
 
     config = made_config("llama", None if task.is_small else GIGABYTES * 1e9, fixed=SMALL if task.is_small else None)

@@ -25,12 +25,12 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 
-from benchmarks import rounds
-from benchmarks.accelerator import step_flops
 from benchmarks.card.kernels import traced
 from benchmarks.card.ladder import Task
 from benchmarks.card.sides import device_of, joined
-from benchmarks.megatron_layer import LINEAR, SEQUENTIAL, fill_experts, kinds_of_experts, megatron_layer
+from benchmarks.kit import rounds
+from benchmarks.kit.accelerator import step_flops
+from benchmarks.kit.megatron_layer import LINEAR, SEQUENTIAL, fill_experts, kinds_of_experts, megatron_layer
 from configs import derived
 from configs.compose import compose
 from configs.schema import Config

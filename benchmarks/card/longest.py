@@ -1,4 +1,5 @@
-"""The rung of the longest context: the last row of benchmarks/longest_context.py, for Mixtrain and DeepSpeed's ALST."""
+"""The rung of the longest context: the last row of benchmarks/speed/longest_context.py, for Mixtrain and DeepSpeed's
+ALST."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ CAP_GIB = 16.0
 
 def measure(task: Task) -> None:
     """Show what the last row of each system predicts and confirms; each has its share of the seconds."""
-    from benchmarks.longest_context import MODELS, SMALL, Ladder, MeteredDevice, llama_sizes
-    from benchmarks.mixtrain_side import MixtrainSide, training_flops
+    from benchmarks.speed.longest_context import MODELS, SMALL, Ladder, MeteredDevice, llama_sizes
+    from benchmarks.speed.mixtrain_side import MixtrainSide, training_flops
 
     sizes = MODELS["gpt_1b"] | (SMALL if task.is_small else {})
     meter = MeteredDevice(task.is_small)
@@ -38,7 +39,7 @@ def measure(task: Task) -> None:
         if system == "mixtrain":
             side = MixtrainSide(sizes, meter.device)
         else:
-            from benchmarks.alst import AlstSide
+            from benchmarks.speed.alst import AlstSide
 
             side = AlstSide(llama_sizes(sizes, 2**24), meter.device, weights_on_host=True)
         try:

@@ -16,7 +16,7 @@ OF_PASSES = ("models", "parallel", "memory", "training/engine.py", "training/ste
 OF_MEASURING = ("benchmarks/card/training.py", "benchmarks/card/sides.py")
 OF_TRAINING = (*OF_PASSES, "optim", "training/loss_buckets.py", *OF_MEASURING)
 OF_EXPERTS = ("moe",)
-OF_LAYER = (*OF_PASSES, *OF_EXPERTS, "benchmarks/card/layers.py", "benchmarks/megatron_layer.py")
+OF_LAYER = (*OF_PASSES, *OF_EXPERTS, "benchmarks/card/layers.py", "benchmarks/kit/megatron_layer.py")
 OF_HOST = (*OF_TRAINING, "benchmarks/card/off_device.py")
 OF_GENERATION = ("inference", "models", "memory", "checkpoint/logical", "benchmarks/card/generation.py")
 OF_CLOCK = (
@@ -26,7 +26,12 @@ OF_CLOCK = (
     "simulator/flops.py",
     "benchmarks/card/clock.py",
 )
-OF_LONGEST = (*OF_TRAINING, "benchmarks/longest_context.py", "benchmarks/mixtrain_side.py", "benchmarks/alst.py")
+OF_LONGEST = (
+    *OF_TRAINING,
+    "benchmarks/speed/longest_context.py",
+    "benchmarks/speed/mixtrain_side.py",
+    "benchmarks/speed/alst.py",
+)
 LONGEST_SECONDS = 200.0
 OF_TINY = 20.0  # seconds
 RIVALS = ("transformers", "plain script")

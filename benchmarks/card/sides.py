@@ -15,7 +15,7 @@ import parallel  # noqa: F401  before Megatron-core, which warns of what is not 
 import torch
 
 from benchmarks.card import plain
-from benchmarks.mixtrain_side import draw_in_place
+from benchmarks.speed.mixtrain_side import draw_in_place
 from configs import derived
 from configs.schema import Config
 from parallel import topology

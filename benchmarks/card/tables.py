@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.card import records
 from benchmarks.card.ladder import Row
 from benchmarks.card.records import Record, Records
-from benchmarks.tables import table
+from benchmarks.kit.tables import table
 
 NONE = "No card has climbed the ladder yet.\n"
 MEANINGLESS = ("CPU", "pretended")  # devices whose times mean nothing

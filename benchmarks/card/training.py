@@ -140,7 +140,7 @@ def llama_sizes(config: Config, kind: Any) -> Any:
 
 def ratio(system: str, theirs: Sequence[float], ours: Sequence[float]) -> Row:
     """Return the median of the rounds' ratios of times, and twice its standard error."""
-    from benchmarks.rounds import standard_error
+    from benchmarks.kit.rounds import standard_error
 
     ratios = [their / our for their, our in zip(theirs, ours, strict=True)]
     middle, error = statistics.median(ratios), standard_error(ratios)

@@ -1,2 +1,1 @@
-"""Logical tensors of a trained model, read from the files that it lies in: without a model, and without a second
-copy."""
+"""Read the logical tensors of a trained model directly from its files, without a model and without a second copy."""

@@ -1,8 +1,6 @@
-"""Names of a checkpoint's global tensors, and the logical weights that they hold, for any layout. Without torch.
-
-A global tensor may be a stack: of equal layers, which Megatron-core saves under one name; of a layer's routed experts;
-or of both.
-"""
+"""Map the names of a checkpoint's global tensors to the logical weights in them, for any layout. Without torch. A
+global tensor may be a stack: of equal layers, which Megatron-core saves under one name; of a layer's routed experts; or
+of both."""
 
 from __future__ import annotations
 
@@ -30,7 +28,8 @@ LAYER = re.compile(r"(?P<block>decoder|encoder)\.layers\.((?P<number>\d+)\.)?(?P
 
 @dataclass(frozen=True)
 class GlobalName:
-    """The meaning of a global tensor's key: a logical weight, and the leading axes that the weight does not have."""
+    """The parsed name of a global tensor: a logical weight, and the leading axes along which several such weights are
+    stacked."""
 
     prefix: str  # "decoder.layers."; the number of a layer, a point and `rest` follow
     rest: str
@@ -39,7 +38,7 @@ class GlobalName:
 
     @property
     def num_axes(self) -> int:
-        """Number of leading axes."""
+        """Number of leading axes, which count layers or experts."""
         return self.has_layers + self.has_experts
 
     def name(self, index: tuple[int, ...]) -> str:
@@ -51,7 +50,7 @@ class GlobalName:
 
 
 def parse(key: str) -> GlobalName:
-    """Return the meaning of a checkpoint's key, if it is that of a weight."""
+    """Parse a checkpoint's tensor name as that of a weight or of a stack of weights."""
     match = LAYER.fullmatch(key)
     if match is None:
         return GlobalName("", key, False, False)
@@ -66,7 +65,7 @@ def parse(key: str) -> GlobalName:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """The block of a logical weight that a box holds: a matrix, stored row after row."""
+    """The block of a logical weight that a box of a checkpoint contains: a matrix, stored row after row."""
 
     name: str
     shape: tuple[int, ...]  # of the whole weight, with the vocabulary's padding
@@ -75,7 +74,8 @@ class WeightBlock:
 
 
 def blocks_of(entry: Entry) -> Iterator[WeightBlock]:
-    """Yield the blocks of logical weights that a box consists of; none if it holds something else."""
+    """Yield the blocks of logical weights that a box of a checkpoint consists of; none if it contains something
+    else."""
     known = parse(entry.key)
     axes = known.num_axes
     box = (1,) * (len(entry.global_shape) - len(entry.shape)) + entry.shape
@@ -92,8 +92,8 @@ def blocks_of(entry: Entry) -> Iterator[WeightBlock]:
 
 
 def without_padding(block: WeightBlock, shape: tuple[int, ...]) -> WeightBlock | None:
-    """Return a block without the rows that pad the vocabulary; `shape`: the weight's without padding. Raises ValueError
-    with a message for users if the shapes do not fit."""
+    """Return a block without the rows that pad the vocabulary, or None if no row is left. `shape`: the weight's without
+    padding. Raises ValueError with a message for users if the shapes do not fit."""
     if block.shape == shape:
         return block
     if block.name not in PADDED or block.shape[1:] != shape[1:] or block.shape[0] < shape[0]:
@@ -103,7 +103,7 @@ def without_padding(block: WeightBlock, shape: tuple[int, ...]) -> WeightBlock |
 
 
 def lacking_weights(entries: Iterable[Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return a line for each of a model's weights that a checkpoint's files do not cover."""
+    """Return a line for each of a model's weights that a checkpoint's files do not contain completely."""
     found: dict[str, list[Box]] = {}
     wrong: dict[str, str] = {}
     for block in (block for entry in entries for block in blocks_of(entry) if block.name in shapes):

@@ -1,7 +1,5 @@
 """The reader of logical tensors, from a checkpoint of any layout, a folder of logical weights or a Hugging Face folder.
-
-It returns any tensor, a slice of it, or one expert of a stack, and what the folder says of its model.
-"""
+It returns any tensor, a slice of a tensor or one expert of a stack, and the model's config and tokenizer."""
 
 from __future__ import annotations
 
@@ -28,105 +26,59 @@ PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_logical(path: Path, direct: bool = False) -> LogicalReader:
-    """Open a trained model's tensors; for a run those of its newest good checkpoint, with every byte checked.
-
-    direct: bypass the kernel's page cache if the file system allows it. Raises ConfigError, before any tensor is read,
-    if one is missing, duplicate, or of another shape than the model's.
-    """
+    """Open a trained model's tensors; for a run, those of its newest good checkpoint, after checking every byte.
+    `direct`: bypass the kernel's page cache if the file system allows it. Raises ConfigError, before any tensor is
+    read, if a tensor is missing, duplicate, or of another shape than the model's."""
     kind = manifest.kind_of_model(path)
     if kind == "checkpoint":
         return open_checkpoint(manifest.good_checkpoint_at(path), direct)
-    return LogicalReader((of_weights if kind == "weights" else of_huggingface)(path, _bounce(direct)))
+    bounce = BounceBuffers() if direct else None
+    return LogicalReader((of_weights if kind == "weights" else of_huggingface)(path, bounce))
 
 
 def open_checkpoint(folder: Path, direct: bool = False) -> LogicalReader:
-    """Open the tensors of a checkpoint that has been checked. Raises ConfigError, as `open_logical`."""
-    return LogicalReader(of_checkpoint(folder, _bounce(direct)))
-
-
-def _bounce(direct: bool) -> BounceBuffers | None:
-    return BounceBuffers() if direct else None
+    """Open the tensors of a checkpoint that has been verified. Raises ConfigError like `open_logical`."""
+    return LogicalReader(of_checkpoint(folder, BounceBuffers() if direct else None))
 
 
 class LogicalReader(LogicalTensors):
-    """Reader of a trained model's tensors and of the model's description. `folder`: the folder that is read; for a run,
-    the folder of its checkpoint."""
+    """Reads a trained model's tensors, and describes the model with attributes of ModelSource. `folder` is the folder
+    that is read; for a run, its checkpoint's folder."""
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__(source.folder, source.weights, logical_shapes(source.config, source.vocab_size))
-        self._source = source
-
-    @property
-    def kind(self) -> str:
-        """The kind of the folder: checkpoint, weights or huggingface."""
-        return self._source.kind
-
-    @property
-    def config(self) -> Config:
-        """The model's config. `training.precision` is that of most weights."""
-        return self._source.config
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the model's vocabulary, without padding."""
-        return self._source.vocab_size
+        self.kind, self.config, self.vocab_size = source.kind, source.config, source.vocab_size
+        self._tokenizer = source.tokenizer
+        self.end_tokens, self.trained_with, self.notes = source.end_tokens, source.trained_with, source.notes
+        self.model_type, self.files, self.close = source.model_type, source.files, source.close
 
     @property
     def tokenizer(self) -> Path:
         """The folder of the model's tokenizer, if it has one. Raises ConfigError if another tokenizer is stored
         there."""
-        return self._source.tokenizer()
-
-    @property
-    def end_tokens(self) -> set[int] | None:
-        """Tokens that end a text; None: the tokenizer's."""
-        return self._source.end_tokens
-
-    @property
-    def trained_with(self) -> str | None:
-        """The digest of the tokenizer that the model was trained with, if known."""
-        return self._source.trained_with
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Notes on the folder for the user, in lines without a full stop."""
-        return self._source.notes
-
-    @property
-    def model_type(self) -> str | None:
-        """The family of a Hugging Face folder."""
-        return self._source.model_type
-
-    @property
-    def files(self) -> folders.Reader | None:
-        """The reader of the folder's tensors as they are stored; None for a checkpoint, whose tensors are boxes."""
-        return self._source.files
-
-    def close(self) -> None:
-        """Close the files."""
-        self._source.close()
+        return self._tokenizer()
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's folder: its logical weights, and the rest that a user of the model needs."""
+    """An opened model folder: its logical weights, config, tokenizer and end tokens."""
 
     kind: str  # checkpoint, weights or huggingface
     folder: Path
-    config: Config  # its training.precision is that of the weights
-    vocab_size: int
+    config: Config  # its training.precision is that of most weights
+    vocab_size: int  # without padding
     weights: dict[str, LogicalWeight]  # by logical name, in the order of Megatron-core's modules
-    tokenizer: Callable[[], Path]  # its folder; raises ConfigError if it is not the model's
-    end_tokens: set[int] | None  # None: the tokenizer's
-    trained_with: str | None  # digest of the tokenizer
-    notes: tuple[str, ...]  # on the folder, for the user
-    model_type: str | None  # of a Hugging Face folder
-    files: folders.Reader | None  # every tensor as it is stored; None: a checkpoint's are boxes
     close: Callable[[], None]
+    tokenizer: Callable[[], Path]  # its folder; raises ConfigError if it is not the model's
+    end_tokens: set[int] | None = None  # ids of tokens that end a text; None: the tokenizer's own
+    trained_with: str | None = None  # digest of the tokenizer; None: unknown
+    notes: tuple[str, ...] = ()  # about the folder, to print for the user; without a full stop
+    model_type: str | None = None  # the family of a Hugging Face folder
+    files: folders.Reader | None = None  # reads tensors as they are stored; None for a checkpoint, which stores boxes
 
 
 def of_checkpoint(path: Path, bounce: BounceBuffers | None) -> ModelSource:
-    """Open a checkpoint that has been checked. Raises ConfigError."""
+    """Open a checkpoint that has been verified. Raises ConfigError."""
     config, vocab_size = load(path / manifest.CONFIG), int(read_state(path)["vocab_size"])
     boxes = BoxFiles(path, logical_shapes(config, vocab_size), bounce)
     return ModelSource(
@@ -135,13 +87,9 @@ def of_checkpoint(path: Path, bounce: BounceBuffers | None) -> ModelSource:
         config,
         vocab_size,
         boxes.weights,
-        lambda: kept_tokenizer.of_checkpoint(path) or path,
-        None,
-        kept_tokenizer.digest_of(path),
-        (),
-        None,
-        None,
         boxes.close,
+        lambda: kept_tokenizer.of_checkpoint(path) or path,
+        trained_with=kept_tokenizer.digest_of(path),
     )
 
 
@@ -156,13 +104,10 @@ def of_weights(path: Path, bounce: BounceBuffers | None) -> ModelSource:
         held.config,
         vocab_size,
         held.weights,
-        lambda: path,
-        special_tokens.end_tokens(path, special_tokens.kept_in(path, vocab_size)),
-        None,
-        (),
-        None,
-        held.reader,
         held.reader.close,
+        lambda: path,
+        end_tokens=special_tokens.end_tokens(path, special_tokens.kept_in(path, vocab_size)),
+        files=held.reader,
     )
 
 
@@ -178,18 +123,17 @@ def of_huggingface(path: Path, bounce: BounceBuffers | None) -> ModelSource:
         hf.config,
         vocab_size,
         {name: hf.weight(name) for name in hf.names()},
-        lambda: path,
-        special_tokens.end_tokens(path, special_tokens.of_config(hf.stated, vocab_size)),
-        None,
-        hf.notes,
-        hf.family.model_type,
-        hf.reader,
         hf.reader.close,
+        lambda: path,
+        end_tokens=special_tokens.end_tokens(path, special_tokens.of_config(hf.stated, vocab_size)),
+        notes=hf.notes,
+        model_type=hf.family.model_type,
+        files=hf.reader,
     )
 
 
 class BoxFiles:
-    """A checkpoint's files, and the row blocks of the logical weights of `shapes` in them. Raises ConfigError."""
+    """Opens a checkpoint's files, and finds the row blocks of the logical weights in `shapes`. Raises ConfigError."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], bounce: BounceBuffers | None) -> None:
         self._files: list[ReadOnlyFile] = []

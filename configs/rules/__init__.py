@@ -1,6 +1,6 @@
-"""Rules that types cannot express: ranges, names, divisibility, combinations of keys.
+"""Rules that the types of the keys cannot express: ranges, names, divisibility, combinations of keys.
 
-A rule yields a `Problem`: the field, the rule that its value breaks, and candidate fixes.
+Each rule yields a `Problem` if it is broken: the key, the rule, and candidate fixes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from configs.rules import idle, layout, model, offload, training, values
 from configs.rules.problem import Problem
 from configs.schema import Config
 
-# In the order in which they are checked.
+# They are checked in this order.
 RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
     values.values,
     values.loose_values,
@@ -36,7 +36,7 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
 
 
 def first_problem(config: Config, world_size: int) -> Problem | None:
-    """Return the first broken rule; later rules may assume that earlier ones hold."""
+    """Return the first broken rule, or None. A rule may assume that all earlier rules hold."""
     for rules in RULES:
         for problem in rules(config, world_size):
             return problem

@@ -1,7 +1,7 @@
-"""Keys whose value has no effect in combination with others.
+"""Keys whose values have no effect in combination with the values of other keys.
 
-A value that requests a feature that the other keys exclude is an error (`idle`). Other values, often prepared for a
-feature that is off, are only named by the run and by its plan (`ready`).
+If such a value requests a feature that the other keys exclude, it is an error (`idle`). Other such values, often set in
+advance for a feature that is off, are only listed by the run and by its plan (`ready`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from configs.show import show
 
 
 class Needs(NamedTuple):
-    """Keys whose values other than the default have no effect unless a condition holds; `otherwise` is the reason."""
+    """Keys that have an effect only if a condition holds. `otherwise` is the reason why they have none."""
 
     keys: tuple[str, ...]
     holds: Callable[[Config], bool]
@@ -28,12 +28,7 @@ def _of(section: str) -> tuple[str, ...]:
     return tuple(name for name in KEYS if name.startswith(f"{section}."))
 
 
-def _delays_weight_grads(config: Config) -> bool:
-    backward = derived.pipeline_degrees(config)[1]
-    return config.parallel.expert > 1 and not derived.plans_moe(config) and backward is not None and backward > 1
-
-
-# Errors, in the order in which they are checked; `otherwise` follows "must be <default> " in the message.
+# Errors, in the order in which they are checked. `otherwise` follows "must be <default> " in the error message.
 NEEDS = [
     Needs(
         (
@@ -48,12 +43,12 @@ NEEDS = [
     Needs(
         ("moe.all_to_all", "moe.placement.bitwise"),
         lambda c: c.parallel.expert > 1,
-        "where parallel.expert is 1: a rank has all experts, and exchanges nothing",
+        "if parallel.expert is 1: each rank has all experts and exchanges no tokens",
     ),
     Needs(
         ("moe.placement.costs",),
         lambda c: c.moe.placement.policy != "static",
-        "while moe.placement.policy is static, which plans nothing",
+        "if moe.placement.policy is static: it needs no planning",
     ),
     Needs(
         ("model.sentence_head", "model.norm_position"),
@@ -64,36 +59,36 @@ NEEDS = [
     Needs(
         ("parallel.context_heads",),
         lambda c: c.parallel.context > 1,
-        "where parallel.context is 1: a rank has all rows of its sequences",
+        "if parallel.context is 1: each rank has its sequences in full",
     ),
     Needs(
         ("data.documents",),
         lambda c: c.model.family == "gpt",
-        "unless model.family is gpt: BERT's samples do not cross documents",
+        "unless model.family is gpt: a sample of BERT never crosses documents",
     ),
     Needs(
         ("model.sliding_window_from",),
         lambda c: c.model.sliding_window is not None,
-        "while model.sliding_window is null",
+        "if model.sliding_window is null",
     ),
     Needs(
         ("moe.group_score_top_k",),
         lambda c: c.moe.num_groups is not None,
-        "without moe.num_groups and moe.group_top_k: there are no groups",
+        "if moe.num_groups and moe.group_top_k are null: there are no groups",
     ),
     Needs(
         ("optimizer.engine", "optimizer.early_update"),
         lambda c: c.optimizer.state_device != "device",
-        "while optimizer.state_device is device: it is for state that lives elsewhere",
+        "if optimizer.state_device is device: the key is for offloaded state",
     ),
     Needs(
         ("optimizer.wsd_decay_steps",),
         lambda c: c.optimizer.schedule == "wsd",
-        "unless optimizer.schedule is wsd: the others, such as cosine, have no final decay of their own",
+        "unless optimizer.schedule is wsd: other schedules have no separate final decay",
     ),
 ]
 
-# Values that are only named.
+# Values that are only listed. `otherwise` follows "<key> (" in the line.
 READY = [
     Needs(
         tuple(name for name in _of("moe") if name != "moe.num_experts" and name not in NEEDS[0].keys),
@@ -103,7 +98,7 @@ READY = [
     Needs(
         ("model.ffn_hidden_size",),
         lambda c: 0 in derived.moe_layer_pattern(c) or c.moe.ffn_hidden_size is None,
-        "all layers have experts, of moe.ffn_hidden_size",
+        "all layers have experts, whose width is moe.ffn_hidden_size",
     ),
     Needs(("moe.expert_bias_rate",), lambda c: not derived.is_moe(c) or c.moe.expert_bias, "moe.expert_bias is false"),
     Needs(
@@ -113,14 +108,16 @@ READY = [
     ),
     Needs(
         ("moe.weight_lag",),
-        lambda c: not derived.is_moe(c) or _delays_weight_grads(c),
-        "a backward pass over several ranks (parallel.expert) has not several chunks (moe.backward_pipeline_degree), "
-        "or they are chosen (auto)",
+        lambda c: (
+            not derived.is_moe(c)
+            or (c.parallel.expert > 1 and not derived.plans_moe(c) and (derived.pipeline_degrees(c)[1] or 0) > 1)
+        ),
+        "it needs parallel.expert above 1 and a fixed number of chunks (moe.backward_pipeline_degree) above 1",
     ),
     Needs(
         ("moe.memory_strategy",),
         lambda c: not derived.is_moe(c) or c.parallel.expert > 1 or "communicate" not in c.moe.memory_strategy,
-        "parallel.expert is 1: nothing is sent again",
+        "parallel.expert is 1, so no tokens are sent",
     ),
     Needs(
         ("moe.shard_weights", "moe.weight_slots"),
@@ -135,7 +132,7 @@ READY = [
     Needs(
         ("moe.placement.interval",),
         lambda c: not derived.is_moe(c) or c.moe.placement.policy != "static",
-        "moe.placement.policy is static, which moves nothing",
+        "moe.placement.policy is static: experts do not migrate",
     ),
     Needs(
         ("model.q_lora_rank", "model.kv_lora_rank", "model.rotary_head_dim", "model.value_head_dim"),
@@ -155,15 +152,17 @@ READY = [
     Needs(
         ("optimizer.decay_steps",),
         lambda c: c.optimizer.schedule != "constant",
-        "optimizer.schedule is constant: nothing decays",
+        "optimizer.schedule is constant: the learning rate does not decay",
     ),
     Needs(("training.spike",), lambda c: c.training.spike_factor is not None, "training.spike_factor is null"),
     Needs(("training.profile.ranks",), lambda c: bool(c.training.profile.steps), "training.profile.steps is []"),
-    Needs(("checkpoint.keep_every",), lambda c: c.checkpoint.keep > 0, "checkpoint.keep is 0: all stay"),
+    Needs(
+        ("checkpoint.keep_every",), lambda c: c.checkpoint.keep > 0, "checkpoint.keep is 0: all checkpoints are kept"
+    ),
     Needs(
         ("optimizer.bucket_parameters",),
         derived.has_own_optimizer_state,
-        "optimizer.state_device is device, and optimizer.moment_dtype fp32",
+        "optimizer.state_device is device and optimizer.moment_dtype is fp32",
     ),
     Needs(
         ("memory.disk_dir",),
@@ -173,12 +172,12 @@ READY = [
     Needs(
         ("memory.disk_budget",),
         lambda c: c.optimizer.state_device in ("disk", "auto") and c.memory.disk_dir is not None,
-        "nothing goes to memory.disk_dir",
+        "no optimizer state is stored in memory.disk_dir",
     ),
     Needs(
         ("memory.host_budget",),
         derived.uses_host,
-        "optimizer state, activations and experts' inputs stay on the device",
+        "optimizer state, activations and experts stay on the device",
     ),
     Needs(
         ("sample.num_tokens", "sample.temperature", "sample.top_p"),
@@ -195,31 +194,31 @@ READY = [
     Needs(
         ("data.validation_corpora",),
         lambda c: c.training.eval_interval > 0,
-        "training.eval_interval is 0: nothing is evaluated",
+        "training.eval_interval is 0: there are no evaluations",
     ),
 ]
 
 
 def _idle(config: Config, table: list[Needs]) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) of each key of a table that has no effect and not its default."""
+    """Yield (key, reason) for each key of a table that has no effect, but another value than its default."""
     for keys, holds, otherwise in table:
         if not holds(config):
             yield from ((key, otherwise) for key in keys if get(config, key) != KEYS[key].default)
 
 
 def idle(config: Config, world_size: int) -> Iterator[Problem]:
-    """Yield the problem of each such key; the fix resets all of them."""
+    """Yield a problem for each key of NEEDS whose value has no effect. The fix resets all of these keys."""
     back: Fix = {key: KEYS[key].fresh_default() for key, _ in _idle(config, NEEDS)}
     for key, otherwise in _idle(config, NEEDS):
-        yield Problem(key, f"must be {show(back[key])} {otherwise}", [back])
+        yield Problem(key, f"must be {show(back[key])} {otherwise}", back)
 
 
 def has_no_effect(key: str, config: Config) -> bool:
-    """Whether a key's value has no effect in this config."""
+    """Whether the value of a key has no effect in this configuration."""
     return any(key in needs.keys and not needs.holds(config) for needs in (*NEEDS, *READY))
 
 
 def ready(config: Config) -> str:
-    """Return one line about values without effect; "" if there are none."""
+    """Return one line that lists the values without effect, or an empty string if there are none."""
     found = [f"{key} ({why})" for key, why in _idle(config, READY)]
     return f"without effect here: {'; '.join(found)}" if found else ""

@@ -1,4 +1,4 @@
-"""Rules of the layout: what each parallel size must divide, and the number of processes."""
+"""Rules of the layout: divisibility by each parallel size, and the number of processes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,19 @@ def tensor(config: Config, world_size: int) -> Iterator[Problem]:
         width = model.kv_lora_rank + model.rotary_head_dim
         if width % parallel.tensor:
             rule = f"must divide model.kv_lora_rank + model.rotary_head_dim ({width})"
-            yield Problem("parallel.tensor", rule, set_to("parallel.tensor", divisors(width, parallel.tensor)))
+            yield Problem("parallel.tensor", rule, *divisors(width, parallel.tensor))
         if model.q_lora_rank is not None:
             yield from must_divide(tensor, ("model.q_lora_rank", model.q_lora_rank))
     if parallel.sequence and parallel.tensor == 1:
-        fixes: list[Fix] = [{"parallel.sequence": False}, *set_to("parallel.tensor", [2])]
-        yield Problem(
-            "parallel.sequence", "needs parallel.tensor (1) above 1: it splits the sequence over tensor ranks", fixes
-        )
+        rule = "needs parallel.tensor (1) above 1: it shards sequences over the tensor ranks"
+        yield Problem("parallel.sequence", rule, False, {"parallel.tensor": 2})
     if parallel.sequence and parallel.context == 1:
         yield from must_divide(tensor, ("model.sequence_length", model.sequence_length))
     if derived.is_moe(config) and parallel.tensor > 1 and not parallel.sequence:
         rule = (
-            f"must be true for an MoE model with parallel.tensor ({parallel.tensor}) above 1: Megatron-core routes "
-            "each token once"
+            f"must be true for an MoE model if parallel.tensor ({parallel.tensor}) is above 1 (Megatron-core needs it)"
         )
-        fixes = [{"parallel.sequence": True}, {"parallel.tensor": 1}]
-        yield Problem("parallel.sequence", rule, fixes)
+        yield Problem("parallel.sequence", rule, True, {"parallel.tensor": 1})
     if 0 in derived.moe_layer_pattern(config):
         yield from must_divide(tensor, ("model.ffn_hidden_size", derived.ffn_hidden_size(config)))
     if derived.is_moe(config) and config.moe.shared_expert_ffn_hidden_size is not None:
@@ -51,48 +47,39 @@ def context(config: Config, world_size: int) -> Iterator[Problem]:
     num_rows = micro * model.sequence_length
     if num_rows % num_shards:
         times = f" times parallel.tensor ({parallel.tensor})" if parallel.sequence else ""
-        rule = (
-            f"{times} must divide training.micro_batch_size ({micro}) * model.sequence_length, {num_rows} rows".strip()
-        )
+        rule = f"{times} must divide training.micro_batch_size ({micro}) * model.sequence_length = {num_rows}".strip()
         length = num_shards // math.gcd(num_shards, micro)
-        fixes: list[Fix] = [
-            *set_to("model.sequence_length", multiples(length, model.sequence_length)),
-            *set_to("parallel.context", [n for n in divisors(num_rows, context) if n < context]),
-        ]
-        yield Problem("parallel.context", rule, fixes)
+        lengths = set_to("model.sequence_length", multiples(length, model.sequence_length))
+        yield Problem("parallel.context", rule, *lengths, *(n for n in divisors(num_rows, context) if n < context))
     if model.attention_dropout > 0:
-        rule = f"must be 0 with parallel.context ({context}) above 1, whose attention has no dropout"
-        yield Problem("model.attention_dropout", rule, [{"model.attention_dropout": 0.0}, {"parallel.context": 1}])
+        rule = f"must be 0 if parallel.context ({context}) is above 1, because its attention has no dropout"
+        yield Problem("model.attention_dropout", rule, 0.0, {"parallel.context": 1})
     if heads is None:
         return
     fits = sorted(derived.allowed_context_heads(config), key=lambda n: (abs(n - heads), n))
     if context % heads:
         rule = f"must divide parallel.context ({context})"
-        yield Problem("parallel.context_heads", rule, set_to("parallel.context_heads", [*fits, None]))
+        yield Problem("parallel.context_heads", rule, *fits, None)
     elif not derived.shares_query_heads(config, heads):
         queries, keys = derived.heads_of_tensor_rank(config)
         rule = (
-            f"must divide a tensor rank's {queries} query heads, and divide its {keys} key heads or be a multiple of "
-            "them"
+            f"must divide {queries}, the query heads of a tensor rank, and must divide {keys}, its key heads, or be a "
+            "multiple of that number"
         )
-        yield Problem("parallel.context_heads", rule, set_to("parallel.context_heads", [*fits, None]))
+        yield Problem("parallel.context_heads", rule, *fits, None)
 
 
 def experts(config: Config, world_size: int) -> Iterator[Problem]:
     parallel, experts = config.parallel, config.moe.num_experts
     if experts is None and parallel.expert > 1:
-        fixes: list[Fix] = [{"parallel.expert": 1}, {"moe.num_experts": multiples(parallel.expert, 8)[0]}]
-        yield Problem("parallel.expert", "must be 1 in a dense model (moe.num_experts is null)", fixes)
+        rule = "must be 1 in a dense model (moe.num_experts is null)"
+        yield Problem("parallel.expert", rule, 1, {"moe.num_experts": multiples(parallel.expert, 8)[0]})
     if experts is not None:
         yield from must_divide(("parallel.expert", parallel.expert), ("moe.num_experts", experts))
     if parallel.expert == 1 and derived.expert_tensor_size(config) != parallel.tensor:
         # Megatron-core 0.16.1 reduces the gradients of such experts over the wrong group (NVIDIA/Megatron-LM#1628).
-        rule = f"must be null or equal parallel.tensor ({parallel.tensor}) while parallel.expert is 1"
-        yield Problem(
-            "parallel.expert_tensor",
-            rule,
-            [*set_to("parallel.expert_tensor", [None]), *set_to("parallel.expert", [2, 4, 8])],
-        )
+        rule = f"must be null or equal parallel.tensor ({parallel.tensor}) if parallel.expert is 1"
+        yield Problem("parallel.expert_tensor", rule, None, *set_to("parallel.expert", [2, 4, 8]))
     if experts is not None:
         key = "parallel.expert_tensor" if parallel.expert_tensor is not None else "parallel.tensor"
         width = ("moe.ffn_hidden_size", derived.expert_ffn_hidden_size(config))
@@ -103,20 +90,18 @@ def pipeline(config: Config, world_size: int) -> Iterator[Problem]:
     parallel, num_layers = config.parallel, config.model.num_layers
     chunks = parallel.virtual_pipeline
     if chunks is not None and parallel.pipeline == 1:
-        fixes: list[Fix] = [{"parallel.virtual_pipeline": None}, {"parallel.pipeline": 2}]
-        yield Problem("parallel.virtual_pipeline", "needs parallel.pipeline (1) above 1", fixes)
+        yield Problem(
+            "parallel.virtual_pipeline", "needs parallel.pipeline (1) above 1", None, {"parallel.pipeline": 2}
+        )
     if chunks is None:
         yield from must_divide(("parallel.pipeline", parallel.pipeline), ("model.num_layers", num_layers))
     elif num_layers % (parallel.pipeline * chunks):
         product = parallel.pipeline * chunks
         rule = f"times parallel.pipeline ({parallel.pipeline}) must divide model.num_layers ({num_layers})"
         fits = [d for d in divisors(num_layers, product) if d % parallel.pipeline == 0 and d > parallel.pipeline]
-        fixes = [
-            *set_to("parallel.virtual_pipeline", [*(d // parallel.pipeline for d in fits), None]),
-            *set_to("parallel.pipeline", divisors(num_layers, parallel.pipeline)),
-            *set_to("model.num_layers", multiples(product, num_layers)),
-        ]
-        yield Problem("parallel.virtual_pipeline", rule, fixes)
+        other = set_to("parallel.pipeline", divisors(num_layers, parallel.pipeline))
+        other += set_to("model.num_layers", multiples(product, num_layers))
+        yield Problem("parallel.virtual_pipeline", rule, *(d // parallel.pipeline for d in fits), None, *other)
 
 
 def world(config: Config, world_size: int) -> Iterator[Problem]:
@@ -144,8 +129,8 @@ def world(config: Config, world_size: int) -> Iterator[Problem]:
     product = "parallel.tensor * parallel.pipeline * parallel.context"
     if world_size % dense:
         sizes = f"{parallel.tensor} * {parallel.pipeline} * {parallel.context} = {dense}"
-        yield Problem(WORLD_SIZE, f"must be divisible by {product} = {sizes}", [*smaller, alone, *launch])
+        yield Problem(WORLD_SIZE, f"must be divisible by {product} = {sizes}", *smaller, alone, *launch)
     if derived.is_moe(config) and world_size % expert:
         sizes = f"{parallel.expert} * {derived.expert_tensor_size(config)} * {parallel.pipeline} = {expert}"
         rule = f"must be divisible by parallel.expert * parallel.expert_tensor * parallel.pipeline = {sizes}"
-        yield Problem(WORLD_SIZE, rule, [*smaller, alone, *launch])
+        yield Problem(WORLD_SIZE, rule, *smaller, alone, *launch)

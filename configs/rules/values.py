@@ -1,4 +1,5 @@
-"""Rules of each key by itself: those of the schema, and those of the few keys with values of several types."""
+"""Rules for each key by itself: those that the schema states, and those of the few keys whose values may have several
+types."""
 
 from __future__ import annotations
 
@@ -17,20 +18,20 @@ CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def values(config: Config, world_size: int) -> Iterator[Problem]:
-    """Check each key against the schema."""
+    """Check the value of each key by the rule that the schema states."""
     for name, key in KEYS.items():
         value = get(config, name)
         if isinstance(value, str) and not key.choices and not value.strip():
-            yield Problem(name, "must not be empty", set_to(name, [get(Config(), name)]))
+            yield Problem(name, "must not be empty", get(Config(), name))
         rule = key.broken_rule(value)
         if rule is not None:
-            yield Problem(name, f"must be {rule}", set_to(name, _legal_values(key, value)))
+            yield Problem(name, f"must be {rule}", *_legal_values(key, value))
     for name in config.checkpoint.accept_changes:
         yield from _accepted(config, name)
 
 
 def _legal_values(key: Key, value: Any) -> list[Any]:
-    """Return legal values to replace an illegal one, nearest first."""
+    """Return legal values to replace an illegal value of a key, the most similar first."""
     close = nearest(value, key.choices) if key.choices else None
     edge = [int(key.low)] if key.low is not None and isinstance(value, int) else []
     tried = [*([close] if close else []), *edge, key.fresh_default(), *(key.choices or (1, 0.5)), None]
@@ -38,67 +39,63 @@ def _legal_values(key: Key, value: Any) -> list[Any]:
 
 
 def wrong_validation_corpora(value: Any) -> str | None:
-    """Return the rule that a value of data.validation_corpora breaks, to follow it in a message, else None."""
+    """Return the rule that a value of data.validation_corpora breaks, to follow it in a message, or None."""
     if not isinstance(value, dict):
         return f"must be {KEYS['data.validation_corpora'].form}"
     for name, corpus in value.items():
         if not (isinstance(name, str) and CORPUS_NAME.fullmatch(name)):
             return (
-                f"must have names of at most 64 letters, digits, _ - . that begin with a letter or digit, which "
-                f"{name!r} is not"
+                f"must have names of at most 64 letters, digits, _ - . that begin with a letter or digit, and "
+                f"{name!r} is not such a name"
             )
         paths = corpus if isinstance(corpus, list) else [corpus]
         if not paths or not all(isinstance(path, str) and path.strip() for path in paths):
-            return f"must name texts: {name} must be stdlib, a path, or a list of paths"
+            return f"must map each name to a text: {name} must be stdlib, a path, or a list of paths"
     return None
 
 
 def _accepted(config: Config, name: str) -> Iterator[Problem]:
-    """Check that `name` in checkpoint.accept_changes is a key whose change a resume refuses but may accept."""
+    """Check that an entry of checkpoint.accept_changes is a key whose change a resume refuses but may accept."""
     key = "checkpoint.accept_changes"
     acceptable = [other for other in KEYS if KEYS[other].acceptable]
     if name in acceptable:
         return
     if name not in KEYS:
-        rule = f"lists {name}, which is no known key"
+        rule = f"must list only known keys, and {name} is not one"
     elif KEYS[name].architecture:
-        rule = f"lists {name}, which makes another model"
+        rule = f"must not list {name}, because a change of it makes another model"
     else:
-        rule = f"lists {name}, whose change a resume does not refuse"
+        rule = f"must not list {name}, because a resume never refuses a change of it"
     rest = [other for other in config.checkpoint.accept_changes if other != name]
     by_last = {other.rpartition(".")[2]: other for other in acceptable}
     close = (nearest(name, acceptable) or by_last.get(nearest(name, by_last) or "")) if name not in KEYS else None
-    rule += "" if close else f"; it may list {', '.join(acceptable)}"
-    yield Problem(key, rule, set_to(key, [*([[*rest, close]] if close and close not in rest else []), rest]))
+    rule += "" if close else f"; legal are {', '.join(acceptable)}"
+    yield Problem(key, rule, *([[*rest, close]] if close and close not in rest else []), rest)
 
 
 def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
-    """Check the few keys with values of several types."""
+    """Check the few keys whose values may have several types."""
     yield from _corpora(config)
     profile, steps = config.training.profile, config.training.steps
     if any(not 1 <= step <= steps for step in profile.steps):
-        rule = f"must be numbers of steps from 1 to training.steps ({steps})"
-        yield Problem("training.profile.steps", rule, set_to("training.profile.steps", [[min(10, steps)], []]))
+        rule = f"must be a list of steps from 1 to training.steps ({steps})"
+        yield Problem("training.profile.steps", rule, [min(10, steps)], [])
     listed = isinstance(profile.ranks, list) and all(
         type(rank) is int and 0 <= rank < world_size for rank in profile.ranks
     )
     if profile.ranks != "all" and not (listed and profile.ranks):
         rule = f"must be all, or a list of ranks from 0 to {world_size - 1}"
-        yield Problem("training.profile.ranks", rule, set_to("training.profile.ranks", ["all"]))
+        yield Problem("training.profile.ranks", rule, "all")
 
     offload = config.training.activation_offload
     number = isinstance(offload, (int, float)) and not isinstance(offload, bool) and 0 < offload < math.inf
     if offload not in ("none", "auto") and not number:
         rule = f"must be {KEYS['training.activation_offload'].form}"
-        yield Problem("training.activation_offload", rule, set_to("training.activation_offload", ["none"]))
+        yield Problem("training.activation_offload", rule, "none")
 
     degree = config.moe.pipeline_degree
     if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-        yield Problem(
-            "moe.pipeline_degree",
-            "must be an integer of at least 1, or auto",
-            set_to("moe.pipeline_degree", ["auto", 1]),
-        )
+        yield Problem("moe.pipeline_degree", "must be an integer of at least 1, or auto", "auto", 1)
 
     yield from _plan(config)
     layers, num_layers = config.moe.layers, config.model.num_layers
@@ -106,15 +103,13 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
         if len(layers) != num_layers or any(layer not in (0, 1) for layer in layers) or not any(layers):
             spread = [int(layers[i % len(layers)] in (1, True)) if layers else 1 for i in range(num_layers)]
             rule = (
-                f"must be a list of one 0 or 1 for each of model.num_layers ({num_layers}), with at least one 1, or "
-                "an integer"
+                f"must be an integer, or a list with a 0 or 1 for each of model.num_layers ({num_layers}) layers and "
+                "at least one 1"
             )
-            yield Problem(
-                "moe.layers", rule, set_to("moe.layers", [*([spread] if any(spread) and num_layers <= 16 else []), 1])
-            )
+            yield Problem("moe.layers", rule, *([spread] if any(spread) and num_layers <= 16 else []), 1)
     elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
         rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
-        yield Problem("moe.layers", rule, set_to("moe.layers", [1]))
+        yield Problem("moe.layers", rule, 1)
 
 
 def _corpora(config: Config) -> Iterator[Problem]:
@@ -128,29 +123,27 @@ def _corpora(config: Config) -> Iterator[Problem]:
             items = []
     if not items:
         rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
-        yield Problem("data.corpus", rule, set_to("data.corpus", ["stdlib"]))
+        yield Problem("data.corpus", rule, "stdlib")
 
     if (wrong := wrong_validation_corpora(config.data.validation_corpora)) is not None:
-        yield Problem("data.validation_corpora", wrong, set_to("data.validation_corpora", [{}]))
+        yield Problem("data.validation_corpora", wrong, *set_to("data.validation_corpora", [{}]))
 
 
 def _plan(config: Config) -> Iterator[Problem]:
-    """Check the keys of a plan: plan, plan_world_size and hardware."""
+    """Check the keys that concern a plan: plan, plan_world_size and hardware."""
     if (
         config.plan not in (False, True, "json", "search")
         or isinstance(config.plan, (int, float))
         and not isinstance(config.plan, bool)
     ):
         close = nearest(str(config.plan), ("json", "search"))
-        yield Problem(
-            "plan", "must be true, false, json or search", set_to("plan", [*([close] if close else []), True])
-        )
+        yield Problem("plan", "must be true, false, json or search", *([close] if close else []), True)
     if config.plan_world_size is not None and config.plan_world_size < 1:
-        yield Problem("plan_world_size", "must be at least 1, or null", set_to("plan_world_size", [1, None]))
+        yield Problem("plan_world_size", "must be at least 1, or null", 1, None)
     if config.plan_world_size is not None and config.plan is False:
-        rule = "is for plan=true: a run takes the processes that are started"
-        yield Problem("plan_world_size", rule, [{"plan": True}, {"plan_world_size": None}])
+        rule = "must be null without plan=true, because a run uses the processes that are started"
+        yield Problem("plan_world_size", rule, {"plan": True}, None)
 
     if config.hardware is not None and (unknown_file := hardware_files.wrong(config.hardware)) is not None:
         rule, close = unknown_file
-        yield Problem("hardware", rule, set_to("hardware", [*([close] if close else []), None]))
+        yield Problem("hardware", rule, *([close] if close else []), None)

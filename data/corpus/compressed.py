@@ -1,4 +1,4 @@
-"""Files compressed as .gz, .zst, .xz or .bz2."""
+"""Reading of files that are compressed as .gz, .zst, .xz or .bz2."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from data.corpus.file_kinds import refuse_pointer
 
 
 def unpack(path: str, out: str, limit: int | None = None) -> None:
-    """Decompress a file, or about its first `limit` bytes, to `out`, atomically; the suffix names the format.
-
-    Raises ConfigError with the file's name if the file is damaged.
-    """
+    """Decompress a file, or about its first `limit` bytes, to the path `out`, atomically. The suffix of the file names
+    the format. Raises ConfigError with the file's name if the file is damaged."""
     temporary = f"{out}.tmp{os.getpid()}"
     written = 0
     try:
@@ -35,10 +33,8 @@ def unpack(path: str, out: str, limit: int | None = None) -> None:
 
 
 def unpacked_blocks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed content of a file in blocks.
-
-    Raises ConfigError with the file's name if the file is damaged, or a pointer to a file that was not fetched.
-    """
+    """Yield the decompressed content of a file in blocks. Raises ConfigError with the file's name if the file is
+    damaged, or is a pointer (git-lfs, git-annex) to a file that was not fetched."""
     import zstandard
 
     refuse_pointer(path)
@@ -46,12 +42,13 @@ def unpacked_blocks(path: str) -> Iterator[bytes]:
         with open(path, "rb") as source:
             yield from _blocks(path, source)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError, _BadBzip2) as error:
-        raise ConfigError(f"data.corpus: cannot unpack {path}: {error}; the file is damaged or truncated") from error
+        raise ConfigError(
+            f"data.corpus: cannot decompress {path}: {error}. The file is damaged or truncated"
+        ) from error
 
 
 class _BadBzip2(Exception):
-    """Error for damaged bzip2 data, for which bz2 raises an OSError without errno (a failing disk raises one with
-    errno)."""
+    """Damaged bzip2 data. For this, bz2 raises an OSError without errno; a failing disk raises one with errno."""
 
 
 def _blocks(path: str, source: BinaryIO) -> Iterator[bytes]:
@@ -74,7 +71,8 @@ def _blocks(path: str, source: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(source: BinaryIO) -> Iterator[bytes]:
-    """Decompress all frames. (The library's own file reader takes a truncated frame for the end of the file.)"""
+    """Yield the decompressed content of all frames of a zstd file. (The library's own file reader takes a truncated
+    frame for the end of the file.)"""
     import zstandard
 
     decoder = zstandard.ZstdDecompressor().decompressobj()

@@ -1,4 +1,4 @@
-"""A span of a file, and the results of reading it: documents, and lines that could not be used."""
+"""A span of a file, and the results of reading it: documents, and lines that cannot be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, end) of the file `path`, or row groups of a Parquet file; messages name it `shown`."""
+    """Bytes [start, end) of the file `path`, or its row groups for Parquet. Error messages call the file `shown`."""
 
     path: str
     shown: str
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a segment of a large one. begins, ends: whether it is the first and the last segment."""
+    """A document, or a segment of a large document. begins, ends: whether it is the first segment, and the last one."""
 
     name: str
     text: str
@@ -33,10 +33,10 @@ class Document:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that holds no usable text, with the reason."""
+    """A line of a file that contains no usable text, and the reason."""
 
     file: str
-    line: int  # from 1; a row of a Parquet file
+    line: int  # counted from 1; the row in a Parquet file
     reason: str
 
     def __str__(self) -> str:
@@ -44,5 +44,5 @@ class BadLine:
 
 
 def document_hash(name: str) -> int:
-    """Return a stable 64-bit hash of a document's name; it decides the validation split."""
+    """Return a stable 64-bit hash of a document's name, by which validation documents are chosen."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")

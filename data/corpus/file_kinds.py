@@ -1,7 +1,6 @@
-"""Kinds of files: the formats that names stand for, the files of a folder, and first bytes that contradict a name.
+"""Kinds of files: the format that a name implies, the files of a folder, and content that contradicts a file's name.
 
-Such bytes are those of pointers to a file that was not fetched, saved error pages, and compressed data without its
-suffix.
+Such content is a pointer to a file that was not fetched, a saved error page, or compressed data without the suffix.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ KNOWN = (
 # Modules of Python that unpack archives.
 ARCHIVES = {".zip": "zipfile", **dict.fromkeys((".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz"), "tarfile")}
 SHOWN_KINDS = 12
-# Descriptions of a dataset next to its data: known by their name, or by their name next to files of these suffixes.
+# Files that describe a dataset, recognized by their name, or by their name if files of this suffix are next to them.
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 DESCRIPTIONS_NEXT_TO = {"state.json": ".arrow", "index.json": ".mds"}
 ARROW_COMMAND = (
@@ -47,37 +46,37 @@ MDS_COMMAND = (
 
 
 def uncompressed(name: str) -> str:
-    """Return a file's name without the suffix of its compression."""
+    """Return the name of a file without the suffix of its compression."""
     return next((name[: -len(suffix)] for suffix in COMPRESSED if name.lower().endswith(suffix)), name)
 
 
 def format_of(name: str) -> str | None:
-    """Return the format that a file of this name is read as; None if it is not read."""
+    """Return the format in which a file of this name is read, or None if such files are not read."""
     base = uncompressed(name)
     kind = FORMATS.get(Path(base).suffix.lower())
     return None if kind == "parquet" and base != name else kind
 
 
 def suffix_of(name: str) -> str:
-    """Return a file's suffix with that of its compression, by which messages name its kind."""
+    """Return the suffix of a file's name, including that of its compression, such as .txt.gz."""
     base = uncompressed(name)
     return (Path(base).suffix + name[len(base) :]).lower()
 
 
 @dataclass
 class Folder:
-    """The content of a folder: the files that are read, the prefixes of its token files, and the files left out."""
+    """The content of a folder: the files to read, the prefixes of token files, and the files that are left out."""
 
     files: list[Path] = field(default_factory=list)
     pairs: list[Path] = field(default_factory=list)
-    empty: set[Path] = field(default_factory=set)  # of the files
+    empty: set[Path] = field(default_factory=set)  # those of `files` that are empty
     left_out: dict[str, list[str]] = field(default_factory=dict)  # kind -> names
 
     def leave_out(self, kind: str, name: str) -> None:
         self.left_out.setdefault(kind, []).append(name)
 
     def describe(self) -> str:
-        """Return how many files of each kind are read and left out; "" if all files are of one kind and read."""
+        """Return how many files of each kind are read and left out; empty if all are of one kind and are read."""
         read: dict[str, list[str]] = {}
         for path in self.files:
             if path in self.empty:
@@ -91,7 +90,7 @@ class Folder:
         return f"it reads {taken}" + (f"; left out: {self.missing()}" if self.left_out else "")
 
     def missing(self) -> str:
-        """Return how many files of each kind are left out, each with a name; kinds that are suffixes come last."""
+        """Return the number of files of each kind that are left out, with an example each; suffixes come last."""
         kinds = sorted(self.left_out.items(), key=lambda item: (item[0].startswith("."), -len(item[1]), item[0]))
         words = [
             f"{len(names):,} {kind} ({min(names)}{', ...' if len(names) > 1 else ''})"
@@ -102,7 +101,7 @@ class Folder:
 
 
 def scan_folder(root: Path) -> Folder:
-    """Return the content of a folder and its subfolders, in a fixed order. Links to folders are not followed."""
+    """Return the content of a folder and its subfolders, in a fixed order. Does not follow links to folders."""
     found = Folder()
     partners: dict[Path, set[str]] = {}
     for path in sorted(_paths(root, found)):
@@ -131,18 +130,17 @@ def scan_folder(root: Path) -> Folder:
         if len(suffixes) == 1:
             (own,) = suffixes
             found.leave_out(f"{own} without its {'.idx' if own == '.bin' else '.bin'}", f"{name}{own}")
-        elif found.files:  # Megatron's tools write them next to their text: both would be the same text twice
-            found.leave_out(".bin/.idx beside text, to be named by path", f"{name}.bin")
+        elif found.files:  # Megatron's tools write them next to their text, which would be read twice
+            found.leave_out(".bin/.idx next to text (name it by its path to use it)", f"{name}.bin")
         else:
             found.pairs.append(prefix)
     return found
 
 
 def dataset_command(names: Iterable[str], folder: str) -> str | None:
-    """Return the command that converts a saved dataset, known by the names of its files, to files that are read.
-
-    It knows `save_to_disk` of datasets, which writes Arrow streams, and MDS of mosaicml-streaming; None for others.
-    """
+    """Return a shell command that converts a saved dataset, recognized by the names of its files, to a format that is
+    read here. Knows the Arrow streams of `datasets.save_to_disk` and the MDS files of mosaicml-streaming; returns None
+    for others."""
     names = list(names)
     if any(name.endswith(".arrow") for name in names):
         return f"python -c {shlex.quote(ARROW_COMMAND)} {shlex.quote(folder)} NEW_FOLDER"
@@ -168,10 +166,10 @@ def _paths(root: Path, found: Folder) -> Iterator[Path]:
 
 
 def _unusable(path: Path) -> str | None:
-    """Return the reason why a file cannot be read, whatever its name is; None if it can be."""
+    """Return the reason why a file cannot be read, independent of its name; None if it can be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            return "no regular file"
+            return "not a regular file"
     except OSError:
         return "broken link" if path.is_symlink() else "unreadable"
     return None if os.access(path, os.R_OK) else "unreadable"
@@ -202,7 +200,7 @@ ERROR_TEXT = re.compile(
 
 
 def refuse_pointer(path: str) -> None:
-    """Raise ConfigError for a pointer to a file that was not fetched, and for a server's error page."""
+    """Raise ConfigError if a file is a pointer (git-lfs, git-annex) to the actual file, or a server's error page."""
     head, size = _head(path)
     if head.startswith(LFS_POINTER):
         name = shlex.quote(os.path.basename(path))
@@ -212,43 +210,39 @@ def refuse_pointer(path: str) -> None:
         )
     if size <= HEAD_BYTES and ANNEX_POINTER.match(head):
         raise ConfigError(
-            f"data.corpus: {path} is a git-annex pointer to the file, and not the file. Fetch it: "
+            f"data.corpus: {path} is a git-annex pointer, not the file itself. Fetch the file: "
             f"git annex get {shlex.quote(path)}"
         )
     if size == len(head) and ERROR_TEXT.match(head):
         raise ConfigError(
-            f"data.corpus: {path} holds a server's error ({_shown(head)}) in the place of the file. Download it again."
+            f"data.corpus: {path} contains a server's error ({_shown(head)}), not the file. Download the file again."
         )
     title = TITLE.search(head) if MARKUP.match(head) else None
     if title is not None and OF_AN_ERROR.search(_shown(title[1])):
         raise ConfigError(
-            f"data.corpus: {path} is a saved error page ({_shown(title[1])}) in the place of the file. "
-            "Download it again."
+            f"data.corpus: {path} is a saved error page ({_shown(title[1])}), not the file. Download the file again."
         )
 
 
 def refuse_another_kind(path: str, shown: str) -> None:
-    """Raise ConfigError for the content of a text file that is compressed or of another kind than its name.
-
-    path: a file with the content. shown: the file's name for the user.
-    """
+    """Raise ConfigError if the file at `path`, which the user calls `shown`, is compressed or not text."""
     head, _ = _head(path)
     for mark, kind, suffix in PACKED:
         if head.startswith(mark) and not _is_text(head):
             raise ConfigError(
-                f"data.corpus: {shown} is compressed with {kind}. Give it the suffix that says so: "
+                f"data.corpus: {shown} is compressed with {kind}. Rename it to have the right suffix: "
                 f"mv {shlex.quote(shown)} {shlex.quote(shown + suffix)}"
             )
     for mark, kind, suffix in OTHER_KINDS:
         if head.startswith(mark) and not _is_text(head):
             raise ConfigError(
-                f"data.corpus: {shown} is {kind}, and no text. Give it the suffix that says so: "
+                f"data.corpus: {shown} is {kind}, not text. Rename it to have the right suffix: "
                 f"mv {shlex.quote(shown)} {shlex.quote(os.path.splitext(shown)[0] + suffix)}"
             )
 
 
 def _head(path: str) -> tuple[bytes, int]:
-    """Return the first bytes of a file, and its size."""
+    """Return the first bytes of a file and the file's size."""
     try:
         with open(path, "rb") as file:
             return file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
@@ -257,7 +251,7 @@ def _head(path: str) -> tuple[bytes, int]:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether bytes are UTF-8 without control characters; the last character may be cut off."""
+    """Whether bytes are UTF-8 without control characters. The last character may be cut off."""
     try:
         text = head[:-3].decode("utf-8")
     except UnicodeDecodeError:

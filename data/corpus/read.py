@@ -1,4 +1,5 @@
-"""The documents of a span, by its file's format; text in other encodings is refused, with a command to convert it."""
+"""Readers that yield the documents of a span in each file format. Text that is not UTF-8 is an error, with a command
+that converts it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ NUL_FOR_TR = r"'\000'"
 
 
 def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
-    """Yield the documents of a span, in order, and each line that could not be used."""
+    """Yield the documents of a span in order, and each line that cannot be used."""
     if span.format == "parquet":
         yield from read_parquet(span, text_key)
         return
@@ -55,7 +56,7 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         for number, line, text, reason in json_values(content, text_key):
             yield BadLine(span.shown, line + 1, reason) if reason else Document(f"{span.name}@{number}", text)
     elif span.format == "topics":
-        for node in ast.walk(ast.parse(content)):  # prose about the language, in a dictionary literal
+        for node in ast.walk(ast.parse(content)):  # a dict literal with texts about Python, by topic
             if isinstance(node, ast.Dict):
                 for topic, text in ast.literal_eval(node).items():
                     yield Document(f"{span.name}@{topic}", text)
@@ -63,7 +64,7 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError:
-            return  # fixtures of the codec tests; not part of this corpus by definition
+            return  # files of the codec tests, which this corpus leaves out
         if text.strip():
             yield Document(span.name, text)
     else:
@@ -80,8 +81,8 @@ def _decode(
     begins: bool = True,
     ends: bool = True,
 ) -> Iterator[Document | BadLine]:
-    """Yield the document, or the segment, in `raw`, which begins at `offset` of `content`; report lines that are not
-    UTF-8 and leave them out."""
+    """Yield the document or segment in `raw`, which begins at byte `offset` of `content`. Lines that are not UTF-8 are
+    yielded as BadLine and left out of the text."""
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -100,7 +101,7 @@ def _decode(
 
 
 def _refuse_other_encodings(span: Span, content: bytes) -> None:
-    """Raise ConfigError for UTF-16, UTF-32 and NUL bytes, with a command that converts the file."""
+    """Raise ConfigError, with a command that converts the file, if a text is UTF-16 or UTF-32 or contains NUL bytes."""
     nul = content.find(b"\0")
     if nul < 0 and span.start:
         return
@@ -113,8 +114,8 @@ def _refuse_other_encodings(span: Span, content: bytes) -> None:
         zeros = [head[i::2].count(0) / (len(head) / 2) for i in range(2)]
         if max(zeros) < 0.3 or min(zeros) > 0.1:
             raise ConfigError(
-                f"data.corpus: {span.shown}:{line} holds a NUL byte, which no text has. Take it out, for example with: "
-                f"{_shell_line(span.shown, ['tr', '-d', NUL_FOR_TR])}"
+                f"data.corpus: {span.shown}:{line} contains a NUL byte, which is not allowed in text. Remove it, for "
+                f"example with: {_shell_line(span.shown, ['tr', '-d', NUL_FOR_TR])}"
             )
         encoding, evidence = "UTF-16LE" if zeros[1] > zeros[0] else "UTF-16BE", "looks like"
     if encoding is not None:
@@ -125,21 +126,21 @@ def _refuse_other_encodings(span: Span, content: bytes) -> None:
 
 
 def _shell_line(path: str, command: list[str]) -> str:
-    """Return the shell command that sends the text of a file, decompressed if need be, through a command."""
+    """Return a shell command that pipes the text of a file, decompressed if necessary, through another command."""
     unpacker = next((tool for _, tool, suffix in PACKED if path.lower().endswith(suffix)), None)
     words, name = " ".join(command), shlex.quote(path)
     return f"{unpacker} -dc {name} | {words} > NEW" if unpacker else f"{words} < {name} > NEW"
 
 
 class LineNumbers:
-    """Numbers of a span's lines in the file; the lines before the span are counted when the first is asked for."""
+    """Line numbers in the file for the lines of a span. The first call of `at` counts the lines before the span."""
 
     def __init__(self, span: Span):
         self._span = span
         self._before: int | None = None
 
     def at(self, index: int) -> int:
-        """Return the number in the file, from 1, of line `index` of the span, from 0."""
+        """Return the line number in the file, from 1, of the line with this index in the span, from 0."""
         if self._before is None:
             self._before, position = 0, 0
             with open(self._span.path, "rb") as file:

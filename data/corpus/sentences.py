@@ -1,4 +1,4 @@
-"""Texts cut into sentences, for BERT."""
+"""Splitting of texts into sentences, for BERT."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ LEAST_LINES, LEAST_ENDING, MOST_INSIDE = 3, 0.8, 0.35
 
 
 def split_sentences(text: str, by_line: bool) -> list[str]:
-    """Cut a text into sentences; joined they give the text again.
+    """Cut a text into sentences. Joined, they are the text again.
 
-    Prose is cut after ., ! or ? before a capital, and at empty lines; code, and files with one sentence per line
-    (`by_line`), after each line. Sentences longer than MAX_SENTENCE_CHARACTERS are cut at spaces, so that no text is
-    lost to a sample's length.
+    Prose is cut after ., ! or ? before a capital letter, and at empty lines. Code and files with one sentence per line
+    (`by_line`) are cut after each line. A sentence longer than MAX_SENTENCE_CHARACTERS is cut at spaces, so that no
+    text is lost because it does not fit into a sample.
     """
     ends = [match.end() for match in (LINE_END if by_line else SENTENCE_END).finditer(text)]
     sentences = []
     begin = 0
     for end in [*ends, len(text)]:
         if not text[begin:end].strip():
-            continue  # joined to the next one
+            continue  # white space is joined to the next sentence
         while end - begin > MAX_SENTENCE_CHARACTERS:
             cut = text.rfind(" ", begin + 1, begin + MAX_SENTENCE_CHARACTERS)
             cut = begin + MAX_SENTENCE_CHARACTERS if cut < 0 else cut
@@ -41,15 +41,15 @@ def split_sentences(text: str, by_line: bool) -> list[str]:
 
 
 def head_of(path: str) -> str:
-    """Return the first HEAD_BYTES of a file, up to the end of a line."""
+    """Return the first HEAD_BYTES of a file as text, up to the end of a line."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES)
     return (head if len(head) < HEAD_BYTES else head[: head.rfind(b"\n") + 1] or head).decode("utf-8", "ignore")
 
 
 def has_a_sentence_a_line(head: str) -> bool:
-    """Whether a text has one sentence per line, as BERT's tools need it: most lines end as a sentence does, and few
-    hold the end of another one."""
+    """Whether a text has one sentence per line, the format that BERT's tools need: most lines end as sentences do, and
+    few contain the end of another sentence."""
     lines = [line for line in map(str.strip, head.split("\n")) if line]
     ending = sum(LAST_OF_A_LINE.search(line) is not None for line in lines)
     inside = sum(len(INSIDE_A_LINE.findall(line)) for line in lines)

@@ -1,4 +1,4 @@
-"""Shards of work: lists of spans that a source's files are cut into."""
+"""Shards of work: lists of spans into which the files of a source are cut."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MIN_SHARD_BYTES, MAX_SHARD_BYTES, TARGET_SHARDS = 1 << 20, 1 << 25, 64
 
 
 def plan_shards(files: Iterable[File], unpacked: dict[str, str], rule: str = "file") -> list[list[Span]]:
-    """Cut files into shards of work, each a list of spans, in corpus order.
+    """Cut files into shards of work, each a list of spans, in the order of the corpus.
 
-    unpacked: the decompressed copy of a file, by its path. rule: data.documents_in_text. The cut depends on the files
-    alone, so that a later run continues an earlier one with any number of workers.
+    unpacked: path of the decompressed copy of a file, by the file's path. rule: data.documents_in_text. The cut depends
+    only on the files, so that a later run with any number of workers can use the finished shards of an earlier one.
     """
     files = list(files)
     sizes = [os.path.getsize(unpacked.get(file.path, file.path)) for file in files]
@@ -46,7 +46,7 @@ def _cut_file(file: File, path: str, size: int, shard_bytes: int, rule: str) -> 
     is_text = file.format == TEXT
     by_line = is_text and rule != "line" and has_a_sentence_a_line(head_of(path))
     kind = file.format
-    if kind == "json":  # lines, as C4's and Dolma's are, or one value: the name does not tell
+    if kind == "json":  # JSON lines, as in C4 and Dolma, or a single value: the name does not say
         kind = "values" if is_one_value(path) else "jsonl"
 
     def span(start: int, end: int, num_bytes: int) -> Span:
@@ -68,7 +68,7 @@ def _cut_file(file: File, path: str, size: int, shard_bytes: int, rule: str) -> 
 
 
 def _shard_end(content: Any, start: int, shard_bytes: int, rule: str | None) -> int:
-    """Return the end of the shard that begins at `start`. rule: data.documents_in_text; None for JSON lines."""
+    """Return the end of the shard that begins at byte `start`. rule: data.documents_in_text; None for JSON lines."""
     position = start + shard_bytes
     if rule is not None:
         position = max(position // CELL_BYTES, start // CELL_BYTES + 1) * CELL_BYTES

@@ -1,4 +1,4 @@
-"""Sources of documents that `data.corpus` names: files, folders, the standard library, token files, and blends."""
+"""The sources that `data.corpus` names: files, folders, the standard library, token files, and blends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from data.corpus.file_kinds import (
 )
 from data.indexed import IndexedTokens
 
-# Left out of the standard library: other people's packages, and files that exist to be unreadable or were generated.
+# Left out of the standard library: packages of others, files that are unreadable on purpose, and generated files.
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encoded_modules", "lib-dynload"}
 STDLIB_SKIPPED_FILES = re.compile(r"bad_coding|badsyntax|bad_source|bad_test|_sysconfigdata")
 GENERATED_CODEC = b"generated from"
@@ -33,10 +33,10 @@ GENERATED_CODEC = b"generated from"
 
 @dataclass(frozen=True)
 class File:
-    """A file of a corpus as it was found."""
+    """A file of a corpus, with the size and time that it had when it was found."""
 
     path: str
-    name: str  # stable: relative to its source, without the compression's suffix
+    name: str  # relative to the source and without the suffix of a compression, so that it is stable
     format: str  # text | jsonl | json | parquet | file | stdlib | topics
     size: int
     mtime_ns: int
@@ -48,10 +48,10 @@ class File:
 
 @dataclass(frozen=True)
 class Source:
-    """One term of the blend: files that are concatenated, or (`megatron`) the prefix of existing token files."""
+    """One term of the blend: files that are concatenated, or (`megatron`) the path prefix of existing token files."""
 
     name: str
-    weight: float | None  # None: by size
+    weight: float | None  # None: proportional to size
     given: str  # as in data.corpus
     files: tuple[File, ...] = ()
     megatron: str | None = None
@@ -59,31 +59,34 @@ class Source:
 
     @property
     def has_text_files(self) -> bool:
-        """Whether data.documents_in_text defines its documents."""
+        """Whether the source has text files, whose documents data.documents_in_text defines."""
         return any(file.format == TEXT for file in self.files)
 
     @property
     def is_stdlib(self) -> bool:
-        """Whether the standard library is its only content."""
+        """Whether the source consists of the standard library only."""
         return bool(self.files) and all(file.format in ("stdlib", "topics") for file in self.files)
 
     def identity(self) -> list[Any]:
-        """Return the paths, sizes and times of change of its files, which decide its content."""
+        """Return the paths, sizes and modification times of the source's files, which determine its content."""
         return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]
 
 
 def parse_corpus(corpus: Any) -> list[Source]:
-    """Return the sources of `data.corpus`: "stdlib", a path, a list of those, or a list of {path, weight}.
+    """Return the sources of `data.corpus`: "stdlib", a path, a list of these, or a list of {path, weight}.
 
-    A list without weights is one source, whose documents mix by size. Raises ConfigError with the key and the path.
+    A list without weights is one source, in which the share of each item is its size. Raises ConfigError with the key
+    and the path.
     """
     items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
     if not items:
-        raise ConfigError("data.corpus=[]: give at least one source, for example data.corpus=stdlib")
+        raise ConfigError("data.corpus=[] must name at least one source, for example data.corpus=stdlib")
     entries = [_parse_item(item) for item in items]
     with_weight = [weight is not None for _, weight in entries]
     if any(with_weight) and not all(with_weight):
-        raise ConfigError(f"data.corpus={corpus}: either every source has a weight or none has (then they mix by size)")
+        raise ConfigError(
+            f"data.corpus={corpus} must give a weight to every source, or to none (the weights are then the sizes)"
+        )
     sources = [source for path, weight in entries for source in _open_source(path, weight)]
     if any(with_weight):
         return sources
@@ -96,7 +99,7 @@ def parse_corpus(corpus: Any) -> list[Source]:
 
 
 def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
-    """Return the sources of `data.validation_corpora`, by name. Raises ConfigError with the key, name and path."""
+    """Return the sources of each corpus in `data.validation_corpora`, by name. Raises ConfigError."""
     found = {}
     for name, corpus in corpora.items():
         with naming_validation(name):
@@ -106,7 +109,7 @@ def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """Replace data.corpus in a ConfigError's message by the key of this validation corpus."""
+    """Replace data.corpus by the key of a validation corpus in any ConfigError of the `with` block."""
     try:
         yield
     except ConfigError as error:
@@ -120,10 +123,12 @@ def _parse_item(item: Any) -> tuple[str, float | None]:
         weight = item["weight"] if "weight" in item else None
         if weight is not None and not (isinstance(weight, (int, float)) and 0 < weight < float("inf")):
             raise ConfigError(
-                f"data.corpus: the weight of {item['path']} is {weight!r}; it must be a number above 0, for example 0.5"
+                f"data.corpus: the weight of {item['path']} ({weight!r}) must be a number above 0, for example 0.5"
             )
         return str(item["path"]), weight
-    raise ConfigError(f"data.corpus: {item!r} is no source; give stdlib, a path, or {{path: ..., weight: 0.5}}")
+    raise ConfigError(
+        f"data.corpus: {item!r} is not a source; a source is stdlib, a path, or {{path: ..., weight: 0.5}}"
+    )
 
 
 def _open_source(path: str, weight: float | None) -> list[Source]:
@@ -134,10 +139,12 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
     if not full.is_dir() and os.path.isfile(f"{prefix}.bin") and os.path.isfile(f"{prefix}.idx"):
         return [Source(Path(prefix).name, weight, path, megatron=prefix)]
     if not full.exists():
-        raise ConfigError(f"data.corpus={path}: no such file or folder ({full}); data.corpus=stdlib needs none")
+        raise ConfigError(
+            f"data.corpus={path}: {full} does not exist. Give an existing file or folder, or data.corpus=stdlib"
+        )
     if full.is_dir():
-        # A folder's text is one source; of a folder of token files each pair is one, with its share of the weight by
-        # size.
+        # The text of a folder is one source. Each pair of token files in a folder is a source, whose share of the
+        # folder's weight is proportional to its size.
         found = scan_folder(full)
         note = found.describe()
         notes = (f"data.corpus={path}: {note}",) if note else ()
@@ -145,15 +152,18 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
             files = tuple(_file(file, file.relative_to(full).as_posix()) for file in found.files)
             return [Source(full.name, weight, path, files, notes=notes)]
         if not found.pairs:
-            holds = f"; it holds {found.missing()}" if found.left_out else ""
+            holds = f"; it contains {found.missing()}" if found.left_out else ""
             command = dataset_command((name for names in found.left_out.values() for name in names), path)
             advice = "" if command is None else f". Convert the dataset, for example with: {command}"
             raise ConfigError(
-                f"data.corpus={path}: the folder holds no file that can be read{holds}; supported: {KNOWN}{advice}"
+                f"data.corpus={path}: the folder contains no file that can be read{holds}. Supported are "
+                f"{KNOWN}{advice}"
             )
         sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
         if not sum(sizes):
-            raise ConfigError(f"data.corpus={path}: its token files hold no token")
+            raise ConfigError(
+                f"data.corpus={path}: the token files of the folder are empty. Give token files with tokens"
+            )
         return [
             Source(
                 pair.relative_to(full).as_posix(),
@@ -167,12 +177,12 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
         ]
     if full.suffix in (".bin", ".idx"):
         raise ConfigError(
-            f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx are not both there"
+            f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx do not both exist"
         )
     if not format_of(full.name):
         module = ARCHIVES.get(suffix_of(path))
         advice = "" if module is None else f". Unpack it, for example with: python -m {module} -e {path} FOLDER"
-        raise ConfigError(f"data.corpus={path}: unknown kind of file; supported: {KNOWN}{advice}")
+        raise ConfigError(f"data.corpus={path}: files of this kind cannot be read. Supported are {KNOWN}{advice}")
     return [Source(full.name, weight, path, (_file(full, full.name),))]
 
 
@@ -185,7 +195,7 @@ def _file(path: Path, name: str, kind: str | None = None) -> File:
 
 
 def _stdlib_files() -> Iterator[File]:
-    """Yield the running Python's library sources in a fixed order: about 30 MB, half of it without the tests."""
+    """Yield the source files of the running Python's library in a fixed order: 30 MB, half of it without tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, subfolders, names in os.walk(root):
@@ -194,7 +204,9 @@ def _stdlib_files() -> Iterator[File]:
             Path(folder) / name for name in names if name.endswith(".py") and not STDLIB_SKIPPED_FILES.search(name)
         ]
     if not found:
-        raise ConfigError(f"data.corpus=stdlib: {root} holds no Python sources; give a path of your own")
+        raise ConfigError(
+            f"data.corpus=stdlib: {root} contains no Python source files. Give the path of a text instead"
+        )
     for path in sorted(found):
         name = path.relative_to(root).as_posix()
         if name.startswith("encodings/") and GENERATED_CODEC in path.open("rb").read(300):

@@ -1,15 +1,16 @@
-"""The bounds of documents in text files (data.documents_in_text), and of the segments that large documents are read in.
+"""The bounds of documents in text files (data.documents_in_text), and of the segments in which large documents are
+read.
 
-* file: the file is a document, as it is.
-* blank_line: a document is the text between lines that are empty or hold white space alone.
-* line: a line is a document; lines of white space alone are skipped.
+* file: the file is one document.
+* blank_line: a document is the text between lines that are empty or contain only white space.
+* line: a line is a document; lines of white space are skipped.
 
 A line ends with LF or CR LF. CR alone, form feeds, U+2028 and the like are characters of a line.
 
-A file is read in cells of about CELL_BYTES, whose borders depend on the file's bytes alone. So documents and tokens are
-the same however the file is cut into shards of work, and memory is bounded: a document that crosses a border is
-tokenized in segments. Borders are where a tokenizer would cut as well: after an empty line, else after a line, else
-before a space.
+A file is read in cells of about CELL_BYTES, whose borders depend only on the file's bytes. So documents and tokens are
+the same however the file is divided into shards of work, and memory is bounded: a document that crosses a border is
+tokenized in segments. Borders are at positions where a tokenizer would cut, too: after an empty line, else after a
+line, else before a space.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 CELL_BYTES = 1 << 20
-REACH_BYTES = 1 << 16  # the farthest border from a multiple of CELL_BYTES; also the context read before a position
+REACH_BYTES = 1 << 16  # largest distance of a border from a multiple of CELL_BYTES; also the context before a position
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 AFTER_BLANK = re.compile(rb"\n[ \t\r\f\v]*\n(?=\S)")
@@ -39,7 +40,7 @@ ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\A|\n)[ \t\r\f\v]*\n\Z")
 
 
 class TextSegment(NamedTuple):
-    """Bytes [begin, end) of a span's content; whether they begin and whether they end a document."""
+    """Bytes [begin, end) of a span's content, and whether a document begins and ends with them."""
 
     begin: int
     end: int
@@ -48,25 +49,27 @@ class TextSegment(NamedTuple):
 
 
 def next_border(content: Any, position: int, rule: str) -> int:
-    """Return the border of cells at or after `position`."""
+    """Return the first border between cells at or after `position`."""
     stop = min(position + REACH_BYTES, len(content))
     for pattern in BORDERS[rule]:
         found = pattern.search(content, position - (pattern is not BEFORE_SPACE), stop)
         if found:
             return found.end()
     while stop < len(content) and content[stop] & 0xC0 == 0x80 and stop < position + REACH_BYTES + 3:
-        stop += 1  # not in the middle of a character
+        stop += 1  # do not cut a character
     return stop
 
 
 def text_segments(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[TextSegment]:
-    """Yield the documents of a span, or segments of them, in order.
+    """Yield the documents of a span, or segments of large documents, in order.
 
-    content: the file's bytes from `start`, a border. before: the REACH_BYTES in front of them, or more. at_end: whether
-    the file ends with them.
+    content: the file's bytes from `start` on, which is a border. before: at least the REACH_BYTES before them. at_end:
+    whether the content reaches the end of the file.
     """
     targets = range(-(start % CELL_BYTES) + CELL_BYTES, len(content), CELL_BYTES)
-    last = (start + len(content)) // CELL_BYTES * CELL_BYTES - start  # target of the border that ends the content
+    last = (
+        start + len(content)
+    ) // CELL_BYTES * CELL_BYTES - start  # target position of the border at the end of the content
     inner = [next_border(content, target, rule) for target in targets if at_end or target != last]
     borders = [0, *(border for border in inner if border < len(content)), len(content)]
     for begin, end in pairwise(borders):
@@ -93,7 +96,7 @@ def _ends_line(content: bytes, before: bytes, position: int) -> bool:
 
 
 def _is_inside(content: bytes, before: bytes, position: int, rule: str) -> bool:
-    """Whether the border at `position` is inside a document."""
+    """Whether the border at `position` is inside a document, rather than between two."""
     if rule == "file":
         return True
     if rule == "line":
@@ -117,7 +120,7 @@ def _blocks(
         yield TextSegment(begin, cut, not resumes, True)
         resumes, begin = False, found.end()
     if begin < end or resumes:
-        if not continues:  # without trailing lines of white space, and without the last line end
+        if not continues:  # leave out trailing lines of white space, and the last line end
             while (line_end := content.rfind(b"\n", begin, end)) >= 0 and not content[line_end:end].strip():
                 end = line_end - content[begin:line_end].endswith(b"\r")
         yield TextSegment(begin, end, not resumes, not continues)

@@ -14,7 +14,7 @@ from data.corpus.documents import BadLine, Document, Span
 HEAD_BYTES = 1 << 20
 SPACES = re.compile(r"[ \t\r\n]*")
 LETTER = re.compile(r"[^\W\d_]")
-# Fields that hold a share of a text each, in corpora of questions and answers, instructions, and preferences.
+# Fields among which corpora of questions and answers, instructions or preferences divide a text.
 SHARES_OF_A_TEXT = frozenset(
     "prompt completion response question answer instruction input inputs output outputs target targets context query "
     "chosen rejected problem solution system user assistant human title abstract premise hypothesis".split()
@@ -22,7 +22,7 @@ SHARES_OF_A_TEXT = frozenset(
 
 
 def json_text(line: bytes, text_key: str) -> tuple[str, str]:
-    """Return the text of a line of JSON and "", or "" and the reason why there is none."""
+    """Return (text, "") for a line of JSON, or ("", reason) if the line has no usable text."""
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:
@@ -37,12 +37,12 @@ def _row_text(row: Any, text_key: str) -> tuple[str, str]:
         return "", f"a JSON {type(row).__name__}, not an object with the field {text_key!r} (data.text_key)"
     if text_key not in row:
         has = ", ".join(map(repr, list(row)[:8])) or "none"
-        return "", f"no field {text_key!r} (data.text_key); the line has {has}{_other_key(row)}"
+        return "", f"no field {text_key!r} (data.text_key); its fields are {has}{_other_key(row)}"
     return _check_text(row[text_key], text_key)
 
 
 def is_one_value(path: str) -> bool:
-    """Whether a .json file, by its first line, is an array or an object over several lines rather than JSON lines."""
+    """Whether a .json file, judged by its first line, is one array or object rather than JSON lines."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
         more = bool(file.read(1))
@@ -54,15 +54,13 @@ def is_one_value(path: str) -> bool:
 
 
 def json_values(content: bytes, text_key: str) -> Iterator[tuple[int, int, str, str]]:
-    """Yield number, line (from 0), text and reason for each object of a JSON array, or of several values in a row.
-
-    Without a text the reason tells why. The first position that is not JSON ends the file.
-    """
+    """Yield (number, line from 0, text, reason) for each object of a JSON array, or of a sequence of JSON values. The
+    reason tells why a text is missing. The first position that is not JSON ends the file."""
     line = position = number = 0
     try:
         source = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        reason = f"not UTF-8 ({error.reason} at byte {error.start} of the file), so the file is left out"
+        reason = f"not UTF-8 ({error.reason} at byte {error.start} of the file), so the entire file is left out"
         yield 0, content.count(b"\n", 0, error.start), "", reason
         return
     decoder, in_array, offset = json.JSONDecoder(), False, _skip_spaces(source, 0)
@@ -75,13 +73,13 @@ def json_values(content: bytes, text_key: str) -> Iterator[tuple[int, int, str, 
         try:
             row, end = decoder.raw_decode(source, offset)
         except (ValueError, RecursionError) as error:
-            yield number, line, "", f"not JSON ({error}); what follows in the file is left out"
+            yield number, line, "", f"not JSON ({error}); the rest of the file is left out"
             return
         text, reason = _row_text(row, text_key)
         yield number, line, text, reason + (_list_advice(row) if reason else "")
         number, offset = number + 1, _skip_spaces(source, end)
     if in_array:
-        yield number, source.count("\n"), "", "not JSON (the array has no end: the file is cut off)"
+        yield number, source.count("\n"), "", "not JSON (the end of the array is missing: the file is cut off)"
 
 
 def _skip_spaces(text: str, position: int) -> int:
@@ -91,26 +89,24 @@ def _skip_spaces(text: str, position: int) -> int:
 
 
 def _list_advice(row: Any) -> str:
-    """Return a command that extracts the rows of an object that holds them as a list, such as {"data": [...]}."""
+    """Return advice with a command that extracts the rows from an object such as {"data": [...]}."""
     if not isinstance(row, dict):
         return ""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if not lists:
         return ""
     code = f"import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)[{lists[0]!r}]]"
-    return (
-        f". Its {lists[0]!r} is a list of objects; take them out with: python -c {shlex.quote(code)} < FILE > NEW.jsonl"
-    )
+    return f". {lists[0]!r} is a list of objects; extract them with: python -c {shlex.quote(code)} < FILE > NEW.jsonl"
 
 
 def _other_key(row: dict[str, Any], parquet: str | None = None) -> str:
-    """Return advice on which field or column to read instead of data.text_key, from a row that lacks it.
+    """Return advice on which field or column to read, from a row that lacks data.text_key.
 
-    That is the longest text of the row. If the text is spread over several fields, as questions and answers are, the
-    advice is a command that joins them. parquet: the name of the file, if it is a Parquet file.
+    It proposes the field with the longest text. If the text is spread over several fields, as questions and answers
+    are, it proposes a command that joins them. parquet: the name of the file if it is a Parquet file.
     """
     texts = {key: value for key, value in row.items() if isinstance(value, str) and LETTER.search(value)}
-    # also those that are empty in this row, as an instruction's input often is
+    # Including fields that are empty in this row, as the input of an instruction often is.
     shares = [key for key, value in row.items() if isinstance(value, str) and key.lower() in SHARES_OF_A_TEXT]
     if len(shares) > 1:
         join = f'json.dumps({{"text": "\\n\\n".join(row[key] for key in {json.dumps(shares)} if row.get(key))}})'
@@ -121,9 +117,7 @@ def _other_key(row: dict[str, Any], parquet: str | None = None) -> str:
             loop = "for batch in pq.ParquetFile(sys.argv[1]).iter_batches() for row in batch.to_pylist()"
             code = f"import json, sys, pyarrow.parquet as pq; [print({join}) {loop}]"
             command = f"python -c {shlex.quote(code)} {shlex.quote(parquet)} > NEW.jsonl"
-        return (
-            f". Its text stands in {len(shares)} fields ({', '.join(shares)}); join them, for example with: {command}"
-        )
+        return f". The text is in {len(shares)} fields ({', '.join(shares)}); join them, for example with: {command}"
     return f". Try data.text_key={max(texts, key=lambda key: len(texts[key]))}" if texts else ""
 
 
@@ -135,30 +129,34 @@ def _check_text(text: Any, text_key: str) -> tuple[str, str]:
     if not text.strip():
         return "", f"{text_key!r} is empty"
     if "\0" in text:
-        return "", f"{text_key!r} holds a NUL character"
+        return "", f"{text_key!r} contains a NUL character"
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return "", f"{text_key!r} holds half of a surrogate pair, which is no character"
+        return "", f"{text_key!r} contains half of a surrogate pair, which is not a character"
     return text, ""
 
 
 def open_parquet(path: str) -> Any:
+    """Open a Parquet file. Raises ConfigError if it is not readable."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise ConfigError(f"data.corpus: {path} is no readable Parquet file: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"data.corpus: {path} is not a readable Parquet file: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
+    """Yield the document, or the reason for its absence, of each row of a Parquet span. Raises ConfigError."""
     file = open_parquet(span.path)
     if text_key not in file.schema_arrow.names:
         first = next(file.iter_batches(batch_size=1), None)
         raise ConfigError(
-            f"data.text_key={text_key}: {span.shown} has no such column; its columns are "
+            f"data.text_key={text_key} is not a column of {span.shown}; the columns are "
             f"{', '.join(file.schema_arrow.names)}"
             + (_other_key(first.to_pylist()[0], span.shown) if first is not None and first.num_rows else "")
         )
@@ -171,7 +169,7 @@ def read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
 
 
 def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
-    """Yield the values of a row group's column; bytes where they are not UTF-8. Raises ConfigError for damage."""
+    """Yield the values of a row group's column; text that is not UTF-8 as bytes. Raises ConfigError for damage."""
     import pyarrow
     from pyarrow import types
 
@@ -183,12 +181,12 @@ def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
         column = file.read_row_group(group, columns=[text_key]).column(0)
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
-        # As bytes: a writer may have stored text as binary, and a string that is not UTF-8 costs one row, not the file.
+        # As bytes: text may be stored as binary, and a string that is not UTF-8 must make only one row unusable.
         is_text = any(is_type(column.type) for is_type in text_types)
         values = (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"data.corpus: {span.shown} cannot be read in row group {group}: {str(error).splitlines()[0]}"
+            f"data.corpus: row group {group} of {span.shown} cannot be read: {str(error).splitlines()[0]}"
         ) from error
     for value in values:
         if is_text and value is not None:

@@ -1,4 +1,4 @@
-"""`python -m data.prepare`."""
+"""Entry point of `python -m data.prepare`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line: `python -m data.prepare`."""
+"""The command line of `python -m data.prepare`, which tokenizes a corpus ahead of training."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from data.prepare.run import prepare
 HELP = """\
 Tokenize a corpus ahead of training: python -m data.prepare [key=value ...]
 
-Training with the same data settings finds the result in data.cache_dir and starts at once. It may be run again at any
-time: finished work is skipped, interrupted work is continued, damaged files are made again.
+Training with the same data settings finds the result in data.cache_dir and starts at once. The command may be repeated
+at any time: it skips finished work, continues interrupted work, and writes damaged files again.
 
 keys (as for train.py):
   data.corpus=stdlib        the standard library's sources, about 30 MB
@@ -26,20 +26,21 @@ keys (as for train.py):
   data.corpus='[A,B]'       several, mixed by size
   data.corpus='[{path: A, weight: 0.7}, {path: B, weight: 0.3}]'   a blend
   data.text_key=text        field of .jsonl, .ndjson and .json, column of .parquet
-  data.documents_in_text=file    what a document is in .txt, .raw and .tokens: file, blank_line or line
-  data.tokenizer=sentencepiece   trained on the corpus (data.vocab_size=4096 pieces); or a .model file, or a folder of
-                                 Hugging Face's
-  data.cache_dir=cache      where the results go
+  data.documents_in_text=file    extent of a document in .txt, .raw and .tokens: file, blank_line or line
+  data.tokenizer=sentencepiece   trained on the corpus (data.vocab_size=4096 pieces); or a .model file, or a folder
+                                 from Hugging Face
+  data.cache_dir=cache      folder for the results
   data.validation_fraction=0.02  share of the tokens for validation
-  data.validation_corpora='{wiki: A, code: [B,C]}'   further texts, all of them for validation
+  data.validation_corpora='{wiki: A, code: [B,C]}'   additional texts, for validation only
   data.num_workers=null     processes; null: all cores
-  model.family=gpt          gpt, or bert: documents are stored as sentences
-  model.sequence_length=null     gpt: tokens of a sample, to say what data.documents=separate would keep
+  model.family=gpt          gpt, or bert, for which documents are stored as sentences
+  model.sequence_length=null     gpt: tokens per sample, to print the effect of data.documents=separate on attention
 """
 
 
 def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
-    """Return DataConfig, model family and sequence length of `key=value` arguments. Raises ConfigError with the key."""
+    """Return the data settings, model family and sequence length (None if not given) that `key=value` arguments set.
+    Raises ConfigError with the key."""
     import difflib
 
     from omegaconf import OmegaConf
@@ -52,11 +53,12 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
     for argument in arguments:
         key, equals, _ = argument.partition("=")
         if not equals:
-            raise ConfigError(f"{argument}: arguments have the form key=value, for example data.corpus=stdlib")
+            raise ConfigError(f"argument {argument!r} must have the form key=value, for example data.corpus=stdlib")
         if key not in known:
             near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(f"data.{key}", known, 1)
             raise ConfigError(
-                f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else f"; known are {', '.join(known)}")
+                f"{key} is not a known key. "
+                + (f"Did you mean {near[0]}?" if near else f"Known are {', '.join(known)}")
             )
     try:
         merged = OmegaConf.merge(defaults, OmegaConf.from_dotlist(arguments))
@@ -66,12 +68,12 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
     assert isinstance(data, DataConfig)
     length = merged.model.sequence_length
     if length is not None and (type(length) is not int or length < 1):
-        raise ConfigError(f"model.sequence_length={length}: must be an integer of at least 1, for example 1024")
+        raise ConfigError(f"model.sequence_length={length} must be an integer of at least 1, for example 1024")
     return data, str(merged.model.family), length
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepare data as the command line asks; return the exit status."""
+    """Prepare data as the command-line arguments request. Returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help", "help"} & set(arguments):
         print(HELP)
@@ -88,13 +90,13 @@ def _prepare(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)
+        print("interrupted; repeat the command to continue", file=sys.stderr)
         return INTERRUPTED
     print(f"tokenizer   {prepared.tokenizer_path} ({prepared.vocab_size} tokens)")
     print(f"documents   {prepared.num_documents:,} ({prepared.num_bytes / 1e6:,.1f} MB of text)")
     print(f"bad lines   {prepared.num_bad_lines:,}" + "".join(f"\n            {line}" for line in prepared.bad_lines))
     if prepared.bad_lines_files:
-        print("            all are listed in " + ", ".join(prepared.bad_lines_files))
+        print("            all bad lines are listed in " + ", ".join(prepared.bad_lines_files))
     for note in prepared.notes:
         print(f"note        {note}")
     validation = ((f"valid/{name}", files) for name, files in prepared.validation.items())

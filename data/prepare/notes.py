@@ -1,4 +1,4 @@
-"""Notes for the user on a corpus before it is trained on, a sentence each."""
+"""Notes for the user on a corpus before it is trained on, one sentence each."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ MOST_ENDS = 20_000  # documents whose last token is read
 
 
 def written_out(name: str, counts: dict[int, int], tokenizer: Tokenizer) -> str:
-    """Return the note on special tokens in the texts of a corpus. counts: how often each is there, by id."""
+    """Return the note on special tokens whose names occur in a corpus. counts: occurrences by token id."""
     names = tokenizer.control_tokens()
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{names.get(token, token)!r} {count:,}" for token, count in most[:SHOWN_TOKENS])
     more = f" and {len(most) - SHOWN_TOKENS} others" if len(most) > SHOWN_TOKENS else ""
     total = sum(counts.values())
-    text = f"the text of {name} holds {total:,} special tokens by their names ({shown}{more}). They are control tokens "
+    text = f"the text of {name} contains {total:,} names of special tokens ({shown}{more}). They become special tokens "
     if "split_special_tokens" in tokenizer.rules:
-        return f"{text}here, as the model of {tokenizer.path} has pieces of these names"
+        return f"{text}here, because {tokenizer.path} has pieces with these names"
     path = Path(tokenizer.path)
     file = (path if path.is_dir() else path.parent) / "tokenizer_config.json"
     return f'{text}here and in transformers; "split_special_tokens": true in {file} makes them plain text in both'
 
 
 def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | None:
-    """Return the note on documents of token files that do not end with the tokenizer's end token; None if all do.
+    """Return the note on documents in token files that do not end with the tokenizer's end token; None if all documents
+    do.
 
-    The last tokens of all documents are counted, or those of MOST_ENDS documents, evenly chosen.
+    Counts the last tokens of all documents, or of MOST_ENDS evenly chosen documents.
     """
     lengths, bounds = tokens.sequence_lengths, tokens.document_bounds
     through = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[bounds]
@@ -57,30 +58,29 @@ def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | 
     def shown(token: int) -> str:
         return f"{token} ({tokenizer.token_piece(token)!r})" if 0 <= token < tokenizer.vocab_size else str(token)
 
-    of = f"{counted:,} documents" + (f", a sample of {total:,}," if counted < total else "")
+    of = f"{counted:,} documents" + (f" (a sample of {total:,})" if counted < total else "")
     wanted = f"the end token of {tokenizer.path}, {shown(tokenizer.eod)}"
     most = max(found, key=lambda token: (found[token], -token))
     if most == tokenizer.eod and found[most] * 2 > counted:
-        return f"{counted - right:,} of {of} of {name} do not end with {wanted}, as the others do"
-    without = "Make the files with an end token (Megatron-LM: --append-eod)"
+        return f"{counted - right:,} of {of} of {name} do not end with {wanted}, but the others do"
+    without = "Create the files with an end token (Megatron-LM: --append-eod)"
     if found[most] * 2 <= counted:
         return (
             f"{right:,} of {of} of {name} end with {wanted}, and no other token ends most of them (the most frequent "
-            f"is {shown(most)}, {found[most]:,} times): a model cannot learn where a text ends, and one document runs "
-            f"into the next. {without}"
+            f"is {shown(most)}, {found[most]:,} times): a model cannot learn where a text ends. {without}"
         )
     text = f"{found[most]:,} of {of} of {name} end with {shown(most)}, and {right:,} with {wanted}: "
     if most not in tokenizer.special_ids():
-        return f"{text}the first is plain text, so a model cannot learn where a text ends. {without}"
+        return f"{text}the former is plain text, so a model cannot learn where a text ends. {without}"
     return (
-        f"{text}a model learns to end texts with the first, and generation waits for the second. Give the tokenizer "
-        f"that made the files, or name the first as eos_token in {tokenizer.end_file}"
+        f"{text}a model learns to end texts with the former, but generation stops only at the latter. Use the "
+        f"tokenizer that created the files, or name the former as eos_token in {tokenizer.end_file}"
     )
 
 
-LEAST_LINES = 1000  # lines of a file without an empty line, from which its lines may be documents
+LEAST_LINES = 1000  # from this number on, the lines of a file without empty lines may be documents
 MOST_FILES = 1000  # files of a corpus that are examined
-LEAST_SHARE = 0.1  # of the text files' bytes
+LEAST_SHARE = 0.1  # least share of the text files' bytes for which a note is printed
 
 
 def fitting_rule(path: str) -> tuple[str, str] | None:
@@ -90,19 +90,19 @@ def fitting_rule(path: str) -> tuple[str, str] | None:
     lines = head.split("\n")
     if len(lines) < 2:
         if head.count("\r") > 1:
-            return "", "ends its lines with CR alone, which ends no line here: convert it with tr '\\r' '\\n'"
+            return "", "ends its lines with CR alone, which does not end a line here: convert it with tr '\\r' '\\n'"
         return None
     blank = sum(not line.strip() for line in lines[:-1])
     if blank:
         if has_a_sentence_a_line(head):
-            return "blank_line", "has a sentence a line and empty lines between its texts"
+            return "blank_line", "has one sentence per line and empty lines between its texts"
         return None
     count = head.count("\n") * max(size, 1) / max(read, 1)
-    return ("line", f"has about {round(count, -2):,.0f} lines and no empty one") if count >= LEAST_LINES else None
+    return ("line", f"has about {round(count, -2):,.0f} lines, none of them empty") if count >= LEAST_LINES else None
 
 
 def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: int) -> list[str]:
-    """Return a note for each other rule that fits some text files better than the `rule` they were prepared with."""
+    """Return a note for each rule (data.documents_in_text) that fits some text files better than `rule` does."""
     files = [file for file in source.files if file.format == TEXT][:MOST_FILES]
     by_rule: dict[str, list[tuple[str, str]]] = {}
     sizes: dict[str, int] = {}
@@ -117,13 +117,13 @@ def advice(source: Source, unpacked: dict[str, str], rule: str, num_documents: i
 
 
 def lone_documents(prepared: PreparedData, sentence_head: str) -> list[str]:
-    """Return a note for each source of one document, in which BERT's next_sentence finds no second one."""
+    """Return a note for each source of only one document, in which BERT's next_sentence finds no second document."""
     if sentence_head != "next_sentence":
         return []
     names = [source["name"] for source in prepared.identity["sources"] if source["documents"] == 1]
     return [
-        f"model.sentence_head=next_sentence has one document in {name}: every pair of it is of sentences that follow "
-        "each other. data.documents_in_text says what a document is in a text file; sentence_order needs no second one"
+        f"{name} is a single document, so model.sentence_head=next_sentence finds only pairs of consecutive sentences "
+        "in it. Set data.documents_in_text to divide text files into documents, or model.sentence_head=sentence_order"
         for name in names
     ]
 
@@ -135,9 +135,9 @@ def _line(rule: str, better: str, found: list[tuple[str, str]], num_documents: i
     if not better:
         return finding
     became = "1 document" if num_documents == 1 else f"{num_documents:,} documents"
-    meant = "what lies between empty lines" if better == "blank_line" else "each line"
+    meant = "the text between empty lines" if better == "blank_line" else "each line"
     return (
-        f"{finding}; with data.documents_in_text={rule} the corpus is {became}. Where {meant} is a document, set "
+        f"{finding}; with data.documents_in_text={rule} the corpus is {became}. If {meant} is a document, set "
         f"data.documents_in_text={better}"
     )
 
@@ -147,14 +147,14 @@ SHOWN_REASONS = 3
 
 
 def no_documents(name: str, num_bad: int, bad: list[str]) -> str:
-    """Return the message for a corpus without a document: the first reasons, each once, with the file and the line."""
+    """Return the error message for a corpus without documents: the first different reasons, with file and line."""
     if not num_bad:
-        return f"data.corpus: {name} holds no text"
+        return f"data.corpus: {name} contains no text"
     by_reason: dict[str, str] = {}
     for line in bad:
         by_reason.setdefault(line.split(": ", 1)[-1], line)
     first = list(by_reason.values())[:SHOWN_REASONS]
     latin = next((line for line in bad if ": not UTF-8" in line or line.endswith("is not UTF-8")), None)
     advice = " Text must be UTF-8: convert it, for example with: iconv -f LATIN1 -t UTF-8 < FILE > NEW" if latin else ""
-    which = "its only line is bad" if num_bad == 1 else f"all {num_bad:,} lines are bad, the first"
-    return f"data.corpus: {name} holds no documents: {which}: {'; '.join(first)}{'.' if advice else ''}{advice}"
+    which = "its only line is bad" if num_bad == 1 else f"all of its {num_bad:,} lines are bad"
+    return f"data.corpus: {name} contains no documents: {which}: {'; '.join(first)}{'.' if advice else ''}{advice}"

@@ -1,4 +1,5 @@
-"""Preparation of a config's data: the tokenizer and the token files of all sources are made, or found finished."""
+"""Preparation of a configuration's data: the tokenizer and the token files of all sources are created, or found
+finished."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from data.prepare.token_files import add_megatron, add_tokenized, finished, toke
 from data.prepare.trained_tokenizer import find_tokenizer, tokenizer_path
 from data.tokenizer import load_tokenizer
 
-SPLIT_RULE = "alike"  # the name of the rule of data/split.py in a run's identity
+SPLIT_RULE = "alike"  # name of the rule of data/split.py in a run's identity
 
 
 def prepare(
@@ -28,13 +29,13 @@ def prepare(
     rebuild_damaged: bool = False,
     documents_in_text: str | None = None,
 ) -> PreparedData:
-    """Make the tokenizer and token files for `config`, or find them finished. family: gpt | bert.
+    """Create the tokenizer and the token files for `config`, or find them finished. family: gpt or bert.
 
-    Any number of processes may call it at once, with the same arguments (only the one that works shows progress).
-    documents_in_text: the resumed run's rule; None for the config's. rebuild_damaged: make damaged token files again,
-    which else are an error. Raises ConfigError for a wrong config, file or cache, and for terms of data.corpus that
-    hold the same text; RuntimeError if a worker process dies; TimeoutError if another process does not finish within
-    data.timeout_seconds.
+    Any number of processes may call this at once with the same arguments; only the one that works shows progress.
+    documents_in_text: the rule of the resumed run; None uses the configuration's. rebuild_damaged: create damaged token
+    files again, which are an error otherwise. Raises ConfigError for a wrong setting, file or cache, and for terms of
+    data.corpus that contain the same text; RuntimeError if a worker process dies; TimeoutError if another process does
+    not finish within data.timeout_seconds.
     """
     _check(config, family)
     rule = config.documents_in_text if documents_in_text is None else documents_in_text
@@ -48,7 +49,7 @@ def prepare(
     for note in tokenizer.notes() if show_progress else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
     if family == "bert":
-        _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # an error now rather than in the workers
+        _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # raise the error now rather than in the workers
 
     def add(to: PreparedData, some: list[Source], settings: DataConfig, documents: str) -> None:
         for source in some:
@@ -61,8 +62,8 @@ def prepare(
     has_text_files = any(source.has_text_files for some in (sources, *of_validation.values()) for source in some)
     if config.documents_in_text != RULES[0] and not has_text_files:
         prepared.notes.append(
-            f"data.documents_in_text={config.documents_in_text} has no effect: data.corpus holds no .txt, .raw or "
-            ".tokens"
+            f"data.documents_in_text={config.documents_in_text} has no effect, because data.corpus contains no .txt, "
+            ".raw or .tokens files"
         )
     split = {"rule": SPLIT_RULE, "fraction": config.validation_fraction}
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
@@ -84,10 +85,8 @@ def prepare(
 
 
 def find_prepared(config: DataConfig, family: str) -> list[TokenFile] | None:
-    """Return the blend that a fresh run trains on; None if `prepare` has not made all of it.
-
-    Nothing is made, written or checked. Raises ConfigError for a missing corpus or tokenizer.
-    """
+    """Return the terms of the blend that a new run trains on; None if `prepare` has not finished. Creates and checks no
+    files. Raises ConfigError for a missing corpus or tokenizer."""
     sources, cache = parse_corpus(config.corpus), Path(config.cache_dir).expanduser().absolute()
     path = tokenizer_path(config, sources, cache, config.documents_in_text)
     if config.tokenizer == "sentencepiece" and not path.exists():
@@ -112,22 +111,22 @@ def _cache_folder(config: DataConfig) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"data.cache_dir={config.cache_dir}: cannot make this folder ({error.strerror}); give one that can be "
-            "written"
+            f"data.cache_dir={config.cache_dir} cannot be created ({error.strerror}). Choose a folder that can be "
+            "written to"
         ) from error
     return cache
 
 
 def _check(config: DataConfig, family: str) -> None:
     if family not in ("gpt", "bert"):
-        raise ConfigError(f"model.family={family}: must be gpt or bert")
+        raise ConfigError(f"model.family={family} must be gpt or bert")
     if not 0 <= config.validation_fraction < 1:
         raise ConfigError(
-            f"data.validation_fraction={config.validation_fraction}: must be at least 0 and below 1, for example 0.02"
+            f"data.validation_fraction={config.validation_fraction} must be at least 0 and below 1, for example 0.02"
         )
     if config.documents_in_text not in RULES:
-        raise ConfigError(f"data.documents_in_text={config.documents_in_text}: must be one of {', '.join(RULES)}")
+        raise ConfigError(f"data.documents_in_text={config.documents_in_text} must be one of {', '.join(RULES)}")
     if (wrong := wrong_validation_corpora(config.validation_corpora)) is not None:
-        raise ConfigError(f"data.validation_corpora={config.validation_corpora}: {wrong}")
+        raise ConfigError(f"data.validation_corpora={config.validation_corpora} {wrong}")
     if config.num_workers is not None and config.num_workers < 1:
-        raise ConfigError(f"data.num_workers={config.num_workers}: must be at least 1, or null for all cores")
+        raise ConfigError(f"data.num_workers={config.num_workers} must be at least 1, or null for all cores")

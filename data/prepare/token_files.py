@@ -1,11 +1,9 @@
-"""Token files of a source: made from text, or found and checked; or given by the user."""
+"""The token files of a source: created from text, or found finished and checked, or given by the user."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +38,7 @@ def add_tokenized(
     show_progress: bool,
     rebuild_damaged: bool,
 ) -> None:
-    """Add a source of text to `prepared`; its token files are made if they are missing."""
+    """Add a source of text to `prepared`. Creates its token files if they are missing."""
     folder = _folder(source, config, family, tokenizer, cache, documents_in_text)
     done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
     if done is None:
@@ -48,7 +46,7 @@ def add_tokenized(
         with lock.hold(folder / "lock", config.timeout_seconds):
             done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
             if done is None:
-                with _leftovers_deleted(folder), writing_into(folder):
+                with writing_into(folder):  # finished shards stay for the next run
                     tokenize_source(source, config, family, tokenizer, folder, cache, documents_in_text, show_progress)
                 done = _find_done(folder, cache, config.timeout_seconds, False)
                 assert done is not None
@@ -86,14 +84,14 @@ def add_tokenized(
 def finished(
     source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
 ) -> list[TokenFile] | None:
-    """Return the token files that a source of text is trained on, without reading them; None if they are not made."""
+    """Return the token files of a source's training documents without reading them; None if they do not exist yet."""
     folder = _folder(source, config, family, tokenizer, cache, config.documents_in_text)
     done = _summary(folder)
     return None if done is None else _token_file(folder, done, "train", source)
 
 
 def _token_file(folder: Path, done: dict[str, Any], name: str, source: Source) -> list[TokenFile]:
-    """Return the token file `name` of finished work; no file if it is empty."""
+    """Return the token file `name` (train or valid) of finished work as a list; [] if it has no tokens."""
     num_tokens = done["tokens"][name]
     prefix, weight = str(folder / name), num_tokens if source.weight is None else source.weight
     return [TokenFile(prefix, weight, num_tokens)] if num_tokens else []
@@ -102,7 +100,7 @@ def _token_file(folder: Path, done: dict[str, Any], name: str, source: Source) -
 def _folder(
     source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, documents_in_text: str
 ) -> Path:
-    """Return the folder of a source's token files."""
+    """Return the folder for the token files of a source."""
     tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
     named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
     if tokenizer.rules:
@@ -115,10 +113,8 @@ def _folder(
 
 
 def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
-    """Return the summary of finished work, with the current digests of its files; None if it must be made.
-
-    Damaged files are made again if `rebuild_damaged`; else they raise ConfigError.
-    """
+    """Return the summary of finished work, with the current digests of its files; None if the work must be done. A
+    damaged file raises ConfigError, or with `rebuild_damaged` counts as missing."""
     done = _summary(folder)
     if done is None:
         return None
@@ -133,11 +129,15 @@ def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool)
         if rebuild_damaged:
             return None
         found = (
-            "is missing" if actual is None else f"has {actual} bytes" if actual != size else f"has {size} other bytes"
+            "is missing"
+            if actual is None
+            else f"has {actual} bytes, not {size}"
+            if actual != size
+            else "has other content"
         )
         raise ConfigError(
-            f"data.cache_dir: {path} {found}, but {size} were written: it was truncated or damaged; delete {folder}, "
-            "or run `python -m data.prepare` with the same data settings to make it again"
+            f"data.cache_dir: file {path} was damaged after it was written: it {found}. Delete {folder}, or run "
+            "`python -m data.prepare` with the same data settings to create it again"
         )
     if rebuild_damaged:
         try:
@@ -149,44 +149,32 @@ def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool)
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of finished work; None if there is none."""
+    """Return the summary of finished work, or None if there is none."""
     try:
         done = read_summed(folder / "done.json")
-    except (FileNotFoundError, ValueError):  # damaged: it is made again
+    except (FileNotFoundError, ValueError):  # missing or damaged: the work is done again
         return None
-    return done if all(key in done for key in SUMMARY_KEYS) else None  # else another file of this name
-
-
-@contextlib.contextmanager
-def _leftovers_deleted(folder: Path) -> Iterator[None]:
-    """After a failure of the disk, delete partly written files; finished shards stay for the next run."""
-    try:
-        yield
-    except OSError:
-        for leftover in folder.rglob("*.tmp*"):
-            with contextlib.suppress(OSError):
-                leftover.unlink()
-        raise
+    return done if all(key in done for key in SUMMARY_KEYS) else None  # otherwise the file is something else
 
 
 SCANNED_AT_ONCE = 1 << 22
-SCANNED_TOKENS = 1 << 28  # of the user's token files, to check whether they fit the tokenizer
+SCANNED_TOKENS = 1 << 28  # tokens of a user's file that are read to check whether it fits the tokenizer
 
 
 def add_megatron(
     prepared: PreparedData, source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
 ) -> None:
-    """Add a source of token files to `prepared`. Raises ConfigError if they do not fit the tokenizer."""
+    """Add a source of the user's token files to `prepared`. Raises ConfigError if they do not fit the tokenizer."""
     assert source.megatron
     tokens = IndexedTokens(source.megatron)
     scanned = range(0, min(len(tokens.tokens), SCANNED_TOKENS), SCANNED_AT_ONCE)
     largest = max((int(tokens.tokens[begin : begin + SCANNED_AT_ONCE].max()) for begin in scanned), default=0)
     if largest >= tokenizer.vocab_size:
         raise ConfigError(
-            f"data.tokenizer={config.tokenizer}: {source.megatron}.bin holds token {largest}, but this tokenizer has "
-            f"only {tokenizer.vocab_size} tokens; give the tokenizer that made the file"
+            f"data.tokenizer={config.tokenizer}: {source.megatron}.bin contains token {largest}, but this tokenizer "
+            f"has only {tokenizer.vocab_size} tokens. Give the tokenizer that created the file"
         )
-    # BERT's documents are sentences without an end token.
+    # Documents of BERT are sentences without an end token.
     note = other_ends(source.megatron, tokens, tokenizer) if family == "gpt" else None
     if note is not None:
         prepared.notes.append(note)
@@ -209,7 +197,7 @@ def add_megatron(
 
 
 def token_files(source: Source, tokens: IndexedTokens, fraction: float) -> dict[str, TokenFile]:
-    """Return the terms of both splits, by name, of a source of token files; one may hold no token."""
+    """Return the terms of both splits (train, validation) for a user's token files; a term may have no tokens."""
     assert source.megatron
     index = (tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds))
     *index_of_split, held_out = split_index(*index, fraction)

@@ -1,8 +1,9 @@
-"""Tokenization of a source shard by shard, and the merge of its shards into the files of train and validation."""
+"""Tokenization of a source, shard by shard, and the merge of the shards into the token files of train and valid."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import shutil
@@ -27,8 +28,8 @@ from data.prepare.worker_pool import run_jobs
 from data.split import DocumentSplit, cut_document, cut_position, split_documents
 from data.tokenizer import Tokenizer
 
-COPIED_TOKENS = 1 << 22  # at once
-MOST_TOKENS = 2**31 - 1  # of a sequence: an .idx file holds its length in 32 bits
+COPIED_TOKENS = 1 << 22  # tokens that are copied at once
+MOST_TOKENS = 2**31 - 1  # tokens of a sequence, whose length has 32 bits in an .idx file
 
 
 def tokenize_source(
@@ -41,8 +42,8 @@ def tokenize_source(
     documents_in_text: str,
     show_progress: bool,
 ) -> None:
-    """Unpack a source's files, tokenize the shards that are missing, and merge them into `folder`. One process at a
-    time may call this."""
+    """Decompress the files of a source, tokenize the shards that are missing, and merge all shards into `folder`. Only
+    one process at a time may call this for a folder."""
     shards_dir, unpacked_dir = folder / "parts", folder / "unpacked"
     shards_dir.mkdir(exist_ok=True)
     unpacked_dir.mkdir(exist_ok=True)
@@ -87,10 +88,10 @@ def tokenize_source(
 
 @dataclass
 class DocumentIndex:
-    """The index of a source's documents.
+    """The index of all documents of a source.
 
-    lengths int32 [n]: tokens of the sequences. counts int64 [d]: sequences of each document. hashes uint64 [d]: of the
-    documents' names. texts uint64 [d]: hashes of their texts.
+    lengths int32 [n]: tokens of each sequence. counts int64 [d]: sequences of each document. hashes uint64 [d]: of the
+    documents' names. texts uint64 [d]: hashes of the documents' texts.
     """
 
     lengths: np.ndarray
@@ -102,7 +103,7 @@ class DocumentIndex:
     control_tokens: Counter[int]  # special tokens in the texts
 
     def bounds(self) -> np.ndarray:
-        """Return the first sequence of each document, then n: int64 [d + 1]."""
+        """Return the index of each document's first sequence, then n: int64 [d + 1]."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
 
     def tokens(self) -> np.ndarray:
@@ -112,13 +113,14 @@ class DocumentIndex:
 
 
 def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
-    """Return the index of all shards, with the segments of a document joined. Raises ConfigError for one too long."""
+    """Return the index of all documents in the shards of a source, with documents joined that span shards. Raises
+    ConfigError for a document that is too long."""
     lengths, counts, hashes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
     texts = [np.zeros(0, np.uint64)]
-    text_hash = xxhash.xxh3_64()  # of a document in several shards, so far
+    text_hash = xxhash.xxh3_64()  # of the text so far of a document that spans several shards
     num_bytes, bad, control = 0, list[str](), Counter[int]()
     for shard in shards:
-        arrays = np.load(io.BytesIO(shard.read_bytes()))  # each array is read when it is asked for
+        arrays = np.load(io.BytesIO(shard.read_bytes()))  # an array is decoded when it is used
         own_lengths, own_counts, own_hashes, own_texts = (
             arrays[key] for key in ("sequence_lengths", "sequences_per_document", "hashes", "texts")
         )
@@ -131,9 +133,9 @@ def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
                 joined = int(before[-1]) + int(own_lengths[0])
                 if joined > MOST_TOKENS:
                     raise ConfigError(
-                        f"data.documents_in_text=file: a file of {name} is a document of {joined:,} tokens or more, "
-                        f"and a token file takes {MOST_TOKENS:,}; cut the file, or set "
-                        "data.documents_in_text=blank_line or line"
+                        f"data.documents_in_text=file: a document of {name} has at least {joined:,} tokens, but may "
+                        f"have at most {MOST_TOKENS:,}. Divide its file, or set data.documents_in_text=blank_line or "
+                        "line"
                     )
                 before[-1], own_lengths = joined, own_lengths[1:]
             else:
@@ -154,7 +156,7 @@ def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
 
 
 class ShardTokens:
-    """The tokens of all shards in a row, read when they are asked for."""
+    """The concatenated tokens of all shards, which are read on demand."""
 
     def __init__(self, shards: list[Path], dtype: type[np.generic]):
         self._files = [shard.with_suffix(".bin") for shard in shards]
@@ -165,8 +167,9 @@ class ShardTokens:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def read(self, begin: int, end: int) -> np.ndarray:
-        """Return tokens [begin, end)."""
+    def read(self, begin: int, end: int, offset: int = 0) -> np.ndarray:
+        """Return tokens [begin, end), counted from token `offset` of the concatenation."""
+        begin, end = begin + offset, end + offset
         found = [np.zeros(0, self._dtype)]
         number = int(np.searchsorted(self._ends, begin, side="right"))
         while begin < end:
@@ -179,36 +182,20 @@ class ShardTokens:
         return np.concatenate(found)
 
 
-class DocumentTokens:
-    """A document's tokens for `cut_position`, which reads a few that are close together."""
-
-    def __init__(self, tokens: ShardTokens, begin: int, length: int):
-        self._tokens, self._begin, self._length = tokens, begin, length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
-        if not len(positions):
-            return self._tokens.read(0, 0)
-        first = int(positions.min())
-        return self._tokens.read(self._begin + first, self._begin + int(positions.max()) + 1)[positions - first]
-
-
 def _merge(
     shards: list[Path], index: DocumentIndex, folder: Path, tokenizer: Tokenizer, family: str, split: DocumentSplit
 ) -> dict[str, Any]:
-    """Write the documents to the files of train and valid. Return the summary, with the sizes of the files."""
+    """Write the documents to the token files of train and valid. Returns the summary, with the files' sizes."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = ShardTokens(shards, dtype)
     assert len(tokens) == index.lengths.sum(dtype=np.int64), folder
     lengths, counts, held_out, cut_sequences = _cut(tokens, index, split, tokenizer)
     in_valid = np.repeat(held_out, counts)
     ends_of_sequences = np.cumsum(lengths, dtype=np.int64)
-    # Runs of sequences for the same file, in tokens; most documents are for train, so there are few.
+    # Ends, in tokens, of runs of sequences for the same file. Most documents are for train, so there are few runs.
     changes = np.flatnonzero(np.diff(in_valid))
     ends = [*ends_of_sequences[changes].tolist(), len(tokens)]
-    end_at: set[int] = set()  # positions in the shards' tokens after which a cut document needs an end token
+    end_at: set[int] = set()  # positions after which the first half of a cut document needs an end token
     if family == "gpt" and cut_sequences:  # a document is one sequence, which ends with end-of-document
         end_at.update(ends_of_sequences[cut_sequences].tolist())
         lengths = lengths.copy()
@@ -249,17 +236,17 @@ def _merge(
 def _cut(
     tokens: ShardTokens, index: DocumentIndex, split: DocumentSplit, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """Cut the documents of `split.cuts`. Return the sequences' lengths, each document's number of sequences, which
-    documents are held out, and the last sequence of the first half of each cut document."""
+    """Cut the documents in `split.cuts` into two each. Returns the sequences' lengths, each document's number of
+    sequences, which documents are held out, and the last sequence of the first half of each cut document."""
     lengths, held_out, bounds = index.lengths, split.held_out, index.bounds()
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     marks = (tokenizer.line_ends(), tokenizer.word_starts()) if split.cuts else None
     cut_sequences: list[int] = []
-    for number in reversed(split.cuts):  # from the last, so that the numbers of the others stay
+    for number in reversed(split.cuts):  # backwards, so that the numbers of the remaining documents stay valid
         first, last, before = int(bounds[number]), int(bounds[number + 1]), len(lengths)
         of_document = lengths[first:last]
-        content = DocumentTokens(tokens, int(starts[first]), int(of_document.sum(dtype=np.int64)))
-        position = cut_position(of_document, split.tail, content, marks)
+        read = functools.partial(tokens.read, offset=int(starts[first]))
+        position = cut_position(of_document, split.tail, read, marks)
         starts, lengths, bounds = cut_document(starts, lengths, bounds, number, position)
         held_out = np.insert(held_out, number + 1, True)
         cut_sequences = [int(bounds[number + 1]) - 1, *(n + len(lengths) - before for n in cut_sequences)]

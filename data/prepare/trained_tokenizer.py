@@ -1,4 +1,4 @@
-"""The tokenizer of a config: given, or trained on a sample of the corpus."""
+"""The tokenizer of a configuration: given by its path, or trained on a sample of the corpus."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from data.prepare.notes import SHOWN_BAD_LINES, no_documents
 from data.prepare.prepared import cache_key
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
-TRAINING_SAMPLE_BYTES = 1 << 25  # text read to train a tokenizer
+TRAINING_SAMPLE_BYTES = 1 << 25  # bytes of text on which a tokenizer is trained
 
 
 def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str) -> Path:
-    """Return the path of a config's tokenizer, which may still have to be trained."""
+    """Return the path of the configured tokenizer, which may still have to be trained."""
     if config.tokenizer != "sentencepiece":
         return Path(config.tokenizer).expanduser().absolute()
     text_sources = [source for source in sources if source.files]
@@ -40,15 +40,15 @@ def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, docum
 def find_tokenizer(
     config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str, show_progress: bool
 ) -> Tokenizer:
-    """Open the tokenizer of a config; train it first if need be."""
+    """Open the configured tokenizer; train it first if necessary."""
     path = tokenizer_path(config, sources, cache, documents_in_text)
     if config.tokenizer != "sentencepiece":
         return load_tokenizer(path)
     text_sources = [source for source in sources if source.files]
     if not text_sources:
         raise ConfigError(
-            "data.tokenizer=sentencepiece: there is no text to train it on, as data.corpus holds only token files; "
-            "give the tokenizer that made them, for example data.tokenizer=path/to/tokenizer.model"
+            "data.tokenizer=sentencepiece: no tokenizer can be trained, because data.corpus contains only token files. "
+            "Give the tokenizer that created them, for example data.tokenizer=path/to/tokenizer.model"
         )
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
@@ -71,10 +71,8 @@ def find_tokenizer(
 def _training_texts(
     files: list[File], names: str, text_key: str, documents_in_text: str, scratch: Path
 ) -> Iterator[str]:
-    """Yield the documents of randomly chosen spans of the corpus, with a fixed seed, about TRAINING_SAMPLE_BYTES.
-
-    Raises ConfigError if there are none.
-    """
+    """Yield the documents of randomly chosen spans of the corpus, with a fixed seed, in all about
+    TRAINING_SAMPLE_BYTES. Raises ConfigError if there are no documents."""
     num_bad, bad, any_text = 0, [], False
     with tempfile.TemporaryDirectory(dir=scratch, prefix="sample-") as folder:
         plain = [file for file in files if not file.compression]

@@ -1,4 +1,4 @@
-"""Worker processes that unpack and tokenize."""
+"""A pool of worker processes that decompress and tokenize."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ def run_jobs(
     ready: int,
     show_progress: bool,
 ) -> None:
-    """Have worker processes do the jobs. ready: bytes done before. Raises if a job fails, or a worker dies or hangs."""
+    """Run jobs in worker processes. ready: bytes that were finished earlier, for the progress bar. Raises an error if a
+    job fails, or if a worker dies or hangs."""
     if not jobs:
         return
-    # One thread per worker: there is a worker per core.
+    # One thread per worker, since there is a worker per core.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     pending = list(enumerate(jobs))[::-1]
@@ -52,7 +53,7 @@ def run_jobs(
                 events = selector.select(timeout)
                 if not events:
                     raise TimeoutError(
-                        f"{verb}: no worker finished a part within {timeout} s (data.timeout_seconds); raise it"
+                        f"{verb}: no worker finished a shard within {timeout} s. Raise data.timeout_seconds"
                     )
                 for key, _ in events:
                     process = key.data
@@ -77,13 +78,13 @@ def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
 
 
 def _finished_job(process: subprocess.Popen[bytes], verb: str) -> int:
-    """Return the number of the job that a worker finished. Raises its error, or RuntimeError for a dead worker."""
+    """Return the number of the job that a worker has finished. Raises its error, or RuntimeError if it died."""
     assert process.stdout
     line = process.stdout.readline()
     if not line:
         raise RuntimeError(
-            f"{verb}: a worker process died with status {process.wait(timeout=10)}; finished parts are "
-            "kept, so the same command continues (with less memory: data.num_workers=1)"
+            f"{verb}: a worker process died with status {process.wait(timeout=10)}. Repeat the command to continue "
+            "from the finished shards; data.num_workers=1 needs least memory"
         )
     reply = json.loads(line)
     if "error" not in reply:
@@ -94,7 +95,7 @@ def _finished_job(process: subprocess.Popen[bytes], verb: str) -> int:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the workers; after an error, without waiting."""
+    """End the worker processes; after an error, without waiting for them."""
     for process in processes:
         for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):

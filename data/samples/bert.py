@@ -1,4 +1,4 @@
-"""Samples of BERT: segments of documents, masked."""
+"""Samples of BERT: segments of documents, with masked tokens."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from data.tokenizer import Tokenizer
 def segment_documents(
     sequence_lengths: np.ndarray, document_bounds: np.ndarray, target: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut documents into runs of consecutive sentences of about `target` tokens.
+    """Cut documents into runs of consecutive sentences ("segments") of about `target` tokens.
 
-    sequence_lengths [n], document_bounds [d + 1] -> first sentence and end (exclusive) of each segment, int64 [k]. In a
-    document, a sentence is in segment (its offset in tokens) // target, so segments cover the document and never cross
-    its end.
+    sequence_lengths [n], document_bounds [d + 1] -> first sentence and end (exclusive) of each segment, int64 [k]. A
+    sentence is in segment (its token offset in the document) // target, so the segments cover the document and never
+    cross its end.
     """
     lengths = np.asarray(sequence_lengths, dtype=np.int64)
     bounds = np.asarray(document_bounds, dtype=np.int64)
@@ -48,7 +48,7 @@ def segment_documents(
 
 
 class _BertFile:
-    """The segments of one token file, in an order that each epoch shuffles anew."""
+    """The segments of a token file, which each epoch visits in a different order."""
 
     def __init__(self, file: TokenFile, number: int, target: int, least_tokens: int, seed: int, shuffle: bool):
         self.seed, self.number, self.shuffle = seed, number, shuffle
@@ -66,17 +66,17 @@ class _BertFile:
         if not self.num_samples:
             raise ConfigError(
                 f"data.corpus: {file.prefix}.bin ({file.split}) has {len(self.tokens)} tokens in {len(lengths)} "
-                f"sentences, but none of {least_tokens} tokens or more, which one BERT sample takes; give more text"
+                f"sentences, but a BERT sample needs a segment of at least {least_tokens} tokens. Give more text"
             )
         self.epochs = Epochs(lambda epoch: permutation(seed, SAMPLE_ORDER, number, epoch, self.num_samples))
 
     def segment(self, i: int) -> int:
-        """Return the segment of sample i."""
+        """Return the number of the segment that sample i consists of."""
         epoch, position = divmod(i, self.num_samples)
         return int(self.epochs.get(epoch)[position]) if self.shuffle else position
 
     def sentences(self, segment: int) -> np.ndarray:
-        """Return the bounds, in tokens of the file, of a segment's sentences: int64 [number of sentences + 1]."""
+        """Return the bounds of the sentences in a segment, in tokens of the file: int64 [number of sentences + 1]."""
         return self.sentence_starts[self.firsts[segment] : self.lasts[segment] + 1]
 
     def read(self, begin: int, end: int) -> np.ndarray:
@@ -84,7 +84,8 @@ class _BertFile:
         return self.tokens[begin:end].astype(np.int64)
 
     def other_document(self, segment: int, draw: float) -> int | None:
-        """Return a segment of another document, uniformly by `draw` in [0, 1); None if there is only one document."""
+        """Return a random segment of another document than that of `segment`, chosen uniformly by `draw` in [0, 1);
+        None if there is only one document."""
         document = self.documents[segment]
         begin, end = np.searchsorted(self.documents, [document, document + 1])
         others = self.num_samples - int(end - begin)
@@ -95,10 +96,11 @@ class _BertFile:
 
 
 class BertSamples:
-    """Masked-LM samples of consecutive sentences, with whole-word masking (80% mask, 10% random, 10% kept) as in BERT.
+    """Masked-LM samples of consecutive sentences, with whole-word masking as in BERT (80% mask token, 10% random token,
+    10% unchanged).
 
-    sentence_head none: [CLS] a [SEP]. next_sentence: [CLS] a [SEP] b [SEP], where b follows a (label 0) or comes from
-    another document (label 1). sentence_order (ALBERT): b follows a (label 0), or they are swapped (label 1). Devlin et
+    sentence_head none: [CLS] a [SEP]. next_sentence: [CLS] a [SEP] b [SEP], where b follows a (label 0) or is from
+    another document (label 1). sentence_order (ALBERT): b follows a (label 0), or both are swapped (label 1). Devlin et
     al. 2018, arXiv:1810.04805; Lan et al. 2019, arXiv:1909.11942.
     """
 
@@ -120,7 +122,7 @@ class BertSamples:
         ):
             if not 0 <= value <= 1 or (name == "mask_probability" and value == 0):
                 raise ConfigError(
-                    f"data.{name}={value}: must be a probability, for example "
+                    f"data.{name}={value} must be a probability, for example "
                     f"{0.15 if name == 'mask_probability' else 0.1}"
                 )
         self.pairs = sentence_head != "none"
@@ -130,8 +132,8 @@ class BertSamples:
         if self.max_text_tokens < least:
             needed = sequence_length - self.max_text_tokens + least
             raise ConfigError(
-                f"model.sequence_length={sequence_length}: BERT with sentence_head={sentence_head} needs at least "
-                f"{needed}"
+                f"model.sequence_length={sequence_length} must be at least {needed} for BERT with "
+                f"model.sentence_head={sentence_head}"
             )
         self.mask_probability, self.short_probability = mask_probability, short_sequence_probability
         self.cls, self.sep, self.mask, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad
@@ -146,8 +148,8 @@ class BertSamples:
         self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b, s], True
-        for real tokens; with a sentence head also sentence_label int64 [b]."""
+        """Return a batch: tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b,
+        s], True for real tokens; with a sentence head also sentence_label int64 [b]."""
         shape = (len(indices), self.sequence_length)
         tokens = np.full(shape, self.pad, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
@@ -162,8 +164,8 @@ class BertSamples:
             n = len(original)
             if int(original.max()) >= self.vocab_size:
                 raise ConfigError(
-                    f"data.tokenizer: token {int(original.max())} does not fit a vocabulary of {self.vocab_size}; "
-                    "give the tokenizer that made the token files in data.corpus"
+                    f"data.tokenizer: token {int(original.max())} does not fit a vocabulary of {self.vocab_size}. Give "
+                    "the tokenizer that created the token files in data.corpus"
                 )
             maskable = np.ones(n, dtype=bool)
             maskable[[0, len(texts[0]) + 1, n - 1]] = False
@@ -184,7 +186,7 @@ class BertSamples:
         return batch
 
     def _texts(self, i: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
-        """Return the tokens of the one or two texts of sample i, cut to fit, and the sentence label."""
+        """Return the tokens of the one or two texts of sample i, cut to fit the sample, and the sentence label."""
         number, position = self.blend.locate(i)
         file = self.files[number]
         segment = file.segment(position)
@@ -215,7 +217,8 @@ class BertSamples:
     def _mask(
         self, original: np.ndarray, maskable: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return masked tokens [n] and which are predicted, bool [n]: whole words, on average mask_probability."""
+        """Return the masked tokens [n], and which tokens are predicted, bool [n]: whole words, on average a fraction
+        mask_probability of the tokens."""
         begins = self.starts[original]
         begins[1:] |= self.ends[original[:-1]] | ~maskable[:-1]
         begins |= ~maskable
@@ -226,7 +229,7 @@ class BertSamples:
         words = words[np.argsort(draws[0, : len(words)], kind="stable")]
         taken = np.cumsum(sizes[words])
         budget = self.mask_probability * int(maskable.sum())
-        # The word that crosses the budget is chosen with the probability that makes the mean exact.
+        # The word that crosses the budget is chosen at random, with the probability that makes the mean exact.
         num_chosen = int(np.searchsorted(taken, budget, side="right"))
         if num_chosen < len(words):
             rest = (budget - (taken[num_chosen - 1] if num_chosen else 0)) / sizes[words[num_chosen]]

@@ -1,4 +1,4 @@
-"""Samples of GPT: windows over the tokens.
+"""Samples of GPT: windows over the concatenated tokens of documents.
 
 A segment is the span of a document within a window. The index tells where segments begin; no token marks it.
 """
@@ -27,7 +27,7 @@ from data.samples.shared import (
 
 
 class _GPTFile:
-    """The windows of one token file."""
+    """The windows over one token file."""
 
     def __init__(self, file: TokenFile, number: int, sequence_length: int, seed: int, shuffle: bool):
         self.file = file
@@ -43,14 +43,15 @@ class _GPTFile:
         self.num_samples = (total - 1) // sequence_length
         if self.num_samples < 1:
             raise ConfigError(
-                f"data.corpus: {file.prefix}.bin ({file.split}) has {total} tokens, but one sample takes "
-                f"model.sequence_length + 1 = {sequence_length + 1}; give more text, raise data.validation_fraction if "
-                f"this is the validation split, or set model.sequence_length={max(1, (total - 1) // 2)}"
+                f"data.corpus: {file.prefix}.bin ({file.split}) has {total} tokens, but a sample needs "
+                f"model.sequence_length + 1 = {sequence_length + 1}. Give more text, or for the validation split raise "
+                f"data.validation_fraction, or set model.sequence_length={max(1, (total - 1) // 2)}"
             )
         self.epochs = Epochs(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the documents' starts in this epoch's order, their ends when concatenated, and the samples' order."""
+        """Return, for an epoch, the start of each document in the epoch's order, the documents' ends in their
+        concatenation, and the order of the samples."""
         if not self.shuffle:
             return self.starts, np.cumsum(self.lengths), None
         documents = permutation(self.seed, DOCUMENT_ORDER, self.number, epoch, len(self.lengths))
@@ -58,13 +59,13 @@ class _GPTFile:
         return self.starts[documents], np.cumsum(self.lengths[documents]), samples
 
     def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens, int64 [sequence_length + 1], of sample i of this file, and the lengths of its segments."""
+        """Return the tokens of sample i of the file, int64 [sequence_length + 1], and its segments' lengths."""
         epoch, position = divmod(i, self.num_samples)
         starts, ends, samples = self.epochs.get(epoch)
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length
         end = begin + self.sequence_length + 1
         first, last = np.searchsorted(ends, [begin, end - 1], side="right")
-        # Documents in the window: their ends, cut to the window, and the offset of each one's tokens in the file.
+        # Ends of the documents in the window, cut to the window, and the offset of each document's tokens in the file.
         stops = np.minimum(ends[first : last + 1], end)
         begins = np.concatenate([[begin], stops[:-1]])
         origins = starts[first : last + 1] - np.concatenate(
@@ -77,9 +78,9 @@ class _GPTFile:
 class GPTSamples:
     """Windows of sequence_length + 1 tokens over documents, concatenated in an order that each epoch shuffles anew.
 
-    shuffle=False (validation): the files' own order, from the start. separate: documents do not attend to each other
-    (data.documents); the windows are the same. Raises ConfigError if there is too little data for one sample, a file is
-    damaged, or (in `batch`) a token does not fit `vocab_size`.
+    shuffle=False, for validation: the order of the files, from the start. separate: documents do not attend to each
+    other (data.documents); the windows are the same. Raises ConfigError if there is too little data for one sample, if
+    a file is damaged, or (in `batch`) if a token does not fit `vocab_size`.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class GPTSamples:
         self.blend: Locates = Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return samples as tokens and labels int64 [b, s], loss_mask float32 [b, s].
+        """Return a batch: tokens and labels int64 [b, s], loss_mask float32 [b, s].
 
-        Separate documents also have positions int64 [b, s], from 0 in every segment, and the last token of a document
-        predicts nothing.
+        Separate documents also have positions int64 [b, s], which start at 0 in every segment, and the last token of a
+        document has no label.
         """
         windows = []
         for i in indices:
@@ -109,14 +110,14 @@ class GPTSamples:
         both = np.stack([tokens for tokens, _ in windows])
         if self.vocab_size is not None and int(both.max()) >= self.vocab_size:
             raise ConfigError(
-                f"data.tokenizer: token {int(both.max())} does not fit a vocabulary of {self.vocab_size}; "
-                "give the tokenizer that made the token files in data.corpus"
+                f"data.tokenizer: token {int(both.max())} does not fit a vocabulary of {self.vocab_size}. Give the "
+                "tokenizer that created the token files in data.corpus"
             )
         # Copies: a window of one sample is contiguous already, and labels are written to below.
         tokens, labels = both[:, :-1].copy(), both[:, 1:].copy()
         batch = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
         if self.separate:
-            # From 0 in segments of these lengths.
+            # Positions start at 0 in each segment; n are the lengths of a window's segments.
             positions = np.stack(
                 [np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n) for n in (lengths for _, lengths in windows)]
             )

@@ -1,4 +1,4 @@
-"""Shared by the samples of both families: seeded draws, blends, epochs, and the files of a split."""
+"""Functions that the samples of GPT and BERT share: seeded random draws, blends, epochs, and the files of a split."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from data.prepare import TokenFile
 from data.split import split_index
 
 BLEND_PERIOD = 10_000  # samples after which the pattern of a blend repeats; weights are rounded to 1/BLEND_PERIOD
-IGNORED = 0  # label of positions that are not predicted; their loss_mask is 0
-# Purposes of the random streams that are drawn from one seed.
+IGNORED = 0  # label of positions without a prediction, whose loss_mask is 0
+# Purposes for which separate random streams are derived from one seed.
 DOCUMENT_ORDER, SAMPLE_ORDER, SAMPLE = range(3)
 
 
 def random_of(seed: int, purpose: int, *index: int) -> np.random.Philox:
-    """Return the bit generator of one purpose, at an index."""
+    """Return the random bit generator for one purpose at an index, such as an epoch or a sample."""
     return np.random.Philox(np.random.SeedSequence([seed, purpose, *index]))
 
 
 def permutation(seed: int, purpose: int, file: int, epoch: int, n: int) -> np.ndarray:
-    """Return a permutation of range(n), int64 [n]: from raw bits, so that every version of numpy gives the same one."""
+    """Return a random permutation of range(n), int64 [n], from raw bits: equal for every version of numpy."""
     return np.argsort(random_of(seed, purpose, file, epoch).random_raw(n), kind="stable")
 
 
 class Locates(Protocol):
-    """A map from sample i to a file and one of the file's samples."""
+    """A map from sample i to a file and to the number of a sample in that file."""
 
     def locate(self, i: int) -> tuple[int, int]: ...
 
 
 class Blend:
-    """The map from sample i of a blend to a file and one of its samples, a pattern that repeats."""
+    """The map from sample i of a blend to a file and to the number of a sample in that file; its pattern repeats."""
 
     def __init__(self, weights: Sequence[float]):
         shares = np.asarray(weights, dtype=np.float64) / sum(weights) * BLEND_PERIOD
         if len(weights) > BLEND_PERIOD // 10 or shares.min() < 0.5:
             least = min(weights) / sum(weights)
             raise ConfigError(
-                f"data.corpus: {len(weights)} sources, the least with {least:.2g} of the weight; at most "
-                f"{BLEND_PERIOD // 10} sources with at least {0.5 / BLEND_PERIOD} each can be blended; merge the small "
-                "ones into a folder"
+                f"data.corpus: a blend may have at most {BLEND_PERIOD // 10} sources, each with at least "
+                f"{0.5 / BLEND_PERIOD} of the weight. This one has {len(weights)}, the smallest with {least:.2g}. "
+                "Merge small sources into a folder"
             )
         self.counts = np.maximum(np.round(shares), 1).astype(np.int64)
         # The k-th of a file's c samples is at (k + 1/2) / c of the pattern: as even as possible.
@@ -61,7 +61,7 @@ class Blend:
 
 
 class Epochs:
-    """A cache of the two epochs of a file that were used last."""
+    """A cache of the two most recently used epochs of a file."""
 
     def __init__(self, build: Any):
         self._build = build
@@ -78,13 +78,13 @@ class Epochs:
 
 
 def open_tokens(file: TokenFile) -> IndexedTokens:
-    """Open a token file. Raises ConfigError if it is not the one that this run opened before."""
+    """Open a token file. Raises ConfigError if the file is not the same one that this run opened before."""
     indexed = IndexedTokens(file.prefix)
     file.opened = file.opened or indexed.fingerprints
     if indexed.fingerprints != file.opened:
         raise ConfigError(
-            f"data.corpus: {file.prefix}.bin or .idx was exchanged while the run goes. Put it back as it was, and "
-            "start again to go on"
+            f"data.corpus: {file.prefix}.bin or .idx was exchanged during the run. Restore the file, and start the run "
+            "again to resume"
         )
     return indexed
 
@@ -99,9 +99,9 @@ def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.nd
 
 
 def check_files(files: Sequence[TokenFile]) -> None:
-    """Raise ConfigError if a split has no files."""
+    """Raise ConfigError if a split has no token files."""
     if not files:
         raise ConfigError(
-            "data.validation_fraction: this split of the corpus has no documents; raise data.validation_fraction, "
-            "or set training.eval_interval=0"
+            "data.validation_fraction: this split of the corpus has no documents. Raise data.validation_fraction, or "
+            "set training.eval_interval=0"
         )

@@ -1,6 +1,6 @@
-"""Tokenizers behind one interface: sentencepiece models, given or trained here, and Hugging Face `tokenizer.json`.
+"""Tokenizers with a common interface: sentencepiece models, given or trained here, and Hugging Face's `tokenizer.json`.
 
-The processes that tokenize import this package, so it imports neither torch nor transformers.
+The processes that tokenize a corpus import this package, so it imports neither torch nor transformers.
 """
 
 from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer

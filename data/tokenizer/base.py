@@ -1,4 +1,4 @@
-"""The interface of all tokenizers, and the names of special tokens in common ones."""
+"""The interface that all tokenizers implement, and the names that common tokenizers give to special tokens."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ import numpy as np
 from base.errors import ConfigError
 from configs.tokenizer_files import JSON, core_file
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are no text
+REPLACEMENT = "\ufffd"  # stands for bytes that are not text
 SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
 PAD, EOD, CLS, SEP, MASK = "<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]"
-# Names that common tokenizers give to the same role, the most usual first.
+# Names that common tokenizers use for the same role, the most common first.
 EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|eot_id|>", "<eos>", "<eod>", "[EOS]", "[SEP]")
 PAD_NAMES = ("<pad>", "[PAD]", "<|padding|>", "<|pad|>", "<|finetune_right_pad_id|>")
 MASK_NAMES = {"cls": ("[CLS]", "<cls>", "<s>"), "sep": ("[SEP]", "<sep>", "</s>"), "mask": ("[MASK]", "<mask>")}
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back.
+    """Conversion of text to token ids and back.
 
-    `pad`, `eod` and, for BERT, `cls`, `sep`, `mask` are ids; the latter three raise ConfigError if the tokenizer has
-    none. `bos` is the id that the tokenizer itself begins texts with, if it names one; training does not use it, since
-    each document follows `eod`. `before_text` is the id that the first token of a text is predicted from.
+    `pad`, `eod` and, for BERT, `cls`, `sep` and `mask` are token ids; the last three raise ConfigError if the tokenizer
+    has no such token. `bos` is the id of the token with which the tokenizer begins texts, if it names one; training
+    does not use it, because each document follows `eod`. `before_text` is the id from which the first token of a text
+    is predicted.
     """
 
     path: str
@@ -37,10 +38,10 @@ class Tokenizer(ABC):
     eod: int
     pad: int
     bos: int | None
-    named_eod: int | None = None  # eod, if a settings file names another token than the usual one
+    named_eod: int | None = None  # eod, if a settings file names an unusual token for it
     reading_notes: Sequence[str] = ()  # for the user, on how its files are read
     end_file: Path  # the settings file whose eos_token counts; it need not exist
-    rules: dict[str, Any]  # what settings files change about ids; part of the digest
+    rules: dict[str, Any]  # changes of the ids by settings files; part of the digest
     named_roles: dict[str, int]  # cls, sep and mask, if a settings file names them
 
     def __init__(self) -> None:
@@ -50,93 +51,91 @@ class Tokenizer(ABC):
     def encode_array(self, text: str) -> np.ndarray:
         """Return the token ids of `text`, int32 [n], for training, prompts and scores.
 
-        No special token is added. The name of a special token in the text becomes that token only if the tokenizer's
-        files ask for it, as in transformers.
+        Adds no special tokens. The name of a special token in the text becomes that token only if the tokenizer's files
+        request it, as in transformers.
         """
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of token ids, without special tokens."""
+        """Return the text of token ids, leaving out special tokens."""
 
     @abstractmethod
     def token_piece(self, token: int) -> str:
-        """Return the vocabulary's entry for a token."""
+        """Return the entry of the vocabulary for a token id."""
 
     @abstractmethod
     def _find(self, names: Iterable[str]) -> int | None:
-        """Return the id of the first of these names that is in the vocabulary."""
+        """Return the id of the first of these names that is in the vocabulary, or None."""
 
     @abstractmethod
     def _surfaces(self) -> list[bytes | None]:
-        """Return the bytes that each token stands for, with its leading space; None for special tokens."""
+        """Return the bytes of text that each token stands for, including a leading space; None for special tokens."""
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Return the bytes that decide the ids of a text, except for the roles of special tokens."""
+        """Return bytes that determine the ids of every text, apart from the roles of special tokens."""
 
     def rule_texts(self) -> list[str]:
-        """Return the texts that its rules look for: patterns, and replaced strings."""
+        """Return the texts that the tokenizer's rules search for: patterns, and strings that they replace."""
         return []
 
     def notes(self) -> list[str]:
-        """Return notes for the user on how its files are read."""
+        """Return notes for the user on how the tokenizer's files are read."""
         return list(self.reading_notes)
 
     def kept_files(self) -> dict[str, str] | None:
-        """Return the texts of the files that a run keeps of it, by name; None to keep its files as they are."""
+        """Return the files in which a run stores the tokenizer, by name; None if it copies the files unchanged."""
         return None
 
     def core_bytes(self) -> bytes:
-        """Return the content of the file that decides its tokens, as a run keeps it."""
+        """Return the content of the file that determines the tokens, in the form that a run stores."""
         kept = self.kept_files()
         return kept[JSON].encode() if kept is not None else (core_file(Path(self.path)) or Path(self.path)).read_bytes()
 
     @cached_property
     def digest(self) -> str:
-        """32 hexadecimal digits, equal for tokenizers that give equal tokens, whatever their path and name."""
+        """A digest (32 hexadecimal digits), equal for tokenizers that give equal tokens, whatever their path."""
         rules = json.dumps(self.rules, sort_keys=True).encode() if self.rules else b""
         roles = json.dumps([self.eod, self.pad]).encode()
         return hashlib.sha256(roles + self._content() + rules).hexdigest()[:32]
 
     @property
     def before_text(self) -> int:
-        """`bos`, or `eod` if the tokenizer names no `bos`, as in lm-eval."""
+        """The token id from which a text's first token is predicted: `bos`, or `eod` without it, as in lm-eval."""
         return self.eod if self.bos is None else self.bos
 
     def encode(self, text: str) -> list[int]:
-        """`encode_array` as a list."""
+        """Return the token ids of `text` as a list, without special tokens."""
         return self.encode_array(text).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a text to continue, with the special tokens that transformers adds."""
+        """Return the token ids of a text that generation continues, with the special tokens that transformers adds."""
         return self.encode(text)
 
     def encode_masked(self, text: str) -> list[int]:
-        """Encode like `encode`, with the mask token for each [MASK]; adds no other special token."""
+        """Return the token ids of `text` with the mask token for each [MASK], and no other special token."""
         first, *rest = [self.encode(span) for span in text.split(MASK)]
         return first + [token for ids in rest for token in (self.mask, *ids)]
 
     def control_tokens(self) -> dict[int, str]:
-        """Return, by id, the names that make special tokens in a text; not that of the token for unknown text."""
+        """Return the names that become special tokens in a text, by token id, except the name of the unknown token."""
         return {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        """Return the files, by name, that transformers needs to give the same tokens for a model of this family.
-
-        Raises NotConvertible if no files do.
-        """
+        """Return the files, as a dict from name to text, with which transformers gives the same tokens for a model of
+        this family. Raises NotConvertible if there are none."""
         return {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Encode several texts; faster than one by one if they are short."""
+        """Return the token ids of several texts. Faster than single calls if the texts are short."""
         return [self.encode(text) for text in texts]
 
     def _role(self, role: str) -> int:
         found = self.named_roles.get(role, self._find(MASK_NAMES[role]))
         if found is None:
             raise ConfigError(
-                f"data.tokenizer={self.path}: it has no {role} token (one of {', '.join(MASK_NAMES[role])}), which "
-                "BERT needs; data.tokenizer=sentencepiece trains one that has it"
+                f"data.tokenizer={self.path}: the tokenizer has no {role} token (one of "
+                f"{', '.join(MASK_NAMES[role])}), which BERT needs. data.tokenizer=sentencepiece trains one that has it"
             )
         return found
 
@@ -153,11 +152,11 @@ class Tokenizer(ABC):
         return self._role("mask")
 
     def special_ids(self) -> np.ndarray:
-        """Return the ids that stand for no text, ascending."""
+        """Return the ids of tokens that stand for no text, ascending."""
         return np.flatnonzero([surface is None for surface in self._surfaces()])
 
     def line_ends(self) -> np.ndarray:
-        """Return whether a line ends with each token, spaces aside: bool [vocab_size]."""
+        """Return whether each token ends a line, apart from trailing spaces: bool [vocab_size]."""
         return np.array(
             [surface is not None and surface.rstrip(b" \t").endswith(b"\n") for surface in self._surfaces()], dtype=bool
         )
@@ -167,10 +166,10 @@ class Tokenizer(ABC):
         return np.array([surface is None or not _is_letter(surface[:1]) for surface in self._surfaces()], dtype=bool)
 
     def word_ends(self) -> np.ndarray:
-        """Return whether any token after each one begins a word (it ends with a space or symbol, or is special): bool
-        [vocab_size].
+        """Return whether the token after each token always begins a word, because the token ends with a space or symbol
+        or is special: bool [vocab_size].
 
-        A token of one space does not count: it begins a word whose letters have tokens of their own.
+        A token of a single space does not count: it begins a word whose letters are separate tokens.
         """
         surfaces = self._surfaces()
         return np.array(
@@ -179,5 +178,5 @@ class Tokenizer(ABC):
 
 
 def _is_letter(byte: bytes) -> bool:
-    """Whether a byte is inside a word: letters, digits, `_`, and every byte of a non-ASCII character."""
+    """Whether a byte can be inside a word: a letter, a digit, `_`, or a byte of a non-ASCII character."""
     return bool(byte) and (byte[0] >= 0x80 or byte.isalnum() or byte == b"_")

@@ -1,4 +1,4 @@
-"""Hugging Face's `tokenizer.json` files."""
+"""Tokenizers in Hugging Face's `tokenizer.json` format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from data.tokenizer.word_encoder import WordEncoder, word_encoder
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A Hugging Face `tokenizer.json`, or a folder that holds one."""
+    """A tokenizer from a Hugging Face `tokenizer.json`, or from a folder with this file."""
 
     def __init__(self, path: str | Path):
         import tokenizers
@@ -34,12 +34,12 @@ class HuggingFaceTokenizer(Tokenizer):
             self._model = tokenizers.Tokenizer.from_str(text)
             self._spec: dict[str, Any] = json.loads(text)
             self._dropout = self._spec["model"].get("dropout")
-            if self._dropout:  # with it a text would have other tokens each time
+            if self._dropout:  # it would give a text different tokens each time
                 self._spec["model"]["dropout"] = None
                 self._model = tokenizers.Tokenizer.from_str(json.dumps(self._spec, ensure_ascii=False))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(
-                f"data.tokenizer={path}: {file} is no Hugging Face tokenizer.json: {first_line(error)}"
+                f"data.tokenizer={path}: {file} is not a Hugging Face tokenizer.json: {first_line(error)}"
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
@@ -47,15 +47,15 @@ class HuggingFaceTokenizer(Tokenizer):
         self._take_settings(file)
         ids = self._model.get_vocab(with_added_tokens=True).values()
         if not ids:
-            raise ConfigError(f"data.tokenizer={path}: {file} has no tokens; give a tokenizer with a vocabulary")
+            raise ConfigError(f"data.tokenizer={path}: {file} has no tokens. Give a tokenizer with a vocabulary")
         self.vocab_size = max(ids) + 1
         eod = self._named("eos_token")
         usual = self._find(EOD_NAMES)
         eod = usual if eod is None else eod
         if eod is None:
             raise ConfigError(
-                f"data.tokenizer={path}: it has no end-of-document token: none of {', '.join(EOD_NAMES)}, "
-                "and no eos_token in tokenizer_config.json"
+                f"data.tokenizer={path}: the tokenizer has no end-of-document token. It needs one of "
+                f"{', '.join(EOD_NAMES)}, or an eos_token in tokenizer_config.json"
             )
         pad = self._named("pad_token")
         pad = self._find(PAD_NAMES) if pad is None else pad
@@ -70,12 +70,12 @@ class HuggingFaceTokenizer(Tokenizer):
                     self.rules[role] = found
 
     def _named(self, role: str) -> int | None:
-        """Return the id of the token that the settings name for a role."""
+        """Return the id of the token that the settings files name for a role, or None."""
         return self._find([token_name(self._settings.values.get(role))])
 
     def _take_settings(self, file: Path) -> None:
-        """Change `_model` as transformers does: the files next to tokenizer.json add tokens, make tokens special, and
-        decide whether a text can hold special tokens. Raises ConfigError."""
+        """Apply the files next to tokenizer.json to `_model`, as transformers does: they add tokens, make tokens
+        special, and determine whether a text can contain special tokens. Raises ConfigError."""
         import tokenizers
 
         def token(value: Any, **flags: bool) -> Any:
@@ -105,25 +105,25 @@ class HuggingFaceTokenizer(Tokenizer):
         after = self._added_tokens()
         if after != before:
             self.rules["added_tokens"] = after
-        # then "<s>" in a text is three characters
+        # With split_special_tokens, "<s>" in a text is three characters.
         if settings.values.get("split_special_tokens") and any(value["special"] for value in after):
             self._model.encode_special_tokens = self.rules["split_special_tokens"] = True
 
     def _added_tokens(self) -> list[dict[str, Any]]:
-        """Return the added tokens as tokenizer.json lists them, without serializing the whole model."""
+        """Return the added tokens in the format of tokenizer.json, without serializing the entire model."""
         return [
             {"id": i, "content": token.content, **{flag: getattr(token, flag) for flag in FLAGS}}
             for i, token in sorted(self._model.get_added_tokens_decoder().items())
         ]
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
-        """Return the file, the text of its tokenizer.json, and the settings of its folder. Raises ConfigError."""
+        """Return the file, the text of its tokenizer.json, and the folder's settings. Raises ConfigError."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             return file, file.read_text(encoding="utf-8"), read_settings(file.parent)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"data.tokenizer={path}: {file} is no Hugging Face tokenizer.json: {first_line(error)}"
+                f"data.tokenizer={path}: {file} is not a Hugging Face tokenizer.json: {first_line(error)}"
             ) from error
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -138,15 +138,15 @@ class HuggingFaceTokenizer(Tokenizer):
             return list(self._model.encode(text, add_special_tokens=True).ids)
 
     def encode_masked(self, text: str) -> list[int]:
-        """Encode like `encode`, with the mask token where the text has its name or [MASK]."""
+        """Return the token ids of `text` with the mask token for each [MASK] and for each name of the mask token."""
         text = text.replace(MASK, self.token_piece(self.mask))
         with self._named_errors(text):
             return list(self._with_mask.encode(text, add_special_tokens=False).ids)
 
     @contextlib.contextmanager
     def _named_errors(self, text: str) -> Iterator[None]:
-        """Raise ConfigError with the tokenizer and the text if the library fails, for example on a pattern that takes
-        too long. (Its PanicException does not derive from Exception.)"""
+        """Turn any error of the library in the `with` block, for example a pattern that takes too long, into a
+        ConfigError that names the tokenizer and the text. (The library's PanicException is not an Exception.)"""
         try:
             yield
         except BaseException as error:
@@ -154,12 +154,12 @@ class HuggingFaceTokenizer(Tokenizer):
                 raise
             raise ConfigError(
                 f"data.tokenizer={self.path}: the tokenizers library cannot encode the text {text[:40]!r} "
-                f"({len(text)} characters): {first_line(error)}. Give a tokenizer with other rules"
+                f"({len(text)} characters): {first_line(error)}. Give another tokenizer"
             ) from error
 
     @cached_property
     def _with_mask(self) -> Any:
-        """The tokenizer with a mask token that is found in a text even if special tokens are not found."""
+        """A copy of the library's tokenizer that finds the mask token in a text even if it finds no special tokens."""
         import tokenizers
 
         spec = json.loads(self._model.to_str())
@@ -199,7 +199,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return {i: content for i, content in found.items() if i not in no_control}
 
     def _content(self) -> bytes:
-        # The ids depend neither on the order and layout of the JSON nor on the settings that __init__ switches off.
+        # The ids depend neither on order and layout of the JSON nor on truncation and padding, which are off here.
         spec = {key: value for key, value in self._spec.items() if key not in ("truncation", "padding")}
         return json.dumps(spec, sort_keys=True).encode()
 
@@ -219,8 +219,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return {JSON: json.dumps(self._spec, ensure_ascii=False)} if self._dropout else {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        # Without a class in its settings, transformers would take that of the model's family. Either class may split
-        # texts by rules of its own.
+        # Without a class in the settings, transformers would use the class of the model's family. Either class may
+        # split texts in its own way.
         values = self._settings.values
         name = str(values.get("tokenizer_class", "")).removesuffix("Fast")
         if name and differing_text(self._spec, values, name) is None:
@@ -235,12 +235,12 @@ class HuggingFaceTokenizer(Tokenizer):
         text = differing_text(self._spec, self._settings.values, name)
         notes = super().notes()
         if self._dropout:
-            notes.append(f"{self.path} has dropout {self._dropout}, with which tokens are random; it is read without")
+            notes.append(f"{self.path} has dropout {self._dropout}, which would make tokens random; it is ignored")
         if text is None:
             return notes
         other = (
-            f"{self.path} is read as its tokenizer.json says; transformers 5 makes {name} of it, and other tokens of "
-            f"{text[:20]!r}"
+            f"{self.path} is read as its tokenizer.json says, but transformers 5 reads it as {name}, with other tokens "
+            f"for {text[:20]!r}"
         )
         return [*notes, other]
 
@@ -282,7 +282,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _names_type(spec: Any, kind: str) -> bool:
-    """Whether an object in `spec`, a part of a tokenizer.json, has the `type` kind."""
+    """Whether `spec`, a section of a tokenizer.json, contains an object whose `type` is `kind`."""
     if isinstance(spec, dict):
         return spec.get("type") == kind or any(_names_type(value, kind) for value in spec.values())
     return isinstance(spec, list) and any(_names_type(value, kind) for value in spec)

@@ -1,4 +1,4 @@
-"""Open a tokenizer from its file or folder, in any of the formats that are read."""
+"""Opening of a tokenizer from a file or folder, in any supported format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXPECTED = (
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a tokenizer's file, or a folder with one: a `tokenizer.json`, a sentencepiece `.model`, or a format of
+    """Open a tokenizer from a file, or from a folder with one: `tokenizer.json`, sentencepiece `.model`, or a format of
     data/tokenizer/formats. Raises ConfigError with the key."""
     try:
         tokenizer = _opened(path)
@@ -47,16 +47,16 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
         raise cannot_be_read(path, error) from error
     if tokenizer.vocab_size > MOST_TOKENS:
         raise ConfigError(
-            f"data.tokenizer={path}: its largest token id is {tokenizer.vocab_size - 1}, and must be below "
-            f"{MOST_TOKENS}: a model has an embedding for each id up to it"
+            f"data.tokenizer={path}: its largest token id ({tokenizer.vocab_size - 1}) must be below {MOST_TOKENS}, "
+            "because a model has an embedding for each id up to it"
         )
     return tokenizer
 
 
 def cannot_be_read(path: str | Path, error: BaseException) -> ConfigError:
-    """Return the ConfigError for an unexpected error of a reader."""
+    """Return the ConfigError for an unexpected error while a tokenizer is read."""
     return ConfigError(
-        f"data.tokenizer={path}: it cannot be read as a tokenizer: {type(error).__name__}: {first_line(error)[:300]}"
+        f"data.tokenizer={path} cannot be read as a tokenizer: {type(error).__name__}: {first_line(error)[:300]}"
     )
 
 
@@ -64,18 +64,20 @@ def _opened(path: str | Path) -> Tokenizer:
     full = Path(path)
     if not full.exists():
         raise ConfigError(
-            f"data.tokenizer={path}: no such file or folder; give a file or folder with {EXPECTED}, or "
+            f"data.tokenizer={path} does not exist. Give a file or folder with {EXPECTED}, or "
             "data.tokenizer=sentencepiece to train one"
         )
     if not full.is_dir() and not full.is_file():
-        raise ConfigError(f"data.tokenizer={path}: it is neither a file nor a folder; give one with {EXPECTED}")
+        raise ConfigError(
+            f"data.tokenizer={path} is neither a file nor a folder. Give a file or folder with {EXPECTED}"
+        )
     core = core_file(full)
     if core is None:
         several = next(iter(formats_in(full).values()), [])
         there = ", ".join(file.name for file in several or sorted(full.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            f"data.tokenizer={path}: the folder holds {there}, "
-            + ("of which one must be named" if several else f"and a tokenizer is one of {EXPECTED}")
+            f"data.tokenizer={path}: the folder contains {there}. "
+            + ("Name one of these files instead of the folder" if several else f"It must contain {EXPECTED}")
         )
     kind = format_of(core)
     if kind == JSON:
@@ -83,7 +85,7 @@ def _opened(path: str | Path) -> Tokenizer:
     tokenizer = SentencePieceTokenizer(core) if kind == MODEL else ConvertedTokenizer(core)
     others = [file.name for files in formats_in(full).values() for file in files if file != core]
     if full.is_dir() and others:
-        note = f"{core} is the tokenizer, and {', '.join(others)} beside it is not read"
+        note = f"{core} is the tokenizer; {', '.join(others)} in the same folder is ignored"
         tokenizer.reading_notes = [note, *tokenizer.reading_notes]
     return tokenizer
 
@@ -97,7 +99,7 @@ READERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
 
 
 class ConvertedTokenizer(HuggingFaceTokenizer):
-    """A vocabulary of another format (`READERS`), converted to a tokenizer.json. Raises ConfigError."""
+    """A tokenizer in another format (`READERS`), converted to a tokenizer.json in memory. Raises ConfigError."""
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
         file = Path(path)

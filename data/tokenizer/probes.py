@@ -1,4 +1,5 @@
-"""Texts on which tokenizers differ: spaces, bytes, names of tokens, marks, scripts, odd characters."""
+"""Texts on which tokenizers often differ: spaces, bytes, names of special tokens, diacritics, scripts, rare
+characters."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ PROBES = (
 
 
 def runs_of(texts: Iterable[str]) -> list[str]:
-    """Return runs of each character in the texts and of some of every kind, each with an end that no pattern of them
-    matches; and repetitions of each text."""
+    """Return texts that make a bad pattern slow: runs of each character in `texts` and of some common ones, each with
+    an end that no pattern matches, and repetitions of each text."""
     texts = list(texts)
     characters = dict.fromkeys(["a", "Z", "0", " ", "_", ".", "\n", "\xe9", "\u4e2d", *"".join(texts)[:4096]])
     repeated = [text[:RUN] * 8 for text in texts[:MOST_RUNS]]

@@ -1,6 +1,6 @@
-"""Conversion of sentencepiece models to Hugging Face's tokenizer.json, with the same tokens and the same texts.
+"""Conversion of sentencepiece models to Hugging Face's tokenizer.json with the same tokens and the same decoded texts.
 
-sentencepiece's changes to a text before it is tokenized become normalizers, and their inverses decoders.
+The changes that sentencepiece makes to a text before tokenization become normalizers, and their inverses decoders.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ CONFIG_ROLES = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK
 
 
 def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
-    """Return the texts of tokenizer.json and tokenizer_config.json for the sentencepiece model at `path`, by name.
+    """Return the contents of tokenizer.json and tokenizer_config.json for the sentencepiece model at `path`, by name.
 
-    For `family` bert a text gets [CLS] and [SEP] around it, and may hold [MASK]; else no text of a prompt becomes a
-    special token. Raises NotConvertible for a model that has no equivalent.
+    With `family` bert, a text gets [CLS] and [SEP] around it and may contain [MASK]; otherwise no text of a prompt
+    becomes a special token. Raises NotConvertible if the model has no equivalent tokenizer.json.
     """
     from tokenizers import AddedToken, processors
 
@@ -41,7 +41,7 @@ def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
         tokenizer.add_tokens([AddedToken(symbol, special=False, normalized=False) for symbol in symbols])
     assert tokenizer.get_vocab_size() == len(proto.pieces)
     _compare(path, proto, tokenizer, symbols)
-    # The special tokens by role, and that no text becomes one.
+    # Settings: the special tokens by role, and that no text becomes a special token.
     spec = proto.trainer_spec
     ids = {"eos_token": spec.eos_id, "bos_token": spec.bos_id, "pad_token": spec.pad_id, "unk_token": spec.unk_id}
     roles = {role: proto.pieces[i].piece for role, i in ids.items() if 0 <= i < len(proto.pieces)}
@@ -56,7 +56,7 @@ def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
     if family == "bert":
         around = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
         if any(token is None for _, token in around):
-            raise NotConvertible("it has no [CLS] and [SEP]")
+            raise NotConvertible("it has no [CLS] or no [SEP]")
         tokenizer.post_processor = processors.TemplateProcessing(
             "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", around
         )
@@ -68,7 +68,7 @@ def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
 
 
 def read_model(path: Path) -> Any:
-    """Return the content of a sentencepiece model's file. Raises NotConvertible."""
+    """Return the protobuf message in the file of a sentencepiece model. Raises NotConvertible."""
     from sentencepiece import sentencepiece_model_pb2  # needs protobuf, which comes with tensorboard
 
     messages: Any = sentencepiece_model_pb2  # made at import: no type checker knows its content
@@ -76,55 +76,55 @@ def read_model(path: Path) -> Any:
     try:
         proto.ParseFromString(path.read_bytes())
     except Exception as error:  # protobuf's DecodeError has no name that all its versions share
-        raise NotConvertible(f"it is no sentencepiece model ({error})") from error
+        raise NotConvertible(f"it is not a sentencepiece model ({error})") from error
     return proto
 
 
 def _check(proto: Any, symbols: list[str], unused: int) -> Any:
-    """Return the function that converts a model of this kind. Raises NotConvertible."""
+    """Return the function that converts a model of this type. Raises NotConvertible if there is none."""
     trainer = proto.trainer_spec
     kinds = {trainer.UNIGRAM: _unigram, trainer.BPE: _byte_pairs}
     if trainer.model_type not in kinds:
-        raise NotConvertible("it is neither of the kind Unigram nor BPE")
+        raise NotConvertible("its type is neither Unigram nor BPE")
     if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        raise NotConvertible("it treats spaces in another way")
+        raise NotConvertible("it writes spaces in an unusual way")
     for symbol in symbols:
         if SPACE in symbol or " " in symbol:
-            raise NotConvertible(f"it has the piece {symbol!r}")
+            raise NotConvertible(f"its piece {symbol!r} contains a space")
     for p in proto.pieces:
         if p.type == unused:
-            raise NotConvertible(f"it has the piece {p.piece!r}, which is not to be used")
+            raise NotConvertible(f"its piece {p.piece!r} is marked as unused")
     return kinds[trainer.model_type]
 
 
 def _compare(path: Path, proto: Any, tokenizer: Any, symbols: list[str]) -> None:
-    """Raise NotConvertible if the two give different tokens, except for splits of equal likelihood."""
+    """Raise NotConvertible if both give different tokens for a probe text, except splits of equal likelihood."""
     import sentencepiece
 
     by_score = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
     model = sentencepiece.SentencePieceProcessor(model_file=str(path))
     tokenizer.encode_special_tokens = True
     for text in (*PROBES, *(f"{symbol}a {symbol}{symbol}\n{symbol}" for symbol in symbols[:20])):
-        if keeps_text(proto):  # U+2581, too, which the model takes for a space
+        if keeps_text(proto):  # the model takes U+2581 for a space
             text = text.replace(SPACE, "")
         splits = model.encode(text), tokenizer.encode(text).ids
         if splits[0] == splits[1]:
             continue
         likelihoods = [sum(proto.pieces[i].score for i in ids) for ids in splits]  # logarithms; scores are float32
         if not (by_score and math.isclose(*likelihoods)):
-            raise NotConvertible(f"the text {text[:40]!r} would have other tokens")
+            raise NotConvertible(f"the text {text[:40]!r} would get other tokens")
     tokenizer.encode_special_tokens = False
 
 
-# Code points that Unicode keeps out of texts ("noncharacters") stand for symbols, which must be neither cut nor
-# composed. U+FDD0 and U+FDD1 are in STAND_INS. Private ones follow if a model has more symbols.
+# Noncharacters of Unicode, which never occur in texts, stand for symbols, which must be neither cut nor composed.
+# U+FDD0 and U+FDD1 are in STAND_INS. Private code points follow if a model has more symbols.
 BETWEEN = "\ufdef"
 NONCHARACTERS = [chr(point) for point in range(0xFDD2, 0xFDEF)]
 PRIVATE = 0x100000
 # Rules of sentencepiece that compose characters as Unicode does.
 COMPOSING = ("nfkc", "nmt_nfkc", "nfkc_cf", "nmt_nfkc_cf")
-# Positions where the library would take more than one character at a time: between two marks; next to characters
-# outside ASCII, as it looks up whole graphemes and loses parts of them.
+# Positions where the library would process more than one character at a time: between two marks, and next to
+# characters outside ASCII, because it looks up entire graphemes and loses parts of them.
 BETWEEN_MARKS = r"(?<=\p{Mn})(?=\p{Mn})"
 # Before a mark that Unicode would order before the one above the letter; letters with horns may combine with it.
 BEFORE_LOWER_MARKS = "(?<=[^\\x00-\\x7f\u01a0\u01a1\u01af\u01b0])(?=[\u0316-\u0319\u031b-\u0333\u0339-\u033c])"
@@ -132,14 +132,15 @@ NEXT_TO_OTHERS = r"(?<=[^\x00-\x7f])(?=[\s\S])|(?<=[\s\S])(?=[^\x00-\x7f])|(?<=\
 
 
 class NotConvertible(ValueError):
-    """The reason, as a clause, why a sentencepiece model has no equivalent tokenizer.json."""
+    """A sentencepiece model has no equivalent tokenizer.json. The message is a clause with the reason."""
 
 
 class Symbols:
-    """User-defined symbols of a model: strings that are kept as they are in a text, and never cut.
+    """The user-defined symbols of a model: strings that are never cut and never changed.
 
-    The tokenizers library can cut a text at such symbols, too, but then treats the spans between them as texts, each
-    with a prefix of its own. So if a model adds a prefix or removes spaces, one character stands for each symbol.
+    The tokenizers library can cut a text at such symbols, too, but then treats the spans between symbols as separate
+    texts, each with its own prefix. So if a model adds a prefix or removes spaces, a single stand-in character
+    represents each symbol.
     """
 
     def __init__(self, symbols: Sequence[str], whole_text: bool):
@@ -159,10 +160,10 @@ class Symbols:
                     for stood_for, stand_in in self.stand_ins.items():  # as the normalizers do
                         replaced = replaced.replace(stood_for, stand_in)
                     if replaced != self._from_the_left(text):
-                        raise NotConvertible(f"its symbols {first!r} and {second!r} overlap")
+                        raise NotConvertible(f"its user-defined symbols {first!r} and {second!r} overlap")
 
     def _from_the_left(self, text: str) -> str:
-        """Replace the longest symbol at the first position, and so on, as sentencepiece does."""
+        """Replace the longest symbol at each position by its stand-in, from left to right, as sentencepiece does."""
         found, position = "", 0
         while position < len(text):
             symbol = next((symbol for symbol in self.stand_ins if text.startswith(symbol, position)), text[position])
@@ -171,18 +172,18 @@ class Symbols:
 
 
 def needs_whole_text(proto: Any) -> bool:
-    """Whether the changes to a text depend on its begin and end."""
+    """Whether the changes that the model makes to a text depend on where the text begins and ends."""
     return bool(proto.normalizer_spec.add_dummy_prefix or proto.normalizer_spec.remove_extra_whitespaces)
 
 
 def keeps_text(proto: Any) -> bool:
-    """Whether a model's tokens spell the text character by character, as those of the models trained here do."""
+    """Whether the tokens of a model spell the text character by character, as with the models trained here."""
     changed = proto.normalizer_spec.precompiled_charsmap or needs_whole_text(proto)
     return proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM and not changed
 
 
 def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
-    """Return the normalizers that change a text as the model does, except for spaces. Raises NotConvertible."""
+    """Return the normalizers that change a text as the model does, apart from its spaces. Raises NotConvertible."""
     from tokenizers import Regex, normalizers
 
     spec = proto.normalizer_spec
@@ -192,7 +193,7 @@ def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
         steps += prefix  # also for a text that becomes empty
     if spec.precompiled_charsmap:
         if spec.name not in COMPOSING:
-            raise NotConvertible(f"its normalization rules ({spec.name or 'without a name'}) are its own")
+            raise NotConvertible(f"its normalization rules ({spec.name or 'without a name'}) are not known")
         remove_separators = normalizers.Replace(BETWEEN, "")
         # One mark at a time, up to three per letter, in the given order: sentencepiece does not sort them.
         marks = Regex(f"{BETWEEN_MARKS}|{BEFORE_LOWER_MARKS}")
@@ -207,7 +208,7 @@ def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
 
 
 def _decoders(proto: Any, symbols: Symbols) -> tuple[list[Any], list[Any]]:
-    """Return the decoders that undo the normalizers: those before bytes are joined, and those after."""
+    """Return the decoders that undo the normalizers, as two lists: those before bytes are joined, and those after."""
     from tokenizers import decoders
 
     first = [decoders.Replace(stand_in, symbol) for symbol, stand_in in symbols.stand_ins.items()]
@@ -215,7 +216,7 @@ def _decoders(proto: Any, symbols: Symbols) -> tuple[list[Any], list[Any]]:
 
 
 def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
-    """Return the `tokenizers.Tokenizer`, without added tokens, of a BPE model. Raises NotConvertible."""
+    """Return a `tokenizers.Tokenizer` equivalent to a BPE model, without added tokens. Raises NotConvertible."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
@@ -225,10 +226,10 @@ def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
     for token, score in scores.items():
         if len(token) > 1:
             if not set(token) <= scores.keys():
-                raise NotConvertible(f"its piece {token!r} has a character that is no piece")
+                raise NotConvertible(f"its piece {token!r} contains a character that is not a piece")
             by_score.setdefault(score, []).append(token)
-    # Tokens of equal score: sentencepiece makes them from left to right, whichever is first, and the library one kind
-    # after the other. Runs of one character are equal in both.
+    # Of pieces with equal scores, sentencepiece merges the leftmost first, and the library all of one piece before
+    # those of another. Runs of a single character give the same result.
     for tied in by_score.values():
         if len(tied) > 1 and len(set("".join(tied))) > 1:
             raise NotConvertible(f"its pieces {tied[0]!r} and {tied[1]!r} have the same score")
@@ -249,13 +250,13 @@ def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
     return tokenizer
 
 
-# Stand-ins of these characters in a Unigram model's vocabulary and in normalized texts, so that no text matches the
-# tokens "<0x41>" or "[SEP]": code points that Unicode keeps out of texts ("noncharacters").
+# Stand-ins for these characters in a Unigram model's vocabulary and in normalized texts, so that no text matches the
+# tokens "<0x41>" or "[SEP]". They are noncharacters of Unicode, which never occur in texts.
 STAND_INS = {"<": "\ufdd0", "[": "\ufdd1"}
 
 
 def _unigram(proto: Any, symbols: Symbols) -> Any:
-    """Return the `tokenizers.Tokenizer`, without added tokens, of a Unigram model. Raises NotConvertible."""
+    """Return a `tokenizers.Tokenizer` equivalent to a Unigram model, without added tokens. Raises NotConvertible."""
     import tokenizers
     from tokenizers import decoders, models, normalizers
 
@@ -264,12 +265,12 @@ def _unigram(proto: Any, symbols: Symbols) -> Any:
     for p in proto.pieces:
         odd = p.type == kinds.USER_DEFINED and any(character in p.piece for character in STAND_INS)
         if odd or any(stand_in in p.piece for stand_in in STAND_INS.values()):
-            raise NotConvertible(f"it has the piece {p.piece!r}")
+            raise NotConvertible(f"its piece {p.piece!r} cannot be represented")
     texts = [
         p.piece if p.type in (*special, kinds.BYTE) else symbols.stand_ins.get(_escaped(p.piece), _escaped(p.piece))
         for p in proto.pieces
     ]
-    first, last = [], []  # decoders before bytes are joined, and after
+    first, last = [], []  # decoders before and after bytes are joined
     for character, stand_in in STAND_INS.items():
         byte = f"<0x{ord(character):02X}>"
         if any(stand_in in text for text in texts):

@@ -1,4 +1,4 @@
-"""sentencepiece's `.model` files."""
+"""Tokenizers in sentencepiece's `.model` format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from data.tokenizer.transformers_classes import AS_IT_IS
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece `.model` file."""
+    """A tokenizer from a sentencepiece `.model` file."""
 
     def __init__(self, path: str | Path):
         import sentencepiece
@@ -32,7 +32,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
         except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"data.tokenizer={self.path}: it is no sentencepiece model: {first_line(error)}"
+                f"data.tokenizer={self.path} is not a sentencepiece model: {first_line(error)}"
             ) from error
         self.vocab_size = self._model.vocab_size()
         settings = read_settings(Path(path).parent)
@@ -44,7 +44,8 @@ class SentencePieceTokenizer(Tokenizer):
         found = usual if named["eos_token"] is None else named["eos_token"]
         if found is None:
             raise ConfigError(
-                f"data.tokenizer={self.path}: it has no end-of-document token (one of {', '.join(EOD_NAMES)})"
+                f"data.tokenizer={self.path}: the tokenizer has no end-of-document token. It needs one of "
+                f"{', '.join(EOD_NAMES)}"
             )
         self.eod, self.named_eod = found, None if found == usual else found
         pad = self._model.pad_id()
@@ -59,8 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _lossless(self) -> bool:
-        """Whether U+2581 in a text is encoded as its three bytes and so decoded to itself, as in the models trained
-        here. sentencepiece takes it for a space, and other models are used as sentencepiece does."""
+        """Whether U+2581 in a text is encoded as its three bytes and so decoded to itself, as with the models trained
+        here. sentencepiece itself takes the character for a space, and other models are used in that way."""
         return all(map(self._model.is_byte, self._space_ids)) and keeps_text(read_model(Path(self.path)))
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -79,7 +80,7 @@ class SentencePieceTokenizer(Tokenizer):
         return Path(self.path).read_bytes()
 
     def encode_prompt(self, text: str) -> list[int]:
-        # Of two equally likely splits of a word, sentencepiece may return either; transformers' is used if it is known.
+        # Of two equally likely splits of a word, sentencepiece may return either. Use that of transformers if possible.
         ids = self.encode(text) if self._of_transformers is None else self._of_transformers.encode(text).ids
         return [*self._before, *ids, *self._after]
 
@@ -99,7 +100,7 @@ class SentencePieceTokenizer(Tokenizer):
         named = read_settings(Path(self.path).parent).values
         if not named:
             return files
-        # From Hugging Face: transformers would use the class that is named there, with rules of its own.
+        # The folder is from Hugging Face: transformers would use the class that its settings name, with other rules.
         spec, settings = (json.loads(files[name]) for name in (JSON, CONFIG))
         before, after = ([(self._model.id_to_piece(i), i) for i in ids] for ids in (self._before, self._after))
         spec["post_processor"] = around(before, after) or spec["post_processor"]
@@ -110,7 +111,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         model = self._model
-        # a model may have more tokens than its tokenizer
+        # A language model may have more token ids than its tokenizer.
         known = (i for i in map(int, ids) if 0 <= i < self.vocab_size)
         kept = [i for i in known if not (model.is_control(i) or model.is_unknown(i))]
         text = model.decode(kept)

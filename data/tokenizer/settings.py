@@ -1,4 +1,4 @@
-"""Settings of special tokens in the files next to a tokenizer's own: tokenizer_config.json, special_tokens_map.json and
+"""Settings of special tokens in the files next to a tokenizer: tokenizer_config.json, special_tokens_map.json and
 added_tokens.json, combined as in transformers 5 (tokenization_utils_base.py, `_from_pretrained`)."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 @dataclass(frozen=True)
 class Settings:
-    """The combined settings of a tokenizer's folder.
+    """The combined settings of special tokens from the files in a tokenizer's folder.
 
-    values: the keys that apply. files: the file of each key. added: added tokens by id, each as in tokenizer.json's
-    `added_tokens`. by_config: whether they are from tokenizer_config.json.
+    values: the settings by key. files: the file that each key is from. added: added tokens by id, each in the format of
+    tokenizer.json's `added_tokens`. by_config: whether the added tokens are from tokenizer_config.json.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -30,11 +30,11 @@ class Settings:
     by_config: bool = False
 
     def end_file(self, folder: Path) -> Path:
-        """Return the file of a folder whose eos_token applies."""
+        """Return the path of the settings file in `folder` whose eos_token counts."""
         return folder / self.files.get("eos_token", CONFIG)
 
     def named(self) -> dict[str, Any]:
-        """Return each special token that has a name of its own, a text or an object, by that name."""
+        """Return the special tokens that have a role or another name, by that name; each is a text or an object."""
         named = {
             key: value
             for key, value in self.values.items()
@@ -52,10 +52,10 @@ class Settings:
 
 
 def read_settings(folder: Path) -> Settings:
-    """Read the settings in a tokenizer's folder.
+    """Read the settings of special tokens in a tokenizer's folder.
 
-    As in transformers, special_tokens_map.json overrides tokenizer_config.json, and neither it nor added_tokens.json is
-    read if tokenizer_config.json has `added_tokens_decoder`. Raises ConfigError.
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json, and neither special_tokens_map.json nor
+    added_tokens.json is read if tokenizer_config.json has `added_tokens_decoder`. Raises ConfigError.
     """
     config = _read(folder / CONFIG)
     values, files = dict(config), dict.fromkeys(config, CONFIG)
@@ -69,7 +69,7 @@ def read_settings(folder: Path) -> Settings:
             added = {0: {}} if decoder else {}
         if not all(isinstance(token.get("content"), str) for token in added.values()):
             raise ConfigError(
-                f'{folder / CONFIG}: added_tokens_decoder must hold an object with "content" for each token id'
+                f'{folder / CONFIG}: added_tokens_decoder must contain an object with "content" for each token id'
             )
         return Settings(values, files, added, True)
     for key, value in _read(folder / MAP).items():
@@ -83,7 +83,7 @@ def read_settings(folder: Path) -> Settings:
     added = {}
     for content, number in _read(folder / ADDED).items():
         if type(number) is not int:
-            raise ConfigError(f"{folder / ADDED}: {content!r} must have an integer, its token id")
+            raise ConfigError(f"{folder / ADDED}: the value of {content!r} must be an integer, its token id")
         added[number] = {"content": content, "normalized": content not in special, "special": content in special}
     return Settings(values, files, added)
 
@@ -96,26 +96,27 @@ def _read(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {first_line(error)}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
+        raise ConfigError(f"{file} must contain a JSON object")
     return content
 
 
 def refuse_unknown_end(tokenizer: str, settings: Settings, vocabulary: str, known: bool) -> None:
-    """Raise ConfigError for an end token without an id in any file: transformers would add one that no model knows."""
+    """Raise ConfigError if the settings name an eos_token that no file gives an id. transformers would add it as a new
+    token, which no trained model has."""
     name = token_name(settings.values.get("eos_token"))
     if name and not known:
         raise ConfigError(
-            f"data.tokenizer={tokenizer}: {settings.files['eos_token']} names the eos_token {name!r}, which "
-            f"{vocabulary} does not have; give the {vocabulary} that has it, or name one of its tokens"
+            f"data.tokenizer={tokenizer}: {settings.files['eos_token']} names the eos_token {name!r}, which is not in "
+            f"{vocabulary}. Use the {vocabulary} that contains it, or name a token of this one"
         )
 
 
 def token_name(token: Any) -> str:
-    """Return the name of a special token in a settings file, where it is a text or an object; "" for none."""
+    """Return the name of a special token from a settings file (a text or an object); an empty string if none."""
     name = token.get("content") if isinstance(token, dict) else token
     return name if isinstance(name, str) else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type."""
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
     return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,4 +1,4 @@
-"""Train a sentencepiece model on a sample of the corpus."""
+"""Training of a sentencepiece model on a sample of the corpus."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, SPACE
 from data.tokenizer.settings import first_line
 
 NO_CHARACTERS = 256 + 7  # bytes, and <unk>, <pad>, </s>, [CLS], [SEP], [MASK] and the line's end
-COVERAGE = 0.9995  # share of the text's characters that have tokens, if the vocabulary is large enough
-# Share of a smaller vocabulary that characters get. On Japanese, Chinese and Korean with 320 to 900 tokens, 0.5 to 0.75
-# give the fewest tokens; with 1 no word has a token, and texts have 1.1 to 1.7 times as many.
+COVERAGE = 0.9995  # share of the text's characters that get tokens if the vocabulary is large enough
+# Share of a smaller vocabulary that is used for characters. On Japanese, Chinese and Korean with 320 to 900 tokens, 0.5
+# to 0.75 give the fewest tokens per text. With 1, no word has a token, and texts have 1.1 to 1.7 times as many tokens.
 CHARACTERS_SHARE = 2 / 3
 MAX_TRAINING_SENTENCES = 50_000
 MAX_TRAINING_CHARACTERS = 2_000_000
@@ -28,11 +28,12 @@ MAX_SENTENCE_CHARACTERS = 2_000
 def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> str:
     """Train a lossless sentencepiece model on a bounded sample of `texts` and write it to `out`, atomically.
 
-    Return a note for the user, "" if the vocabulary is as requested. Unigram rather than BPE: on source text it encodes
-    3 to 4 times as fast at 2% more tokens. Deterministic for the same texts. The same model serves GPT and BERT: it has
-    pad, end-of-document, [CLS], [SEP] and [MASK] symbols. Few texts give a vocabulary smaller than `vocab_size`. If it
-    is too small for their characters, the most frequent ones get tokens, and the others are written as bytes. Raises
-    ConfigError for a vocab_size that is too small or too large, and without text.
+    Returns a note for the user, or an empty string if the vocabulary is as requested. The model is Unigram rather than
+    BPE: it encodes source code 3 to 4 times as fast, with 2% more tokens. The result is deterministic for the same
+    texts and serves GPT and BERT: it has pad, end-of-document, [CLS], [SEP] and [MASK] symbols. If there is little
+    text, the vocabulary is smaller than `vocab_size`. If the vocabulary is too small for all characters, the most
+    frequent ones get tokens, and others are encoded as bytes. Raises ConfigError for a vocab_size that is too small or
+    too large, and for a corpus without text.
     """
     if not MIN_TRAINED_VOCAB <= vocab_size <= MAX_TRAINED_VOCAB:
         raise ConfigError(
@@ -41,12 +42,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
         )
     lines = _sample_lines(texts)
     if not lines:
-        raise ConfigError("data.corpus: it holds no text to train a tokenizer on")
+        raise ConfigError("data.corpus contains no text to train a tokenizer on. Give a corpus with text")
     notes = []
     try:
         try:
             model = _train(lines, vocab_size, COVERAGE)
-            if SPACE not in _vocabulary(model):  # then a space would be decoded as U+2581, from its bytes
+            if SPACE not in _vocabulary(model):  # a space would be encoded as bytes and decoded as U+2581
                 model = _train([*lines, " "], vocab_size, COVERAGE, required_chars=SPACE)
         except RuntimeError as error:
             if "required_chars" not in str(error):
@@ -54,27 +55,27 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
             number = int((vocab_size - NO_CHARACTERS) * CHARACTERS_SHARE)
             counts = Counter(character for line in lines for character in line)
             rare = [character for character, _ in counts.most_common()[number:] if character != " "]
-            # Lines are cut at rare characters here: sentencepiece itself takes no coverage below 0.98.
+            # Lines are cut at rare characters here, because sentencepiece accepts no coverage below 0.98.
             cuts = str.maketrans(dict.fromkeys(rare, "\n"))
             kept = [span for line in lines for span in line.translate(cuts).split("\n") if span]
             model = _train([*kept, " "], vocab_size, 1.0)
             covered = 1 - sum(counts[character] for character in rare) / counts.total()
             notes.append(
-                f"the corpus has {len(counts):,} characters, of which the {number:,} most frequent have pieces "
-                f"({covered:.1%} of the text); the others are written as bytes"
+                f"the corpus has {len(counts):,} different characters, of which the {number:,} most frequent get "
+                f"pieces ({covered:.1%} of the text); the others are encoded as bytes"
             )
     except (RuntimeError, ValueError) as error:
         if "sentences_.empty()" in str(error):
             raise ConfigError(
-                "data.corpus: each of its lines holds U+2585, which sentencepiece keeps for itself, so no tokenizer "
-                "can be trained on it; give a tokenizer: data.tokenizer=PATH"
+                "data.corpus: every line contains U+2585, which sentencepiece reserves, so no tokenizer can be trained "
+                "on the corpus. Give a tokenizer: data.tokenizer=PATH"
             ) from error
         raise ConfigError(
             f"data.vocab_size={vocab_size}: sentencepiece could not train on this corpus: {first_line(error)}"
         ) from error
     size = len(_vocabulary(model))
     if size != vocab_size:
-        notes.append(f"the corpus gives {size:,} pieces")
+        notes.append(f"the corpus yields only {size:,} pieces")
     temporary = Path(f"{out}.tmp{os.getpid()}")
     temporary.write_bytes(model)
     temporary.rename(out)
@@ -124,7 +125,7 @@ def _vocabulary(model: bytes) -> list[str]:
 
 
 def _sample_lines(texts: Iterable[str]) -> list[str]:
-    """Return MAX_TRAINING_SENTENCES lines and MAX_TRAINING_CHARACTERS characters at most, chosen with a fixed seed."""
+    """Return random lines, with a fixed seed: at most MAX_TRAINING_SENTENCES and MAX_TRAINING_CHARACTERS."""
     lines = []
     for text in texts:
         for line in text.replace(SPACE, " ").split("\n"):

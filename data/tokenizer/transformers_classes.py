@@ -1,4 +1,5 @@
-"""Tokenizer classes of transformers 5 that take only the vocabulary of a tokenizer.json and have their own rules."""
+"""Tokenizer classes of transformers 5 that use only the vocabulary of a tokenizer.json and replace its rules by their
+own."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from data.tokenizer.formats.word_lists import bert_normalizer
 from data.tokenizer.probes import PROBES
 
 NFC = {"type": "NFC"}
-AS_IT_IS = "PreTrainedTokenizerFast"  # the class that reads tokenizer.json as it is
-# The class that transformers 5.23 uses for a type of model (models/auto/tokenization_auto.py) if
-# tokenizer_config.json names none; for the types of ALWAYS_READ_WITH in any case.
+AS_IT_IS = "PreTrainedTokenizerFast"  # the class that uses tokenizer.json unchanged
+# The class that transformers 5.23 uses for a model type (models/auto/tokenization_auto.py) if tokenizer_config.json
+# names no class, and for the types of ALWAYS_READ_WITH in any case.
 OF_MODEL = {
     "gpt2": "GPT2Tokenizer",
     "bert": "BertTokenizer",
@@ -28,7 +29,7 @@ OF_MODEL = {
 
 
 def class_of(settings: dict[str, Any], folder: Path) -> str:
-    """Return the tokenizer class that transformers uses for a folder; "" if none is named."""
+    """Return the name of the tokenizer class that transformers uses for a folder; an empty string if none is named."""
     try:
         model = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):  # not a folder of a model
@@ -38,7 +39,7 @@ def class_of(settings: dict[str, Any], folder: Path) -> str:
 
 
 def differing_text(spec: dict[str, Any], settings: dict[str, Any], name: str) -> str | None:
-    """Return a text that class `name` encodes to other tokens than tokenizer.json's `spec`; None if none is found."""
+    """Return a probe text for which class `name` gives other tokens than the tokenizer.json `spec`, or None."""
     import tokenizers
 
     changed = _changed(spec, settings, name)
@@ -50,7 +51,7 @@ def differing_text(spec: dict[str, Any], settings: dict[str, Any], name: str) ->
 
 
 def _changed(spec: dict[str, Any], settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the sections of tokenizer.json that the class replaces, with its own content."""
+    """Return the sections of tokenizer.json that the class replaces, with the class's own content."""
     model = spec["model"]
     prefix = bool(settings.get("add_prefix_space"))
     own = {

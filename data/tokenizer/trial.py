@@ -1,8 +1,8 @@
 """Trials of foreign tokenizers in a process with limits of time and memory, before this process loads them.
 
-A file can make the libraries that read it search for ever, take all memory, or crash. The trial process imports the
-libraries once and forks for each tokenizer, so that a trial takes milliseconds. It ends with its caller, or after a
-minute without requests.
+A bad file can make the libraries that read it run for ever, use all memory, or crash. The trial process imports the
+libraries once and forks for each tokenizer, so that a trial takes milliseconds. The process ends together with its
+caller, or after a minute without requests.
 """
 
 from __future__ import annotations
@@ -27,23 +27,20 @@ from data.tokenizer.load import cannot_be_read, open_tokenizer
 from data.tokenizer.probes import PROBES, runs_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CPU_SECONDS, PER_MEGABYTE = 5, 4  # limit per tokenizer; the largest published ones need half of it
+CPU_SECONDS, PER_MEGABYTE = 5, 4  # limit per tokenizer, twice what the largest published ones need
 MEMORY_GIB = 2  # of address space
-BUSY = 10  # seconds of wall time per second of processor time, on a machine with other work
+BUSY = 10  # seconds of wall time per second of CPU time, on a machine that does other work
 IDLE_SECONDS = 60.0
 OTHER = "Give another tokenizer, or data.tokenizer=sentencepiece to train one"
 SERVE = "from data.tokenizer import trial; trial.serve()"
 
 _lock = threading.Lock()
 _server: tuple[int, subprocess.Popen[bytes]] | None = None  # with the id of the process that started it
-_good: set[str] = set()  # tokenizers that passed, by names, sizes and times of their files
+_good: set[str] = set()  # tokenizers that passed, each as names, sizes and times of its files
 
 
 def load_tokenizer(path: str | Path, tried: bool = False) -> Tokenizer:
-    """Open a tokenizer's file, or a folder with one, as `open_tokenizer` does, after a trial unless it was `tried`.
-
-    Raises ConfigError with the key.
-    """
+    """Open a tokenizer from a file or a folder, after a trial unless it was `tried`. Raises ConfigError."""
     if not tried:
         full = Path(path)
         files = [*tokenizer_files(full).values(), (full if full.is_dir() else full.parent) / "config.json"]
@@ -64,7 +61,8 @@ def tokenizer_digest(path: str | Path, tried: bool = False) -> str:
 
 
 def expected_vocab_size(config: Config) -> int:
-    """Return the vocabulary size before the corpus is prepared: the model's, the tokenizer's, or that of training."""
+    """Return the vocabulary size that a run will have, before its corpus is prepared: that of the model, of the given
+    tokenizer, or of the tokenizer to be trained."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     if config.data.tokenizer == "sentencepiece":
@@ -73,7 +71,8 @@ def expected_vocab_size(config: Config) -> int:
 
 
 def _answer(question: dict[str, Any]) -> str:
-    """Return the problem that the trial process finds, in one line; "" for none. Raises OSError without an answer."""
+    """Return the problem that the trial process finds in a tokenizer, in one line; an empty string if there is none.
+    Raises OSError if the process does not answer."""
     limit = BUSY * question["seconds"]
     with _lock:
         for _ in range(2):  # an idle process may have ended just now
@@ -92,7 +91,7 @@ def _answer(question: dict[str, Any]) -> str:
             if line:
                 return str(json.loads(line))
             server.wait(limit)
-    raise OSError(f"data.tokenizer={question['path']}: the process that tries tokenizers gave no answer; start again")
+    raise OSError(f"data.tokenizer={question['path']}: the process that tries tokenizers did not answer. Start again")
 
 
 def _running_server() -> subprocess.Popen[bytes]:
@@ -106,7 +105,7 @@ def _running_server() -> subprocess.Popen[bytes]:
         [sys.executable, "-c", SERVE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # messages of the libraries before they crash
+        stderr=subprocess.DEVNULL,  # the libraries print messages before they crash
         env=environment,
     )
     _server = (os.getpid(), server)
@@ -114,10 +113,10 @@ def _running_server() -> subprocess.Popen[bytes]:
 
 
 def serve() -> None:
-    """Answer each line of standard input, until it ends or IDLE_SECONDS pass without one."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too
+    """Answer requests on standard input, one per line, until the input ends or IDLE_SECONDS pass without one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of the libraries must not mix with the replies
+    os.dup2(2, 1)  # keep output of libraries out of the replies
     import sentencepiece  # noqa: F401  (here once, not in each fork)
     import tokenizers  # noqa: F401
 
@@ -130,7 +129,7 @@ def serve() -> None:
 
 
 def _tried(question: dict[str, Any]) -> str:
-    """Return the problem that a fork of this process, with limits, finds in a tokenizer; "" for none."""
+    """Return the problem that a fork of this process finds in a tokenizer, within limits; an empty string if none."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -160,13 +159,13 @@ def _tried(question: dict[str, Any]) -> str:
         return f"{name}: reading it and encoding short texts takes more than {question['seconds']} s. {OTHER}"
     how = signal.Signals(-status).name if status < 0 else f"status {status}"
     return (
-        f"{name}: the library that reads it breaks off ({how}): the file is damaged, or needs more than {MEMORY_GIB} "
-        f"GiB of memory. {OTHER}"
+        f"{name}: the library that reads the file crashes ({how}). The file is damaged, or needs more than "
+        f"{MEMORY_GIB} GiB of memory. {OTHER}"
     )
 
 
 def _readable(file: Any, seconds: float) -> bool:
-    """Whether `file` has data to read, or has ended, within `seconds`. (select takes no descriptor above 1023.)"""
+    """Whether `file` has data to read, or has ended, within `seconds`. (`select` accepts no descriptor above 1023.)"""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
@@ -180,7 +179,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _use(path: str) -> str:
-    """Use a tokenizer in every way that a run does; return the problem, "" for none."""
+    """Call all methods of a tokenizer that a run calls. Returns the problem, or an empty string if there is none."""
     try:
         tokenizer: Any = open_tokenizer(path)
         texts = [*PROBES, *runs_of(tokenizer.rule_texts())]
@@ -188,7 +187,7 @@ def _use(path: str) -> str:
             tokenizer.decode(tokenizer.encode(text))
             tokenizer.encode_prompt(text)
         tokenizer.encode_batch(texts)
-        for first in range(0, 0xD800, 1024):  # a table of characters may be wrong for any of them
+        for first in range(0, 0xD800, 1024):  # a table of characters may be wrong for a single character
             tokenizer.encode("".join(map(chr, range(first, first + 1024))))
         tokenizer.decode(range(min(tokenizer.vocab_size, 4096)))
         for method in ("special_ids", "word_starts", "control_tokens", "notes"):
@@ -198,6 +197,6 @@ def _use(path: str) -> str:
         return str(error)
     except MemoryError:
         return f"data.tokenizer={path}: it needs more than {MEMORY_GIB} GiB of memory. {OTHER}"
-    except BaseException as error:  # tokenizers' PanicException is no Exception
+    except BaseException as error:  # tokenizers' PanicException is not an Exception
         return str(cannot_be_read(path, error))
     return ""

@@ -1,10 +1,11 @@
-"""Encoding of a text with a Unigram tokenizer.json word by word: the library's ids, in a fraction of its time.
+"""Word-by-word encoding of a text with a Unigram tokenizer.json: the same ids as the library's, in a fraction of the
+time.
 
-Hugging Face's Unigram searches a whole line, and lines are rarely equal. Words repeat: each is searched once and then
-looked up. The ids are the same if no token crosses from one word into the next, since the best split of a text is then
-made of the best splits of its words, and if scores add up without rounding, since the choice between two equally likely
-splits then does not depend on the text before. Both are checked here, and hold for the tokenizers that
-data/tokenizer/sentencepiece_json.py writes.
+Hugging Face's Unigram searches each line for its best split, and lines rarely repeat. Words do repeat, so each word is
+searched once and then looked up. The ids are the same if no token spans two words, because the best split of a text
+then consists of the best splits of its words, and if scores add up without rounding, because the choice between two
+equally likely splits then does not depend on the preceding text. Both conditions are checked here. They hold for the
+tokenizers that data/tokenizer/sentencepiece_json.py writes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 from data.tokenizer.sentencepiece_json import STAND_INS
 
 LETTERS = r"A-Za-z\x80-\U0010ffff"
-# A word includes the spaces before it. The first pattern that fits all tokens is used: short words repeat more often.
+# A word includes the preceding spaces. The first pattern that fits all tokens is used, since short words repeat more.
 WORDS = (rf"\n| *(?:[{LETTERS}]+|[^ \n{LETTERS}]+)| +", r"\n| *[^ \n]+| +")
-MOST_WORDS = 1 << 17  # words that are kept, in about 40 MB, before they are dropped
-LONGEST_WORD = 64  # characters; longer words hardly repeat
-UNKNOWN_PENALTY = 10.0  # the library's score for an unknown character is this much below the least score
+MOST_WORDS = 1 << 17  # words in the cache, about 40 MB, before it is cleared
+LONGEST_WORD = 64  # characters; longer words rarely repeat and are not cached
+UNKNOWN_PENALTY = 10.0  # the library scores an unknown character this much below the lowest score
 NORMALIZER = {
     "type": "Sequence",
     "normalizers": [{"type": "Replace", "pattern": {"String": old}, "content": new} for old, new in STAND_INS.items()],
@@ -30,7 +31,7 @@ NORMALIZER = {
 
 
 class WordEncoder:
-    """An encoder that keeps the ids of words. Made by `word_encoder`."""
+    """An encoder that caches the ids of words. `word_encoder` creates it."""
 
     def __init__(self, model: Any, words: str, symbols: list[str], most_characters: int):
         self._model = model
@@ -41,7 +42,7 @@ class WordEncoder:
         self._ids: dict[str, bytes] = {}  # as int32, which are joined faster than lists
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Return the token ids of `text`, int32 [n], without special tokens; None if it must be searched as a whole."""
+        """Return the ids of `text`, int32 [n], without special tokens; None if the library must encode the text."""
         if len(text) > self._most_characters or any(symbol in text for symbol in self._symbols):
             return None
         if not 0 < len(self._ids) < MOST_WORDS:
@@ -49,7 +50,7 @@ class WordEncoder:
         words = self._words.findall(text)
         unknown = list(set(words).difference(self._ids))
         if unknown:
-            # One call for all words: the library searches each line by itself.
+            # One call for all words: the library encodes each line separately.
             encoding = self._model.encode_batch_fast(["\n".join(unknown)], add_special_tokens=False)[0]
             found = np.array(encoding.ids, dtype=np.int32)
             ends = [*np.flatnonzero(found == self._end_of_line), len(found)]
@@ -63,7 +64,8 @@ class WordEncoder:
 
 
 def word_encoder(model: Any, spec: dict[str, Any]) -> WordEncoder | None:
-    """Return the encoder of the `tokenizers.Tokenizer` of the tokenizer.json `spec`; None if its ids could differ."""
+    """Return the word-by-word encoder for a `tokenizers.Tokenizer`, whose tokenizer.json is `spec`; None if its ids
+    could differ from the library's."""
     unigram = spec["model"]
     if unigram.get("type") != "Unigram" or set(unigram) - {"type", "unk_id", "vocab", "byte_fallback"}:
         return None
@@ -71,8 +73,8 @@ def word_encoder(model: Any, spec: dict[str, Any]) -> WordEncoder | None:
         return None
     vocabulary = dict(unigram["vocab"])
     byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
-    # Without a token for each byte the library makes one token of several unknown characters in a row. No text has the
-    # bytes of "<" and "[", whose ids their stand-ins may have.
+    # Without a token for each byte, the library makes a single token of several unknown characters in a row. The bytes
+    # of "<" and "[" never occur, and their stand-ins may have the ids of these bytes.
     absent = (
         byte_tokens - set(vocabulary) - {f"<0x{ord(old):02X}>" for old, new in STAND_INS.items() if new in vocabulary}
     )

@@ -1,4 +1,4 @@
-"""Attention over the cache: grouped and latent, with rotary positions."""
+"""Attention of the decoder over cached keys and values: grouped-query and latent attention, with rotary positions."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from models.pointwise.rotary import HOST, angles, inverse_frequencies
 
 
 class Attention:
-    """Grouped-query attention. Megatron stores each group's matrix rows together: r queries, the key, the value."""
+    """Grouped-query attention over the cache. In Megatron's weight, a group's rows are r queries, key, value."""
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
         self.layer, self.slides = layer, bool(derived.window_pattern(config)[layer])
-        self.weight, self.bias = (
-            weights["self_attention.linear_qkv.weight"],
-            weights.get("self_attention.linear_qkv.bias"),
-        )
+        self.weight = weights["self_attention.linear_qkv.weight"]
+        self.bias = weights.get("self_attention.linear_qkv.bias")
         self.d = derived.head_dim(config)
         self.r = config.model.num_attention_heads // derived.num_query_groups(config)
         self.g = self.weight.size(0) // ((self.r + 2) * self.d)
@@ -47,12 +45,8 @@ class Attention:
             query_key = qkv[..., : r + 1, :]
         if step.cos is not None:
             query_key = _rotate(query_key, step.cos, step.sin)
-        query, key, value = (
-            query_key[..., :r, :],
-            query_key[..., r, :].transpose(1, 2),
-            qkv[..., r + 1, :].transpose(1, 2),
-        )
-        key, value = step.remember(self.layer, key, value)
+        query, new_key, new_value = query_key[..., :r, :], query_key[..., r, :], qkv[..., r + 1, :]
+        key, value = step.remember(self.layer, new_key.transpose(1, 2), new_value.transpose(1, 2))
         mask = step.window_mask if self.slides else step.mask
         if step.is_prefill:
             query = query.flatten(2, 3).transpose(1, 2)
@@ -67,7 +61,7 @@ class Attention:
 
 
 class DecoderLatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The cache holds whole keys and values."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). The cache stores full keys and values."""
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
         of_attention = {name.removeprefix("self_attention."): tensor for name, tensor in weights.items()}
@@ -77,10 +71,8 @@ class DecoderLatentAttention:
         self.kv_rank = model.kv_lora_rank
         self.query_down = of_attention.get("linear_q_down_proj.weight")
         self.query_up = of_attention["linear_q_proj.weight" if self.query_down is None else "linear_q_up_proj.weight"]
-        self.key_value_down, self.key_value_up = (
-            of_attention["linear_kv_down_proj.weight"],
-            of_attention["linear_kv_up_proj.weight"],
-        )
+        self.key_value_down = of_attention["linear_kv_down_proj.weight"]
+        self.key_value_up = of_attention["linear_kv_up_proj.weight"]
         if self.query_down is not None:
             self.query_norm = norm(of_attention, "q_layernorm", config, LATENT_NORM_EPSILON)
         self.key_value_norm = norm(of_attention, "kv_layernorm", config, LATENT_NORM_EPSILON)
@@ -96,13 +88,14 @@ class DecoderLatentAttention:
         compressed, rotary_key = gather(F.linear(hidden, self.key_value_down), self.group).split(
             [self.kv_rank, self.rotary], dim=1
         )
-        key_value = F.linear(self.key_value_norm(compressed), self.key_value_up).view(
-            *shape, -1, self.plain + self.value
-        )
+        key_value = F.linear(self.key_value_norm(compressed), self.key_value_up)
+        key_value = key_value.view(*shape, -1, self.plain + self.value)
         plain_query, rotary_query = query.split([self.plain, self.rotary], dim=-1)
         plain_key, value = key_value.split([self.plain, self.value], dim=-1)
         # The key that all heads share is rotated as one more head of the queries.
-        turned = _deinterleaved(torch.cat([rotary_query, rotary_key.view(*shape, 1, self.rotary)], dim=2))
+        turned = torch.cat([rotary_query, rotary_key.view(*shape, 1, self.rotary)], dim=2)
+        # DeepSeek stores the channels of a rotated pair side by side; `_rotate` needs them half the channels apart.
+        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], dim=-1)
         turned = _rotate(turned[..., None, :], step.cos, step.sin).squeeze(3)
         query = torch.cat([plain_query, turned[:, :, :-1]], dim=-1).transpose(1, 2)
         key = torch.cat([plain_key, turned[:, :, -1:].expand_as(rotary_query)], dim=-1).transpose(1, 2)
@@ -114,9 +107,9 @@ class DecoderLatentAttention:
 
 
 class DecoderRotary:
-    """Cosines and sines of rotary positions (Su et al. 2021), kept for the longest text so far.
+    """Cosines and sines of rotary positions (Su et al. 2021), computed once up to the longest text so far.
 
-    longrope has two sets of frequencies; the length of a text decides which one rotates the whole text.
+    longrope has two sets of frequencies. The length of a text selects the set that rotates all of its tokens.
     """
 
     def __init__(self, config: Config, device: torch.device) -> None:
@@ -127,15 +120,15 @@ class DecoderRotary:
         self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 
     def switches(self, lengths: Sequence[int]) -> bool:
-        """Whether a text of one of these lengths had the other set of frequencies one token ago."""
+        """Return whether the last token made one of the texts so long that its rotary frequencies change."""
         return self.switches_at is not None and self.switches_at + 1 in lengths
 
     def at(
         self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return fp32 cosines and signed sines `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` where texts differ.
+        """Return fp32 cosines and signed sines of positions: `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` if the texts differ.
 
-        positions: below `length`, the same for all texts or int64 `[b, 1]`. lengths: tokens of each text.
+        positions: below `length`; a slice for all texts, or int64 `[b, 1]`. lengths: number of tokens of each text.
         """
         if self.cos.size(1) < length:
             turned = to_device(torch.stack([angles(2 * length, each) for each in self.frequencies]), self.cos.device)
@@ -152,13 +145,8 @@ class DecoderRotary:
         return self.cos[which[:, None], positions], self.sin[which[:, None], positions]
 
 
-def _deinterleaved(x: torch.Tensor) -> torch.Tensor:
-    """Move DeepSeek's pairs of channels, which are neighbours, to a distance of half the channels."""
-    return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
-
-
 def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-    """Rotate the first channels of `x` [..., d], as many as `cos` and `sin` have."""
+    """Apply the rotary embedding to the first channels of `x` [..., d]: as many channels as `cos` and `sin` have."""
     assert cos is not None and sin is not None
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     size = cos.size(-1)

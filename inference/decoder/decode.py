@@ -1,4 +1,4 @@
-"""The decoder: it continues texts, and computes log-probabilities of texts."""
+"""The decoder: it continues texts, and computes the log-probabilities of given texts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from parallel.topology import Topology
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts that pass through the model together: int64 `[b, s]`; tokens of text i from `lengths[i]` on are padding.
+    """A batch of texts for one forward pass: int64 tokens `[b, s]`, in which tokens of text i from `lengths[i]` on are
+    padding.
 
-    cache: receives their keys and values. prompts: their indices, for a record of routing.
+    cache: receives the keys and values. prompts: numbers of the texts among all prompts, for the record of routing.
     """
 
     tokens: torch.Tensor
@@ -34,14 +35,14 @@ class TextBatch:
 
     @classmethod
     def of(cls, texts: Sequence[list[int]], cache: Cache | None = None, prompts: Sequence[int] = ()) -> TextBatch:
-        """Return the batch of texts, padded to the longest."""
+        """Return a batch of these texts, padded to the longest text."""
         longest = max(map(len, texts))
         tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
         return cls(tokens, [len(text) for text in texts], cache, prompts)
 
 
 class Decoder(Transformer):
-    """Continues and scores texts. Raises ConfigError for a model that does not generate text."""
+    """Continues and scores texts with a GPT. The constructor raises ConfigError for a model of another family."""
 
     def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
         if config.model.family != "gpt":
@@ -56,7 +57,7 @@ class Decoder(Transformer):
     def of_chunks(
         cls, chunks: Sequence[torch.nn.Module], config: Config, topology: Topology, vocab_size: int
     ) -> Decoder:
-        """Return a decoder that reads the chunks' own storage: later changes of the weights count."""
+        """Return a decoder that uses the parameters of a model in training in place, with all later updates."""
         weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
         away = {number: layer for number, layer in layers_of(chunks).items() if layer.experts.off_device}
         source = TensorWeights(weights, config, topology, vocab_size)
@@ -64,22 +65,9 @@ class Decoder(Transformer):
             source = SlotWeights(weights, away, config, topology, vocab_size)
         return cls(source, config, topology, vocab_size)
 
-    def prefill(self, tokens: torch.Tensor, lengths: Sequence[int], cache: Cache | None) -> torch.Tensor:
-        """Read texts, int64 `[b, s]`, into an empty cache; tokens of text i from `lengths[i]` on are padding. Returns
-        the logits after each text's last token, fp32 `[b, V]`."""
-        return self.prefill_all([TextBatch(tokens, lengths, cache)])[0]
-
-    def decode(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Add one token to each text, int64 `[b]`, and return the logits after it, fp32 `[b, V]`."""
-        return self.decode_all([(tokens, cache)])[0]
-
-    def score(self, tokens: torch.Tensor, lengths: Sequence[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probability of each token given the ones before it, and whether it is the likeliest: fp32 and
-        bool `[b, s - 1]`. lengths: tokens of each text, without padding."""
-        return self.score_all([TextBatch(tokens, lengths or [tokens.size(1)] * len(tokens))])[0]
-
     def prefill_all(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
-        """Apply `prefill` to several batches in one pass over the weights."""
+        """Run the model on batches of texts in one forward pass, fill their empty caches, and return the logits after
+        each text's last token, fp32 `[b, V]` per batch."""
         self._reserve_for(batches, generates=True)
         steps = [self._first_step(batch) for batch in batches]
         found = self._run([batch.tokens for batch in batches], steps)
@@ -95,7 +83,8 @@ class Decoder(Transformer):
         return logits
 
     def decode_all(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
-        """Apply `decode` to several batches in one pass over the weights."""
+        """Append one token, int64 `[b]`, to the texts of each cache, in one forward pass, and return the logits after
+        the new tokens, fp32 `[b, V]` per cache."""
         again = list[bool]()
         for tokens, cache in batches:
             if cache.texts is not None:
@@ -103,16 +92,24 @@ class Decoder(Transformer):
                     text.append(token)
             rotary = self._rotary
             again.append(rotary is not None and rotary.switches([count + 1 for count in cache.counts]))
-        if any(again):  # rare: one pass per batch
-            return [
-                self._again(cache) if is_again else self._decode([(tokens, cache)])[0]
-                for (tokens, cache), is_again in zip(batches, again, strict=True)
-            ]
-        return self._decode(batches)
+        if not any(again):
+            return self._decode(batches)
+        # Rare: a text has become so long that other frequencies rotate all of its keys, as in transformers for Phi-3.
+        # The texts of its batch are read again.
+        return [
+            self.prefill_all([TextBatch.of(cache.texts, cache, cache.prompts)])[0]
+            if is_again and cache.texts is not None
+            else self._decode([(tokens, cache)])[0]
+            for (tokens, cache), is_again in zip(batches, again, strict=True)
+        ]
 
     def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Apply `score` to several batches in one pass over the weights. The last token is predicted and not read, so a
-        text may be one token longer than the model reads."""
+        """Return for each batch the log-probability of each token after the first, fp32 `[b, s - 1]`, and whether the
+        token is the most likely one, bool.
+
+        All batches share one forward pass, which fetches each weight once. The last token is predicted but not read, so
+        a text may be one token longer than the model's limit.
+        """
         read = [
             replace(batch, tokens=batch.tokens[:, :-1], lengths=[max(1, length - 1) for length in batch.lengths])
             for batch in batches
@@ -138,12 +135,13 @@ class Decoder(Transformer):
         return results
 
     def batches_at_once(self, batch_size: int, prompt: int, length: int, generates: bool, most: int) -> int:
-        """Return the number of batches of `batch_size` texts that should share a pass, and reserve memory for them.
+        """Return how many batches of `batch_size` texts should share a forward pass, and reserve memory for them.
 
-        It is one if all weights stay; else what a quarter of the memory budget holds, at most `most`. prompt: tokens of
-        a text that are read at once. length: tokens that the cache of a text holds, 0 without one. generates: only
-        logits of last tokens are wanted. Raises ConfigError on all ranks if the budget of any is too small for one
-        batch. A collective call.
+        The answer is 1 if all weights stay in memory; otherwise, at most `most` batches whose caches and activations
+        fit into a quarter of the memory budget. prompt: number of tokens of a text that are read at once. length:
+        number of tokens of a text in the cache, 0 without a cache. generates: whether only the logits of last tokens
+        are needed. Raises ConfigError on all ranks if the budget of one rank is too small for one batch. A collective
+        call.
         """
         if not self.source.has_budget:
             return 1
@@ -161,16 +159,14 @@ class Decoder(Transformer):
         return 1
 
     def _reserve_for(self, batches: Sequence[TextBatch], generates: bool) -> None:
-        """Reserve memory for a pass that `batches_at_once` was not called for."""
-        batch_size, prompt = (
-            max(len(batch.lengths) for batch in batches),
-            max(batch.tokens.size(1) for batch in batches),
-        )
+        """Reserve the memory of a forward pass over these batches, unless an earlier reservation is large enough."""
+        batch_size = max(len(batch.lengths) for batch in batches)
+        prompt = max(batch.tokens.size(1) for batch in batches)
         length = max(0 if batch.cache is None else batch.cache.length for batch in batches)
         self.source.reserve(self._needed(batch_size, length, prompt, generates, len(batches)))
 
     def _needed(self, batch_size: int, length: int, prompt: int, generates: bool, batches: int) -> int:
-        """Return the bytes that a pass and its caches need in addition to the weights."""
+        """Return the bytes that a forward pass needs in addition to the weights: caches, activations and logits."""
         scored = batch_size * batches if generates else None
         kept = batches * cache_bytes(self.config, self.source, batch_size, length)
         return kept + pass_bytes(self.config, self.source, batch_size * prompt, batches, scored)
@@ -185,7 +181,7 @@ class Decoder(Transformer):
         return logits
 
     def _last(self, hidden: torch.Tensor, batch: TextBatch) -> torch.Tensor:
-        """Return the hidden states of each text's last token."""
+        """Return the hidden state of the last token of each text, `[b, H]`."""
         last = to_device(torch.tensor(batch.lengths), self.device) - 1
         return hidden.view(*batch.tokens.shape, -1)[torch.arange(len(last), device=self.device), last]
 
@@ -209,12 +205,6 @@ class Decoder(Transformer):
             batch_size, 1, cos, sin, cache, start, positions, longest + 1, mask, within, recorded_tokens=recorded
         )
 
-    def _again(self, cache: Cache) -> torch.Tensor:
-        """Read all texts again, because one became so long that all of its keys are rotated by the other frequencies
-        (as transformers does for Phi-3)."""
-        assert cache.texts is not None
-        return self.prefill_all([TextBatch.of(cache.texts, cache, cache.prompts)])[0]
-
     def _first_step(self, batch: TextBatch) -> Step:
         batch_size, length = batch.tokens.shape
         cos = sin = None
@@ -236,9 +226,10 @@ class Decoder(Transformer):
     def _windowed(
         self, counts: list[int], positions: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Restrict `mask` to the sliding window of the one new token of each text, which has `counts` tokens before it.
+        """Return `mask` restricted to the sliding window of each text's one new token, which follows `counts` cached
+        tokens.
 
-        positions: `counts` on the device, if they differ.
+        positions: `counts` on the device, if the texts have different counts.
         """
         longest = max(counts)
         if self._window is None or longest < self._window:

@@ -1,4 +1,4 @@
-"""The encoder: a BERT's logits; every token attends to all others."""
+"""The encoder: it computes the logits of a BERT, in which every token attends to all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parallel.topology import Topology
 
 
 class Encoder(Transformer):
-    """Predicts masked tokens. Raises ConfigError for a model that does not."""
+    """Predicts masked tokens with a BERT. The constructor raises ConfigError for a model of another family."""
 
     def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
         if config.model.family != "bert":
@@ -31,7 +31,7 @@ class Encoder(Transformer):
         self._head_norm = norm(source.small, "lm_head.layer_norm", config) if self._head is not None else None
 
     def logits(self, texts: Sequence[torch.Tensor], positions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the logits at the n positions of each text, fp32 `[n, V]`, in one pass. texts: int64 `[s]`."""
+        """Return the logits at the n given positions of each text, fp32 `[n, V]`. texts: int64 `[s]`."""
 
         def step(length: int) -> Step:
             cos = sin = None
@@ -44,14 +44,10 @@ class Encoder(Transformer):
         found = self._run([text[None] for text in texts], [step(len(text)) for text in texts])
         hidden = None
         if found is not None:
-            on_device = lists_to_device(positions, self.device)
-            hidden = [self._transformed(each[those]) for each, those in zip(found, on_device, strict=True)]
+            weight, bias = self._dense
+            assert weight is not None and self._head_norm is not None
+            masked = zip(found, lists_to_device(positions, self.device), strict=True)
+            hidden = [self._head_norm(F.gelu(F.linear(each[those], weight, bias))) for each, those in masked]
         logits = self._logits(hidden, [len(those) for those in positions])
         self.source.end_pass(sum(len(text) for text in texts))
         return logits
-
-    def _transformed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the input of the output layer, `[n, H]`."""
-        weight, bias = self._dense
-        assert weight is not None and self._head_norm is not None
-        return self._head_norm(F.gelu(F.linear(hidden, weight, bias)))

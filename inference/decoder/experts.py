@@ -1,4 +1,4 @@
-"""The experts of an MoE layer, of which only those that a token chose are computed."""
+"""Experts of an MoE layer in the decoder, of which only those that a token chose are computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARED = "mlp.shared_experts."
 
 
 class DecoderExperts:
-    """An MoE layer: the router, this rank's experts for the tokens that chose them, and the shared expert."""
+    """An MoE layer of the decoder: router, this rank's experts for the tokens that chose them, shared expert."""
 
     def __init__(self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group) -> None:
         small = source.small_of(layer)
@@ -38,10 +38,10 @@ class DecoderExperts:
         expected: Sequence[torch.Tensor],
         expect: Callable[[Sequence[int]], None],
     ) -> list[torch.Tensor]:
-        """Return each batch's outputs [T, H], zero for padding. Every wanted expert is loaded once for all batches.
+        """Return the outputs [T, H] of each batch, zero for padding. Each chosen expert is loaded once for all batches.
 
-        expected: experts [T, k] that a later layer will probably choose. They are passed to `expect` when the loads of
-        this layer's experts have been issued.
+        expected: experts [T, k] that the next MoE layer will probably choose. They are passed to `expect`, which
+        prefetches them, after this layer's loads have been enqueued.
         """
         texts = [
             hidden if step.texts is None else hidden[step.texts] for hidden, step in zip(inputs, steps, strict=True)
@@ -81,8 +81,7 @@ class DecoderExperts:
         ]
 
     def route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights (fp32) and indices of each token's experts `[T, k]`, as Megatron-core's
-        topk_routing_with_score_function does."""
+        """Return the weights (fp32) and indices of each token's experts, `[T, k]`, as Megatron-core's router does."""
         moe = self.moe
         scores = F.linear(hidden.float(), self.router, self.bias)
         if moe.router_score == "sigmoid":
@@ -103,7 +102,7 @@ class DecoderExperts:
 
 
 def _to_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy integers `[T, k]` to the host, all in one copy: the host waits for the device once."""
+    """Copy integer tensors `[T, k]` to the host in one transfer, so that the host waits for the device once."""
     if numbers[0].device.type == "cpu":
         return list(numbers)
     flat = torch.cat([each.flatten() for each in numbers]).cpu()
@@ -112,8 +111,7 @@ def _to_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _ExpertBatch:
-    """Hidden states [T, H] of a batch, the experts that its tokens chose, and the outputs computed so far. `numbers`:
-    the same as `chosen`, on the host."""
+    """Routed tokens of a batch: hidden states [T, H], weights and indices of experts, and outputs so far."""
 
     def __init__(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, numbers: torch.Tensor) -> None:
         self.hidden, self.probs, self.chosen, self.numbers = hidden, probs, chosen, numbers
@@ -122,24 +120,23 @@ class _ExpertBatch:
             self.counts = dict.fromkeys(numbers[0].tolist(), 1)  # tokens of each chosen expert
             return
         counts = torch.bincount(numbers.flatten()).tolist()
-        self._order = chosen.reshape(-1).argsort(stable=True)  # assignments, by expert
+        self._order = chosen.reshape(-1).argsort(stable=True)  # token-expert pairs sorted by expert
         tokens = (self._order // chosen.size(1)).split(counts)
         self._tokens = {expert: of_expert for expert, of_expert in enumerate(tokens) if counts[expert]}
         self.counts = {expert: counts[expert] for expert in self._tokens}
 
     def compute(self, expert: int, apply: Apply) -> None:
-        """Apply an expert to the tokens that chose it, if any."""
+        """Apply an expert to the tokens of this batch that chose it, if there are any."""
         if expert in self.counts:
             self.outputs[expert] = apply(self.hidden if len(self.hidden) == 1 else self.hidden[self._tokens[expert]])
 
     def sum(self) -> torch.Tensor:
-        """Return the weighted sum of the outputs [T, H], in an order that does not depend on when experts were
-        loaded."""
+        """Return the weighted sum of the expert outputs, [T, H], independent of the order of loading."""
         if len(self.hidden) == 1:
             nothing = torch.zeros_like(self.hidden)
             outputs = torch.cat([self.outputs.get(expert, nothing) for expert in self.counts])
             return torch.mm(self.probs.to(self.hidden.dtype), outputs)
-        by_expert = [  # experts of other ranks add nothing
+        by_expert = [  # experts of other ranks contribute zeros
             self.outputs[expert] if expert in self.outputs else self.hidden.new_zeros(len(tokens), self.hidden.size(1))
             for expert, tokens in self._tokens.items()
         ]

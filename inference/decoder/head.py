@@ -1,4 +1,4 @@
-"""The output layer, block of rows after block: logits, or scores of given tokens without all logits at once."""
+"""The output layer in blocks of vocabulary rows: logits, or log-probabilities of tokens without all logits at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BIAS = "output_layer.bias"
 
 
 class Head:
-    """The output layer of this rank's shard of the vocabulary, which is split over `group`."""
+    """The output layer for this rank's shard of the vocabulary, which is split over `group`."""
 
     def __init__(self, source: WeightSource, vocab_size: int, group: Group) -> None:
         self._source, self._vocab_size, self._group = source, vocab_size, group
@@ -38,10 +38,11 @@ class Head:
     def scores(
         self, hidden: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the log-probability of each target, fp32 `[n]`, and whether it is the likeliest token, for each batch.
+        """Return for each batch the log-probability of each target, fp32 `[n]`, and whether the target is the most
+        likely token.
 
-        hidden: normed, `[n, H]`. The largest logit and the sum of exponentials are updated block by block (online
-        softmax, Milakov and Gimelshein 2018).
+        hidden: after the final norm, `[n, H]`. The largest logit and the sum of exponentials are updated block by block
+        (online softmax, Milakov and Gimelshein 2018).
         """
         sums = [_RunningSoftmax.empty(len(each), each.device) for each in targets]
         for block in self._blocks:
@@ -74,8 +75,7 @@ def _only(weights: Weights) -> torch.Tensor:
 
 @dataclass
 class _RunningSoftmax:
-    """Softmax statistics over the first blocks of the vocabulary, fp32 `[n]`: the largest logit and its token, the sum
-    of exponentials of logits minus the largest, and the target's logit."""
+    """Softmax statistics over blocks of logits, fp32 `[n]`: maximum, its token, sum of exp, target's logit."""
 
     largest: torch.Tensor
     likeliest: torch.Tensor
@@ -89,7 +89,7 @@ class _RunningSoftmax:
         return cls(lowest, tokens, torch.zeros(count, device=device), torch.zeros(count, device=device))
 
     def add(self, logits: torch.Tensor, first: int, targets: torch.Tensor, those: slice) -> None:
-        """Add a block of logits, fp32 `[m, block size]`, of the tokens from `first` on, for the targets at `those`."""
+        """Update the statistics at `those` with logits, fp32 `[m, block size]`, of the tokens from `first` on."""
         best, token = logits.max(dim=1)
         before = self.largest[those]
         largest = torch.maximum(before, best)
@@ -102,7 +102,7 @@ class _RunningSoftmax:
         self.target[those] = torch.where(is_here, found, self.target[those])
 
     def join(self, group: dist.ProcessGroup) -> None:
-        """Combine the statistics of all tensor ranks' shards of the vocabulary."""
+        """Combine the statistics of all tensor ranks, each of which has a shard of the vocabulary."""
         mine = torch.stack([self.largest, self.likeliest.float(), self.sum, self.target])
         of_ranks = [torch.empty_like(mine) for _ in range(group.size())]
         dist.all_gather(of_ranks, mine, group=group)

@@ -1,4 +1,4 @@
-"""Norms, products whose matrices are split over the tensor ranks, and the dense feed-forward block."""
+"""Norms, linear layers that are split over the tensor ranks, and the dense feed-forward block of the decoder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 def norm(weights: Weights, name: str, config: Config, epsilon: float | None = None) -> Apply:
-    """Return the norm of that name, LayerNorm or RMSNorm."""
+    """Return the LayerNorm or RMSNorm whose weights have this name."""
     weight, bias, epsilon = weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon or config.model.norm_epsilon
     shape = weight.shape
     if config.model.normalization == "layernorm":
@@ -26,7 +26,7 @@ def norm(weights: Weights, name: str, config: Config, epsilon: float | None = No
 
 
 def all_heads_norm(group: Group, weights: Weights, name: str, config: Config) -> Apply:
-    """Return RMSNorm over all heads together: queries `[b, s, g, r, d]` or keys `[b, s, g, 1, d]` of this rank."""
+    """Return an RMSNorm over all heads of all tensor ranks, for `[b, s, g, r or 1, d]` of this rank."""
     weight, epsilon = weights[f"{name}.weight"], config.model.norm_epsilon
 
     def apply(x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def all_heads_norm(group: Group, weights: Weights, name: str, config: Config) ->
 
 
 def gather(columns: torch.Tensor, group: Group) -> torch.Tensor:
-    """Gather `[T, width]` from the columns `[T, width / ranks]` of the tensor ranks."""
+    """All-gather the columns `[T, width / ranks]` of the tensor ranks into `[T, width]`."""
     if group is None:
         return columns
     of_ranks = [torch.empty_like(columns) for _ in range(group.size())]
@@ -50,7 +50,7 @@ def gather(columns: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def row_linear(weights: Weights, name: str, group: Group) -> Apply:
-    """Return a linear layer whose input is split over `group`: outputs are summed, then the bias is added once."""
+    """Return a row-parallel linear layer: outputs are all-reduced over `group`, then the bias is added once."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     if group is None:
         return lambda x: F.linear(x, weight, bias)
@@ -78,5 +78,5 @@ def feed_forward(weights: Weights, prefix: str, config: Config, group: Group) ->
 
 
 def if_split(group: dist.ProcessGroup) -> Group:
-    """Return the group, or None if it has one rank and nothing is sent."""
+    """Return the group, or None if the group has one rank and needs no communication."""
     return group if group.size() > 1 else None

@@ -1,4 +1,4 @@
-"""The state of a forward pass: the cache of keys and values, and the tensors that all layers share."""
+"""The state of a forward pass: the key-value cache, and the tensors that all layers share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Cache:
-    """Keys `[b, g, L, d]` and values of each layer of this rank, and the number of cached tokens of each text."""
+    """The key-value cache: keys `[b, g, L, d]` and values per layer of this rank, and the cached tokens per text."""
 
     length: int  # L
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Step:
-    """The tensors that all layers share in one forward pass of T = batch_size * new tokens."""
+    """Tensors that all layers share in a forward pass over T = batch_size * new tokens: angles, masks, positions."""
 
     batch_size: int
     new: int
@@ -50,7 +50,7 @@ class Step:
         if cache is None:
             return key, value
         if self.is_prefill:
-            # Zeros: a masked position still enters a product with weight 0, and 0 * NaN would be NaN.
+            # Masked positions must be finite: attention multiplies them by 0, and 0 * NaN is NaN.
             for held, new in ((cache.keys, key), (cache.values, value)):
                 held[layer] = new.new_zeros(*new.shape[:2], cache.length, new.size(3))
                 held[layer][:, :, : self.new] = new

@@ -1,7 +1,8 @@
-"""The layers of a model on this rank, from token ids to hidden states and logits, and the bytes that a pass needs.
+"""The layers of a model on this rank, from token ids to hidden states and logits, and the bytes that a forward pass
+needs.
 
-`Decoder` and `Encoder` build on `Transformer`. A pass takes several batches through each layer in turn, so that the
-layer's weights are fetched once for all of them.
+`Decoder` and `Encoder` build on `Transformer`. A pass applies each layer to several batches before the next layer, so
+that each layer's weights are fetched once for all batches.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ NORMS = {"pre": ("input_layernorm", "pre_mlp_layernorm"), "post": ("pre_cross_at
 
 
 class Layer:
-    """Attention, then a feed-forward block or experts, each with a residual sum."""
+    """A transformer layer: attention, then a feed-forward block or experts, each with a residual connection."""
 
     def __init__(self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group) -> None:
         self.layer, self.source, self.config, self.group = layer, source, config, group
@@ -77,8 +78,11 @@ class Layer:
         return feed_forward({**self.small, **weights}, "mlp.", self.config, self.group)
 
     def _expected(self, middle: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor]:
-        """Return the experts [T, k] that the next MoE layer will probably choose: its router's choice from hidden
-        states that this layer's experts have not changed yet. Empty if experts are not prefetched."""
+        """Return the experts [T, k] that the next MoE layer will probably choose, or an empty list if experts are not
+        streamed.
+
+        The next layer's router predicts them from hidden states to which this layer's experts have not been added yet.
+        """
         after = self.next_moe
         if after is None or not self.source.streams_experts:
             return []
@@ -94,7 +98,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _PipelineStage:
-    """Consecutive layers that one pipeline rank holds."""
+    """Consecutive layers of one pipeline rank, and the pipeline ranks with which it exchanges hidden states."""
 
     layers: Sequence[int]
     is_mine: bool
@@ -103,10 +107,9 @@ class _PipelineStage:
 
 
 class Transformer:
-    """This rank's layers, applied to token ids. A pass takes several batches and fetches the weights once for all.
+    """This rank's layers, applied to token ids. A forward pass takes several batches and fetches each weight once.
 
-    Under parallelism every method is a collective call, with the same arguments on all ranks; each returns the same on
-    all ranks.
+    Under parallelism every method is a collective call: all ranks pass the same arguments and get the same result.
     """
 
     def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
@@ -134,7 +137,7 @@ class Transformer:
         self._stages = self._find_stages(config.model.num_layers)
 
     def _run(self, tokens: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor] | None:
-        """Return the normed final hidden states [T, H] of each batch on the last pipeline stage, None on the others."""
+        """Return each batch's final normed hidden states [T, H] on the last pipeline stage, elsewhere None."""
         hidden: list[torch.Tensor] | None = None
         if self.source.record is not None:
             self.source.record.begin_pass()
@@ -158,8 +161,7 @@ class Transformer:
         return hidden if self._final_norm is None else [self._final_norm(each) for each in hidden]
 
     def _reserve_together(self, num_bytes: int) -> None:
-        """Reserve memory in addition to the weights. Raises ConfigError on all ranks if the budget of any is too small.
-        A collective call."""
+        """Reserve bytes beside the weights; raise ConfigError on all ranks if one rank has too few. Collective."""
         problem = None
         try:
             self.source.reserve(num_bytes)
@@ -189,7 +191,7 @@ class Transformer:
         return hidden if self._embedding_norm is None else self._embedding_norm(hidden)
 
     def _logits(self, hidden: list[torch.Tensor] | None, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the logits of each batch, fp32 `[n, V]`, on all ranks; `counts` has the n of each."""
+        """Return the logits of each batch, fp32 `[n, V]`, on all ranks. counts: n of each batch."""
         if hidden is not None:
             assert self._head is not None
             found = [self._from_last(logits) for logits in self._head.logits(hidden)]
@@ -199,14 +201,13 @@ class Transformer:
         return found
 
     def _from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """Broadcast the last pipeline stage's values into the tensors that the other stages pass."""
+        """Broadcast `values` of the last pipeline stage into the tensors of the other stages."""
         if self._pipeline_group is not None:
             dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
         return values
 
     def _find_stages(self, num_layers: int) -> list[_PipelineStage]:
-        """Return the runs of layers that one pipeline rank holds, in the order of the model; with virtual stages a rank
-        has several."""
+        """Return the stages of the pipeline in the order of the layers. With virtual stages, a rank has several."""
         if self._pipeline_group is None:
             return [_PipelineStage(range(num_layers), True, None, None)]
         rank = self._pipeline_group.rank()
@@ -223,7 +224,7 @@ class Transformer:
 
 
 def cache_bytes(config: Config, source: WeightSource, batch_size: int, length: int) -> int:
-    """Return the bytes of this rank's keys and values for `batch_size` texts of at most `length` tokens."""
+    """Return the bytes of this rank's key-value cache for `batch_size` texts of at most `length` tokens."""
     model, heads = config.model, derived.num_query_groups(config) // source.topology.tensor.size
     width = 2 * derived.head_dim(config)
     if model.attention == "latent":
@@ -233,11 +234,11 @@ def cache_bytes(config: Config, source: WeightSource, batch_size: int, length: i
 
 
 def pass_bytes(config: Config, source: WeightSource, tokens: int, batches: int, scored: int | None = None) -> int:
-    """Return the peak bytes of a pass over `batches` batches of at most `tokens` tokens each, without weights and
-    cache.
+    """Return the peak bytes of a forward pass over `batches` batches of at most `tokens` tokens each, without weights
+    and cache.
 
-    They are the hidden states of all batches, the largest block's tensors of one batch, and the logits of `scored`
-    tokens (None: the block of logits that exists at a time while tokens are scored).
+    The sum contains the hidden states of all batches, the tensors of the largest block for one batch, and the logits of
+    `scored` tokens (None: only the block of logits that exists at a time while tokens are scored).
     """
     model, size = config.model, config.model.hidden_size
     heads = model.num_attention_heads * (derived.head_dim(config) + (model.rotary_head_dim or 0))

@@ -1,1 +1,1 @@
-"""Sources of the decoder's weights: the chunks of a model in training, or files, through a ring of slots."""
+"""Sources of the decoder's weights: a model in training, or files, streamed if they do not fit into memory."""

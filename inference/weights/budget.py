@@ -1,8 +1,10 @@
-"""The memory budget of a rank, and which weights stay in memory within it.
+"""The memory budget of a rank, and the choice of the weights that stay in memory within it.
 
-The order of use is a known cycle, in which an LRU or LFU cache would never hit. So a fixed set of units stays, and the
-others stream through a ring that holds the unit in use and the next one. Units, which every pass uses, are kept first;
-experts, of which a pass uses few, get the rest; tables of which a pass reads single rows come last.
+A pass uses the units (the weights of a layer's attention or feed-forward block, or a block of the output layer) in a
+known cycle, in which an LRU or LFU cache would never hit. So a fixed set of units stays in memory, and the others are
+streamed through a ring buffer for two units: the one in use and the next. Units have priority, because every pass uses
+them. Experts, of which a pass uses few, get the remaining memory. Embedding tables, of which a pass reads single rows,
+come last.
 """
 
 from __future__ import annotations
@@ -16,18 +18,18 @@ import torch.distributed as dist
 
 from base.errors import ConfigError
 from base.ranks import launched
+from base.units import MIB
 from memory import host_memory
 
-MIB = 2**20
-# Expert slots in addition to a ring, in layers: the experts that a token chooses in one layer, and as many in flight.
+# Expert slots next to a ring buffer, in multiples of top_k: experts of one token in use, and as many in flight.
 SLOTS_OF_A_LAYER = 2
-SHARE = 0.8  # of the free memory, without a limit from outside
-LEFT_IN_GROUP = 0.95  # of what a control group leaves
-OF_ADDRESSES = 0.6  # of what `ulimit -v` leaves: threads reserve addresses that they never use
+SHARE = 0.8  # fraction of the free memory of the machine or GPU
+LEFT_IN_GROUP = 0.95  # fraction of the headroom of the control groups
+OF_ADDRESSES = 0.6  # fraction of the address space that `ulimit -v` leaves: threads reserve addresses they never use
 
 
 class BudgetTooSmall(ConfigError):
-    """A budget that does not even hold one unit at a time; `wanted` MiB would do."""
+    """Raised if a budget cannot hold even one unit of the weights at a time; a budget of `wanted` MiB is sufficient."""
 
     def __init__(self, text: str, wanted: int) -> None:
         super().__init__(text)
@@ -36,10 +38,11 @@ class BudgetTooSmall(ConfigError):
 
 @dataclass(frozen=True)
 class HeldSizes:
-    """Bytes of this rank's weights, by how they are used.
+    """Bytes of this rank's weights, divided by how a memory budget treats them.
 
-    small: weights that always stay. units: (key, bytes) in the order of use. expert: bytes of one of `num_experts`
-    experts, of which a token chooses `top_k`. words: bytes of the table of tokens, 0 if it is the output layer too.
+    small: weights that always stay in memory. units: (key, bytes) of weights that are used together, in the order of
+    use. expert: bytes of one of `num_experts` experts, of which a token chooses `top_k`. words: bytes of the token
+    embedding, 0 if the output layer shares it.
     """
 
     small: int
@@ -51,18 +54,19 @@ class HeldSizes:
 
     @property
     def total(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights of this rank."""
         return self.small + sum(size for _, size in self.units) + self.expert * self.num_experts + self.words
 
     @property
     def least(self) -> int:
-        """Bytes that a budget must hold: the small weights, the largest unit, and an expert."""
+        """The smallest possible memory for weights in bytes: small weights, largest unit, and one expert."""
         return self.small + max((size for _, size in self.units), default=0) + min(1, self.num_experts) * self.expert
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Keys of the units that stay, bytes of the ring for the others, and whether the table of tokens stays."""
+    """How a memory budget is divided: keys of the units that stay in memory, bytes of the ring buffer for the others,
+    number of expert slots, and whether the token embedding stays."""
 
     kept: frozenset[str]
     ring_bytes: int
@@ -72,9 +76,11 @@ class StreamPlan:
 
 
 def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float | None) -> StreamPlan:
-    """Divide `budget` bytes, of which the cache and a pass's computation take `other_bytes`.
+    """Divide a budget of `budget` bytes over the weights, after subtracting `other_bytes` for the cache and
+    activations.
 
-    given: MiB of --memory-budget, for the message. Raises BudgetTooSmall if not even one unit at a time fits.
+    given: value of --memory-budget in MiB, for the error message. Raises BudgetTooSmall if one unit at a time does not
+    fit.
     """
     headroom = budget - other_bytes
     names = [name for name, _ in sizes.units]
@@ -109,8 +115,7 @@ def _pair(units: Sequence[tuple[str, int]]) -> int:
 
 
 def _kept(units: Sequence[tuple[str, int]], capacity: float) -> frozenset[str]:
-    """Choose units of at most `capacity` bytes together, spread evenly over the order of use, so that reads
-    are spread evenly, too; then whatever else still fits, the largest first."""
+    """Choose the units that stay in memory, spread evenly over the order of use, so that file reads are, too."""
     total, kept, held = sum(size for _, size in units), set[str](), 0
     share, due = capacity / total, 0.0
     for name, size in units:
@@ -128,22 +133,22 @@ def _kept(units: Sequence[tuple[str, int]], capacity: float) -> frozenset[str]:
 def _too_small(sizes: HeldSizes, budget: float, other: int, least: int, given: float | None) -> BudgetTooSmall:
     wanted = math.ceil((other + sizes.small + least) / MIB)
     limit = f"--memory-budget ({given:g})" if given is not None else f"the memory that is left ({budget / MIB:.0f} MiB)"
-    what = "one unit of the weights" + (" and an expert" if sizes.num_experts else "")
-    # A budget beyond what is left, if advised, would have the kernel kill the process.
+    what = "the largest matrices used at once" + (" and an expert" if sizes.num_experts else "")
+    # Do not advise a budget larger than the free memory: the kernel would kill the process.
     try_this = f"--memory-budget {wanted}" if given is not None else f"a machine or a limit that leaves {wanted} MiB"
     text = (
-        f"{limit} must hold {other / MIB:.1f} MiB for keys, values and what a pass computes, {sizes.small / MIB:.1f} "
-        f"for norms and tables and {least / MIB:.1f} for {what}. Try {try_this}, fewer prompts at once (--batch) or "
-        "shorter ones"
+        f"{limit} is too small: {other / MIB:.1f} MiB are needed for key-value cache and activations, "
+        f"{sizes.small / MIB:.1f} MiB for norms and position tables, and {least / MIB:.1f} MiB for {what}. Try "
+        f"{try_this}, a smaller --batch or shorter texts"
     )
     return BudgetTooSmall(text, wanted)
 
 
 def memory_budget(given: float | None, device: torch.device) -> float:
-    """Return this rank's budget in bytes: `given` MiB, or a share of the memory that is left.
+    """Return this rank's memory budget in bytes: `given` MiB, or by default a share of the free memory.
 
-    The share is 95% of what the control groups leave or 80% of what is free, of the host or the GPU, divided by the
-    ranks of this node; and at most 60% of what the process's own limit leaves.
+    The share on a GPU is 80% of its free memory. On the host, it is the smaller of 80% of the free memory and 95% of
+    what the control groups leave, divided by the ranks of the node, and at most 60% of what the process limit leaves.
     """
     if given is not None:
         return given * MIB
@@ -157,8 +162,8 @@ def memory_budget(given: float | None, device: torch.device) -> float:
 
 
 def refuse_together(problem: BudgetTooSmall | None) -> None:
-    """Raise BudgetTooSmall on every rank if the budget of any is too small, with the message of the rank that needs
-    most. A collective call."""
+    """Raise BudgetTooSmall on every rank if the budget of one rank is too small, with the message of the rank that
+    needs the most memory. A collective call."""
     if dist.get_world_size() == 1:
         if problem is not None:
             raise problem

@@ -1,13 +1,13 @@
-"""Eviction from the cache of experts while a model generates: the expert whose next use is expected latest goes first.
+"""Eviction policy of the expert cache during generation: evict the expert whose next use is expected last.
 
-The MoE layers of a model run in a known cycle, so the layer that has just run is farthest away; LRU and LFU caches do
-not use that. Use counts decay (SE-MoE, arXiv 2205.10034, algorithm 2), here at several rates, from a short memory to
-one of the whole generation, per pass and per token. Which of them predicts the next pass best depends on model and
-text. So their log-odds are summed with weights that are learned online: logistic regression, a Newton step for each
-layer that runs. The predicted probability p gives the expected time until the next use: L layers per pass, times 1 / p.
+The MoE layers of a model run in a known cycle, so the next use of the layer that has just run is farthest away. LRU and
+LFU caches ignore this. The policy counts uses per pass and per token, and decays earlier counts (SE-MoE, arXiv
+2205.10034, algorithm 2) at several rates. Model and text determine which rate predicts the next pass best, so the
+log-odds of all rates are summed with weights that are learned online: logistic regression with one Newton step per
+executed layer. The predicted probability p gives the expected time until the next use: L / p, for L layers per pass.
 
-A prompt's pass uses nearly all experts: for the layers that it has yet to run, p is the probability that any of its
-tokens chooses the expert; for the layers that it has run, that of a decoding pass.
+The pass of a prompt uses nearly all experts. For layers that this pass has not executed yet, p is the probability that
+any of its tokens chooses the expert. For executed layers, p is the probability of use in a decoding pass.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-# Chosen on recorded and on made-up routing: benchmarks/results/expert_caches.md.
+# Chosen on recorded and synthetic routing: benchmarks/results/expert_caches.md.
 MEMORIES = (0.3, 0.6, 0.9, 0.98)  # decay of earlier counts per pass; one more memory does not decay
 PRIOR_PASSES = 3.0  # passes of even routing, as a prior
-STIFFNESS = 70.0  # of the learned weights: uses that weigh as much as the initial weights
-KEPT_PER_PASS = 0.999  # decay of what the weights have learned, for each layer that runs
-UNLIKE = 0.1  # fraction of a prompt's tokens that choose unlike all before
+STIFFNESS = 70.0  # number of uses that change the learned weights as much as the initial weights count
+KEPT_PER_PASS = 0.999  # decay of the evidence for the learned weights, per executed layer
+UNLIKE = 0.1  # fraction of a prompt's tokens whose choice differs from all earlier tokens
 CYCLES = 2.0  # weight of the time of a layer's last run, relative to the expected wait
-_LEAST = 1e-4  # least probability of use that enters as log-odds
+_LEAST = 1e-4  # probabilities of use are clipped to this before the log-odds
 _NOT_CACHED = -math.inf
 _EXPECTED = -1.0  # earlier than every expected time of use
 
 
 class ExpertUses:
-    """Statistics of the use of all MoE layers' experts, which choose the cached experts to evict. It holds no weights
-    and no sizes: the owner of the slots reports what is cached.
+    """Use statistics of the experts of all MoE layers, which decide which cached experts to evict.
 
-    `layers` are the numbers of the MoE layers in the order in which a pass runs them. In each pass the owner calls, for
-    each layer: `used` when the router has chosen; `expect` for what the next layer will probably use; and for missing
-    experts `victims`, `drop` and `admit`. The owner uses cached experts first, and protects only experts that are not
-    used yet or in flight: a used one is often the best victim. A call takes tens of microseconds, whatever the cache
-    holds.
+    The object stores neither weights nor sizes: the owner of the cache reports which experts are cached. `layers`:
+    numbers of the MoE layers in the order in which a pass runs them. In each pass the owner calls, for each layer:
+    `used` when the router has chosen; `expect` with the experts that the next layer will probably use; and, for missing
+    experts, `victims`, `drop` and `admit`. The owner uses cached experts first, and protects only experts that are in
+    flight or not used yet, because a used expert is often the best victim. A call takes tens of microseconds for any
+    size of the cache.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, top_k: int) -> None:
@@ -59,7 +59,7 @@ class ExpertUses:
         self._curvature = np.eye(kinds) * STIFFNESS
         self._passes = np.zeros(num_layers)
         self._tokens = np.zeros(num_layers)
-        self._last_tokens = np.ones(num_layers)  # tokens of the pass before
+        self._last_tokens = np.ones(num_layers)  # tokens of the previous pass
         self._usual = np.ones(num_layers)  # tokens of a decoding pass
         self._counts_with = np.ones(num_layers)  # tokens of a layer's next pass, as its times assume
         self._clock = 0.0  # layers that have run
@@ -79,7 +79,7 @@ class ExpertUses:
         return int(self._cached_LE.sum())
 
     def used(self, layer: int, counts: Mapping[int, int]) -> None:
-        """Record a layer's routing in this pass: the number of tokens of each chosen expert."""
+        """Record a layer's routing in this pass. counts: number of tokens of each chosen expert."""
         row = self._row[layer]
         num_tokens = max(sum(counts.values()) / self._top_k, 1)
         share_E = np.zeros(self._num)
@@ -88,41 +88,41 @@ class ExpertUses:
         if self._passes[row]:
             self._learn(row, share_E)
         self._count(row, share_E, num_tokens)
-        if self._counts_with[row] != num_tokens:  # a pass of another size than expected, in all layers
+        if self._counts_with[row] != num_tokens:  # this pass has another number of tokens than expected
             for later in range(row + 1, len(self._layers)):
                 self._set_times(later, num_tokens)
         self._ran_at[row] = self._clock
         self._clock += 1
         self._expected.pop(row, None)
-        # A long pass is a prompt's; what follows it is decoding.
+        # A long pass reads a prompt; decoding passes follow.
         self._usual[row] = min(num_tokens, self._last_tokens[row])
         self._set_times(row, self._usual[row])
         self._last_tokens[row] = num_tokens
 
     def admit(self, layer: int, expert: int) -> None:
-        """Record that an expert is in the cache or being loaded into it."""
+        """Record that an expert is in the cache or is being loaded into it."""
         row = self._row[layer]
         self._cached_LE[row, expert] = True
         self._value_LE[row, expert] = value = self._time_LE[row, expert]
         self._latest[row] = max(self._latest[row], value)
 
     def drop(self, layer: int, expert: int) -> None:
-        """Record that an expert is no longer in the cache."""
+        """Record that an expert has been evicted from the cache."""
         row = self._row[layer]
         self._cached_LE[row, expert] = False
         self._value_LE[row, expert] = _NOT_CACHED
         self._latest[row] = self._value_LE[row].max()
 
     def expect(self, layer: int, experts: Iterable[int]) -> None:
-        """Record experts that a layer will probably use when it runs next, cached or not. Until then they are victims
-        only if nothing else is left."""
+        """Record experts that a layer will probably use when it runs next, whether cached or not. Until then, they are
+        evicted only after all others."""
         row = self._row[layer]
         self._expected.setdefault(row, []).extend(experts)
         self._set_times(row, self._counts_with[row])
 
     def victims(self, count: int, protected: Collection[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Return the `count` cached experts whose next use is expected latest, as (layer, expert), latest first; fewer
-        if all others are protected. They stay cached until `drop`."""
+        """Return the `count` cached experts to evict, as (layer, expert), latest expected use first; fewer if all
+        others are protected. Statistics change only when `drop` is called."""
         touched: dict[int, tuple[Floats, float]] = {}
 
         def without(row: int) -> Floats:
@@ -150,7 +150,7 @@ class ExpertUses:
         return found
 
     def _learn(self, row: int, share_E: Floats) -> None:
-        """Move the weights of the memories towards those that would have predicted this pass."""
+        """Update the weights of the decay rates by a Newton step towards those that would have predicted this pass."""
         odds_ME, chance_E = self._odds_LME[row], self._chance_LE[row]
         self._curvature *= KEPT_PER_PASS
         self._curvature += (odds_ME * (chance_E * (1 - chance_E))) @ odds_ME.T
@@ -158,7 +158,7 @@ class ExpertUses:
         self._weights += np.linalg.solve(self._curvature, odds_ME @ (share_E - chance_E))
 
     def _count(self, row: int, share_E: Floats, num_tokens: float) -> None:
-        """Decay the counts of a layer, add this pass, and predict the next one."""
+        """Decay the use counts of a layer, add this pass, and predict the probability of use in the next pass."""
         shares_ME = self._shares_LME[row]
         by_pass = np.maximum(1 / (self._passes[row] + PRIOR_PASSES), self._rates)
         shares_ME[:-1] += by_pass[:, None] * (share_E - shares_ME[:-1])
@@ -170,7 +170,7 @@ class ExpertUses:
         self._chance_LE[row] = 1 / (1 + np.exp(-(self._weights @ odds_ME + self._prior_odds)))
 
     def _set_times(self, row: int, num_tokens: float) -> None:
-        """Set the expected times of next use of a layer's experts, if the next pass has `num_tokens` tokens."""
+        """Set the expected time of the next use of a layer's experts, for a next pass of `num_tokens` tokens."""
         self._counts_with[row] = num_tokens
         chance_E = self._chance_LE[row]
         if num_tokens > self._usual[row]:

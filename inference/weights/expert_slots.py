@@ -1,5 +1,4 @@
-"""Slots for experts in one block of memory: fetched when a router has chosen them, evicted by expected next use, and
-prefetched when a router foretells which will probably be chosen."""
+"""Memory slots for experts: loaded after routing, evicted by expected next use, prefetched by predicted routing."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from memory.completion import Completion, Users
 from memory.copy_stream import PASSES, SAVES
 
 ExpertKey = tuple[int, int]  # layer, expert
-# Loads an expert to a slot's memory once its earlier users are over, at a priority of the host link.
+# Loads an expert into a slot's memory after the memory's earlier uses, at a priority of the host link.
 LoadExpert = Callable[[ExpertKey, torch.Tensor, list[Completion], int], Completion]
 
 
 @dataclass
 class ExpertSlot:
-    """Memory of one expert. `made`: the callable that applies it, from its first use on."""
+    """Memory of one expert. `there`: completion of its load. `made`: callable that applies the expert, if used."""
 
     memory: torch.Tensor
     there: Completion = field(default_factory=Completion.already)
@@ -31,8 +30,8 @@ class ExpertSlot:
 
 @dataclass
 class ExpertCounts:
-    """Numbers of wanted experts that were loaded (hits), in flight (coming) or in the files (misses), of prefetched
-    ones, and of prefetches that were cancelled."""
+    """Counts of chosen experts that were in memory (hits), in flight (coming) or only in the files (misses), of
+    prefetched experts, and of cancelled prefetches."""
 
     hits: int = 0
     coming: int = 0
@@ -42,7 +41,7 @@ class ExpertCounts:
 
 
 class ExpertSlots:
-    """A cache of experts of all layers, one in each slot. `after_use` returns the completion of a use."""
+    """A cache of all layers' experts, one per slot. `after_use` returns the completion of an expert's computation."""
 
     def __init__(
         self,
@@ -64,9 +63,10 @@ class ExpertSlots:
     def take(
         self, layer: int, wanted: Mapping[int, int], make: Callable[[ExpertKey, torch.Tensor], Any]
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the wanted experts, the loaded ones first. When this returns, all that have a slot are being loaded.
+        """Return an iterator of (expert, callable) over the chosen experts, loaded ones first; missing experts that get
+        a slot are already being loaded on return.
 
-        wanted: the number of tokens of each expert.
+        wanted: number of tokens of each expert.
         """
         keys = [(layer, expert) for expert in wanted]
         self._drop_unwanted(layer, set(keys))
@@ -104,7 +104,7 @@ class ExpertSlots:
             order.append(key)
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Prefetch the experts that are not loaded, the surest first, at a lower priority than wanted ones."""
+        """Prefetch experts that are not loaded, the most probable first, at a lower priority than chosen ones."""
         for key in ((layer, expert) for expert in experts):
             if len(self._expected) >= self._most_expected:
                 break
@@ -117,13 +117,13 @@ class ExpertSlots:
         self._uses.expect(layer, [expert for of, expert in self._expected if of == layer])
 
     def stop(self) -> list[Completion]:
-        """Cancel loads that have not started; return all completions that must be over before the memory is freed."""
+        """Cancel loads that have not started; return the completions to wait for before the memory is freed."""
         for each in self._all:
             each.there.cancel()
         return [done for each in self._all for done in each.users.all()]
 
     def _drop_unwanted(self, layer: int, wanted: set[ExpertKey]) -> None:
-        """Cancel prefetches for this layer that are not wanted and have not started; loaded experts stay."""
+        """Cancel prefetches for this layer that were not chosen and have not started."""
         for key in [key for key in self._expected if key[0] == layer]:
             there = self._expected.pop(key)
             if key not in wanted and not there.is_issued and there.cancel():
@@ -137,7 +137,7 @@ class ExpertSlots:
         self._uses.admit(*key)
 
     def _free_slot(self, protected: Collection[ExpertKey] = ()) -> ExpertSlot | None:
-        """Return a free slot, after evicting an expert if need be; None if all are wanted or protected."""
+        """Return a free slot, after evicting an expert if necessary; None if all experts are in use or protected."""
         if not self._free:
             found = self._uses.victims(1, {*self._pinned, *protected})
             if not found:

@@ -1,6 +1,7 @@
-"""Weights from a model's files: loaded once if they fit, else streamed through a ring and slots for experts.
+"""Weights read from a model's files: once if they fit into the memory budget, otherwise streamed through a ring buffer
+and expert slots.
 
-One memory budget covers them, the cache of keys and values, and the computation of a pass.
+One memory budget covers the weights, the key-value cache, and the activations of a pass.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import torch.nn.functional as F
 
 from base import progress
 from base.errors import ConfigError
+from base.units import MIB
 from configs.schema import Config
-from inference.weights.budget import MIB, HeldSizes, StreamPlan, plan_weights
+from inference.weights.budget import HeldSizes, StreamPlan, plan_weights
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.expert_slots import ExpertCounts, ExpertKey, ExpertSlots
 from inference.weights.loader import UnitLoader, WeightFiles
@@ -35,17 +37,17 @@ from parallel.joint_errors import raise_together
 from parallel.topology import Topology
 
 T = TypeVar("T")
-NUM_STEPS = 50  # of the budget, in which the reserve in addition to streamed weights grows
-ADVICE = "Take another copy of the model, or an earlier checkpoint."
+NUM_STEPS = 50  # the memory reserved for caches grows in steps of this fraction of the budget
+ADVICE = "Use another copy of the model, or an earlier checkpoint."
 
 
 @dataclass
 class ReadingCounts:
-    """Bytes and experts that passes used, and where they were read from, since the weights that stay were loaded."""
+    """Counts of passes, tokens, bytes and waiting times since the weights that stay in memory were loaded."""
 
     passes: int = 0
     tokens: int = 0
-    bytes_used: int = 0  # of weights, counted in every pass that used them
+    bytes_used: int = 0  # bytes of weights, counted in every pass that uses them
     bytes_read: int = 0
     seconds_waited: float = 0.0
     expert_seconds_waited: float = 0.0
@@ -54,11 +56,11 @@ class ReadingCounts:
 
     @property
     def share_from_memory(self) -> float:
-        """Fraction of the used bytes that were not read from files."""
+        """Fraction of the used bytes that were already in memory."""
         return 1.0 - min(1.0, self.bytes_read / self.bytes_used) if self.bytes_used else 1.0
 
     def line(self) -> str:
-        """Describe tokens per second, the share of the weights from memory, and the seconds waited."""
+        """Describe tokens per second, the share of the weights from memory, and the seconds waited for files."""
         waited, found = self.seconds_waited + self.expert_seconds_waited, self.experts
         rate = self.tokens / max(time.perf_counter() - self.started, 1e-9)
         shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -71,12 +73,14 @@ class ReadingCounts:
 
 
 class FileWeights(WeightSource):
-    """This rank's weights from files.
+    """This rank's weights, read from a model's files within a memory budget.
 
-    budget: bytes for weights, cache and passes (given: the MiB of --memory-budget, None without the option). They are
-    divided when the first pass reserves what it needs in addition to the weights. Raises ConfigError if a weight cannot
-    be read.
+    budget: bytes for weights, key-value cache and activations. given: the value of --memory-budget in MiB, None without
+    the option. The first `reserve` divides the budget and loads the weights that stay in memory. Raises ConfigError if
+    a weight cannot be read.
     """
+
+    has_budget = True  # without --memory-budget, a share of the free memory
 
     def __init__(
         self,
@@ -103,40 +107,27 @@ class FileWeights(WeightSource):
         self._expert_slots: ExpertSlots | None = None
         self._words: torch.Tensor | None = None
         self._last_logged = 0.0
-        self._small = self.loader.load_now(WeightUnit("small", self.held.small))
+        self.small = self.loader.load_now(WeightUnit("small", self.held.small))
         self.sizes = self._sizes()
         self.loader.stage_bytes = max([self.sizes.expert, *(size for _, size in self.sizes.units)])
         self._bytes_of = dict(self.sizes.units)
 
     @property
-    def small(self) -> Named:
-        """The weights that always stay, by logical name."""
-        return self._small
-
-    @property
-    def has_budget(self) -> bool:
-        """Always: without --memory-budget the memory that is left is the budget."""
-        return True
-
-    @property
     def streams(self) -> bool:
-        """Whether weights are streamed."""
         return self.plan is not None and (self.plan.ring_bytes > 0 or self.streams_experts)
 
     @property
     def streams_experts(self) -> bool:
-        """Whether experts are streamed."""
         return self.plan is not None and self.plan.expert_slots < len(self.held.experts)
 
     def reserve(self, num_bytes: int) -> None:
-        """Divide the budget, again if more than before is reserved in addition to the weights. Raises ConfigError if
-        the budget is too small."""
+        """Divide the budget, anew if more bytes are needed than before. Raises ConfigError if it is too small."""
         if self.plan is not None and num_bytes <= self._other:
             return
         plan = plan_weights(self.sizes, self.budget, num_bytes, self._given)
         self._other = num_bytes
         step = int(self.budget / NUM_STEPS) or 1
-        with contextlib.suppress(ConfigError):  # somewhat more is reserved soon, which would empty all slots
+        with contextlib.suppress(ConfigError):  # reserve more than asked: a later increase would empty all slots
             more = -(-num_bytes // step) * step
             if plan.ring_bytes or plan.expert_slots < self.sizes.num_experts:
                 plan, self._other = plan_weights(self.sizes, self.budget, more, self._given), more
@@ -145,15 +136,14 @@ class FileWeights(WeightSource):
 
     @property
     def batch_headroom(self) -> int:
-        """Bytes that batches may take so that all weights stay; with streamed weights, at most a quarter of the budget
-        and so much that one unit still fits."""
+        """Bytes for caches and activations of the batches that share a pass: all that the weights leave; with streamed
+        weights, at most a quarter of the budget."""
         if not self.streams:
             return int(self.budget) - self.bytes_held
         return int(min(self.budget / 4, self.budget - self.sizes.least))
 
     @contextlib.contextmanager
     def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
-        """Yield what `make` returns for a unit's weights, which stay loaded until the block ends."""
         self.counts.bytes_used += self._bytes_of[key]
         if self._ring is None or not self._ring.holds(key):
             if key not in self._made:
@@ -169,7 +159,7 @@ class FileWeights(WeightSource):
             self._ring.give_back(ring_slot, Completion.so_far(self.device))
 
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield the wanted experts of this rank, the loaded ones first."""
+        """Yield the chosen experts of this rank, those in memory first."""
         units = self.held.experts
         own = {expert: tokens for expert, tokens in wanted.items() if (layer, expert) in units}
         self.counts.bytes_used += len(own) * self.sizes.expert
@@ -178,7 +168,7 @@ class FileWeights(WeightSource):
         return self._expert_slots.take(layer, own, lambda key, memory: make(self._named(units[key], memory)))
 
     def _resident(self, layer: int, wanted: Iterable[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield experts that all stay."""
+        """Yield the chosen experts if all experts stay in memory."""
         for expert in wanted:
             key = expert_unit_key(layer, expert)
             if key not in self._made:
@@ -186,12 +176,11 @@ class FileWeights(WeightSource):
             yield expert, self._made[key]
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Prefetch experts."""
         assert self._expert_slots is not None
         self._expert_slots.expect(layer, [expert for expert in experts if (layer, expert) in self.held.experts])
 
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return rows of the table of tokens; each is read from its file if the table does not stay."""
+        """Return rows of the token embedding; if the table does not stay in memory, read them from its file."""
         if self._words is not None:
             return F.embedding(to_device(tokens, self.device), self._words)
         assert self.held.words is not None
@@ -203,11 +192,10 @@ class FileWeights(WeightSource):
         return F.embedding(to_device(indices, self.device), to_device(table_rows, self.device))
 
     def progress(self) -> str | None:
-        """Describe tokens per second, the share of the weights from memory, and the seconds waited."""
         return self.counts.line() if self.streams else None
 
     def end_pass(self, num_tokens: int) -> None:
-        """Count the pass, and print the counts every LOG_EVERY_SECONDS."""
+        """Count a pass, and print the counts every `LOG_EVERY_SECONDS`."""
         counts, now = self.counts, time.perf_counter()
         counts.passes += 1
         counts.tokens += num_tokens
@@ -217,23 +205,24 @@ class FileWeights(WeightSource):
             self._log(counts.line())
 
     def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError on all ranks, with the file and name of the weight at fault, if an answer is NaN or
-        infinite."""
+        """Raise ConfigError on all ranks if an output is NaN or infinite, with the weight that causes this."""
         if torch.stack([each.sum() for each in answers]).isfinite().all().item():
             return
-        self._ring = self._expert_slots = self._words = None  # their memory is needed, and generation ends
+        self._ring = self._expert_slots = self._words = (
+            None  # free their memory for reading all weights; generation ends
+        )
         self._kept, self._made = {}, {}
         name = self._first_not_finite()
         text = f"has a number that is NaN or infinite in {self.config.training.precision}. {ADVICE}"
         raise_together(None if name is None else f"{self._files.file_of(name)}: tensor {name} {text}")
         raise ConfigError(
-            f"the model's answers are not finite in {self.config.training.precision}, though all of its weights are. "
-            "Its numbers grow beyond what that holds."
+            f"the model's outputs are not finite in {self.config.training.precision}, although all weights are finite: "
+            "activations overflow. Give another --precision."
         )
 
     def _first_not_finite(self) -> str | None:
-        """Return the first weight with NaN or an infinite number in the order of use; reads all of them, a unit at a
-        time. Raises ConfigError if one cannot be read."""
+        """Read all weights again in the order of use, and return the name of the first one with a NaN or infinite
+        number, or None. Raises ConfigError if a weight cannot be read."""
         held = self.held
         words = () if held.words is None else (WeightUnit("words", (held.words,)),)
         for unit in (WeightUnit("small", held.small), *words, *held.units, *held.experts.values()):
@@ -244,7 +233,7 @@ class FileWeights(WeightSource):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of this rank's memory in weights, the ring and the slots."""
+        """Bytes of this rank's memory for weights, the ring buffer and expert slots."""
         plan, sizes = self.plan, dict(self.sizes.units)
         if plan is None:
             return self.sizes.small
@@ -253,15 +242,14 @@ class FileWeights(WeightSource):
         return self.sizes.small + kept + words + plan.ring_bytes + plan.expert_slots * self.sizes.expert
 
     def close(self) -> None:
-        """End the threads and free the memory."""
+        """End the loading threads and free the memory."""
         self._stop()
         self._link.close()  # loads in flight still write to this memory
         self._ring = self._expert_slots = self._words = None
         self._kept, self._made = {}, {}
 
     def _stop(self) -> list[Completion]:
-        """Stop loads to the ring and the slots; return all completions that must be over before their memory is
-        freed."""
+        """Stop loads to ring buffer and expert slots; return completions to wait for before freeing memory."""
         return [done for each in (self._ring, self._expert_slots) if each is not None for done in each.stop()]
 
     def _sizes(self) -> HeldSizes:
@@ -278,7 +266,7 @@ class FileWeights(WeightSource):
 
     @property
     def _head_is_words(self) -> bool:
-        """Whether the blocks of the output layer are the table of tokens."""
+        """Whether the output layer and the token embedding are the same matrix on this rank."""
         return self.config.model.tie_embeddings and bool(self.held.head)
 
     def _apply(self, plan: StreamPlan) -> None:
@@ -294,9 +282,8 @@ class FileWeights(WeightSource):
         self._keep_words(plan)
         self._keep(unit for unit in self.held.units if unit.key in plan.kept)
         cycle = [unit for unit in self.held.units if unit.key not in plan.kept]
-        self.loader.host_copies.expected = (
-            plan.streamed_bytes + self.streams_experts * self.sizes.num_experts * self.sizes.expert
-        )
+        experts = self.sizes.num_experts * self.sizes.expert if self.streams_experts else 0
+        self.loader.host_copies.expected = plan.streamed_bytes + experts
         if cycle:
             self._ring = Ring(
                 self.loader.allocate(plan.ring_bytes),
@@ -314,7 +301,7 @@ class FileWeights(WeightSource):
             self._expert_slots.counts = self.counts.experts
 
     def _keep(self, units: Iterable[WeightUnit]) -> None:
-        """Load the units that stay in memory; while one is read, the memory of the next is allocated."""
+        """Load weights that stay in memory; the memory of the next unit is allocated while the current unit is read."""
         coming = []
         for unit in (unit for unit in units if unit.key not in self._kept):
             memory = self.loader.allocate(self.loader.num_bytes(unit))
@@ -324,8 +311,7 @@ class FileWeights(WeightSource):
             self._kept[unit.key] = self._named(unit, memory)
 
     def _keep_words(self, plan: StreamPlan) -> None:
-        """Load the table of tokens if it stays. With tied embeddings the blocks of the output layer are views of its
-        rows."""
+        """Load the token embedding if it stays; a tied output layer becomes views of its rows."""
         words, head = self.held.words, self.held.head
         if words is None:
             return
@@ -360,7 +346,7 @@ class FileWeights(WeightSource):
         return {self.name_in_unit(name): each for name, each in self.loader.views(unit, memory).items()}
 
     def _describe(self, plan: StreamPlan, is_first: bool) -> str:
-        """Describe in a line how much of the model stays and how much is streamed."""
+        """Return a line that says how many MiB of the model stay in memory and how many are streamed."""
         sizes = self.sizes
         kept = sum(size for key, size in sizes.units if key in plan.kept)
         on_gpu = self.device.type == "cuda"

@@ -1,6 +1,6 @@
-"""The loader of weight units: files to memory of the device, while passes run.
+"""Loader of weights from files to device memory, in the background of the forward passes.
 
-With a GPU, units that are loaded in every pass stay in pinned memory of the host, so that a pass reads no file: SE-MoE
+With a GPU, weights that are loaded in every pass are kept in pinned host memory, so that a pass reads no file: SE-MoE
 (arXiv:2205.10034, section 4) keeps all layers there, and a ring of slots on the device.
 """
 
@@ -26,39 +26,41 @@ from memory.host_link import HostLink
 from models.weight_files.expected import FP32_NAMES
 
 ALIGNMENT = 64  # bytes, of each weight in its unit
-SLOW = 10.0  # seconds of waiting after which the user is told what for
-STAGE_BYTES = 32 * 2**20  # bytes of a table's rows that are loaded at once, if no unit is larger
+SLOW = 10.0  # seconds of waiting before a message names the tensor
+STAGE_BYTES = 32 * 2**20  # bytes of the blocks in which a table is loaded, if no unit is larger
 NUM_STAGES = 2  # buffers of pinned memory between files and a GPU
 HUGE_BYTES = 64 * 2**20  # from this size on, host memory is allocated in large pages
-SEGMENT = 2**30  # bytes; torch rounds pinned memory up to a power of two, so a segment is one and holds several units
+SEGMENT = (
+    2**30
+)  # bytes; torch rounds pinned memory up to a power of two, so a segment is a power of two and holds several units
 
 
 class WeightFiles(Protocol):
-    """A reader of logical weights."""
+    """Protocol of a reader of weights by their logical names."""
 
     def fill(self, name: str, target: torch.Tensor, at: tuple[int, ...] | None = None) -> None:
-        """Fill a host tensor with the box of a weight that begins at `at`."""
+        """Fill a host tensor with the part of a weight that begins at the indices `at`."""
 
     def file_of(self, name: str) -> Path:
-        """Return the (first) file that holds a weight."""
+        """Return the (first) file that contains a weight."""
 
 
 @dataclass
 class HostCopy:
-    """A unit's memory, and the completion of its read."""
+    """Host memory of a unit of weights, and the completion of the read from the files."""
 
     memory: torch.Tensor
     read: Completion | None = None
 
     @property
     def must_be_read(self) -> bool:
-        """Whether no read is in flight or done: none was issued, or it failed, or it was cancelled."""
+        """Whether no read is done or in flight: none was enqueued, or the read failed or was cancelled."""
         return self.read is None or self.read.error is not None
 
 
 class HostCopies:
-    """Units in pinned host memory, added as long as the host has memory, and never evicted: the order of use is a
-    cycle, in which an LRU cache would never hit. `expected`: bytes of all units that may be added."""
+    """Units of weights in pinned host memory, added while the host has free memory and never evicted: units are used in
+    a cycle, in which an LRU cache would never hit. `expected`: bytes of all units that may be added."""
 
     def __init__(self, link: HostLink) -> None:
         self.expected = 0
@@ -69,11 +71,11 @@ class HostCopies:
         self._is_full = False
 
     def find(self, key: str) -> HostCopy | None:
-        """Return the unit's host copy, if it has one."""
+        """Return the copy of a unit of weights in host memory, or None."""
         return self._by_key.get(key)
 
     def add(self, key: str, num_bytes: int) -> HostCopy | None:
-        """Return memory for a unit that has none; None if the host has no memory left."""
+        """Return host memory for a unit of weights without a host copy, or None if no memory is free."""
         if self._left < num_bytes and not self._is_full:
             self._begin_segment(num_bytes)
         if self._left < num_bytes:
@@ -85,7 +87,7 @@ class HostCopies:
 
     @property
     def _left(self) -> int:
-        """Unused bytes of the newest segment."""
+        """Unused bytes of the newest segment of pinned memory."""
         return self._segments[-1].numel() - self._used if self._segments else 0
 
     def _begin_segment(self, least: int) -> None:
@@ -107,30 +109,24 @@ class _StagingBuffer:
     users: Users = field(default_factory=Users)
 
 
-def _cancel_too(before: Completion, read: Completion) -> None:
-    """Cancel the read for a transfer to the device that was cancelled."""
-    if isinstance(before.error, Cancelled):
-        read.cancel()
-
-
 class UnitLoader:
-    """Loads units into memory of the device, as `dtype`."""
+    """Loads units of weights (such as a layer's attention, or an expert) from files into device memory, as `dtype`."""
 
     def __init__(self, files: WeightFiles, link: HostLink, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
         self._files, self._link, self._dtype, self._timeout = files, link, dtype, timeout
         self._stages: list[_StagingBuffer] = []
         self.stage_bytes = 0  # least size of a buffer: the largest unit's, so that no memory is pinned in a pass
         self.host_copies = HostCopies(link)  # used with a GPU
-        self._allocated = Completion.already()  # earlier uses of the allocated memory by the device
+        self._allocated = Completion.already()  # the device's earlier uses of newly allocated memory
         self._reading = ""  # name of the tensor that the reading thread reads
         self.bytes_read = 0
 
     def num_bytes(self, unit: WeightUnit) -> int:
-        """Return the bytes of a unit in memory."""
+        """Return the bytes of a unit of weights in memory, with the padding of each weight."""
         return sum(self._padded(shard) for shard in unit.shards)
 
     def views(self, unit: WeightUnit, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weights of a unit, by logical name, as views of its memory."""
+        """Return the weights of a unit as views of its memory, as a dict from logical name to tensor."""
         found, start = {}, 0
         for shard in unit.shards:
             dtype = self._dtype_of(shard)
@@ -141,9 +137,10 @@ class UnitLoader:
     def load(
         self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int, again: bool = False
     ) -> Completion:
-        """Load a unit into memory that is free once all of `free` is over. Returns the completion of the load.
+        """Enqueue the load of a unit into `memory`, which is free when all completions in `free` are done. Returns the
+        completion of the load.
 
-        again: the unit will be loaded again, so with a GPU the host keeps it if it has memory.
+        again: whether the unit will be loaded again, so that on a GPU machine the host keeps a copy if it has memory.
         """
         size = self.num_bytes(unit)
         if self._link.device.type == "cpu":
@@ -164,7 +161,12 @@ class UnitLoader:
         up = self._link.up.submit(
             lambda: target.copy_(source, non_blocking=True), (read,), size, (self._allocated, *free), priority
         )
-        up.when_issued(lambda: _cancel_too(up, read))
+
+        def cancel_read() -> None:
+            if isinstance(up.error, Cancelled):
+                read.cancel()
+
+        up.when_issued(cancel_read)
         if users is not None:
             users.add(up, size)
         return up
@@ -175,7 +177,7 @@ class UnitLoader:
         return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
 
     def load_now(self, unit: WeightUnit) -> dict[str, torch.Tensor]:
-        """Load a unit into new memory, a table in blocks of its rows, and return its weights by logical name."""
+        """Load a unit of weights into new device memory, a table in blocks of rows; return a dict from logical name."""
         memory = self.allocate(self.num_bytes(unit))
         start = 0
         for block in self._blocks(unit):
@@ -184,7 +186,7 @@ class UnitLoader:
         return self.views(unit, memory)
 
     def _blocks(self, unit: WeightUnit) -> list[WeightUnit]:
-        """Split a unit that is one table into blocks of rows that fit a staging buffer."""
+        """Split a unit that is one table into blocks of rows that fit into a staging buffer."""
         most = max(self.stage_bytes, STAGE_BYTES)
         if len(unit.shards) > 1 or self.num_bytes(unit) <= most:
             return [unit]
@@ -195,7 +197,7 @@ class UnitLoader:
         return [WeightUnit(unit.key, (shard.row_slice(start, min(size, num_rows - start)),)) for start in starts]
 
     def read_rows(self, shard: LocalShard, indices: Sequence[int]) -> torch.Tensor:
-        """Read single rows of a table, `[n, H]` on the host."""
+        """Read single rows of a table from its file, `[n, H]` on the host."""
         with torch.inference_mode(False):
             found = torch.empty(len(indices), *shard.shape[1:], dtype=self._dtype)
         _, first, held = shard.runs[0] if shard.runs else (0, 0, shard.shape[0])
@@ -213,7 +215,7 @@ class UnitLoader:
         return found
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Allocate memory of the device, uint8, that other threads may fill."""
+        """Allocate device memory, uint8, that loading threads may fill."""
         with torch.inference_mode(False):
             if self._link.device.type == "cpu" and num_bytes >= HUGE_BYTES:
                 return _in_huge_pages(num_bytes)
@@ -223,8 +225,8 @@ class UnitLoader:
         return memory
 
     def wait(self, unit: WeightUnit, there: Completion) -> float:
-        """Order the device's next work behind the load of a unit, and return the seconds that the host waited. Raises
-        ConfigError if the read failed or took too long."""
+        """Make the device's next operations wait for the load of a unit, and return the seconds that the host waited.
+        Raises ConfigError if the read failed or timed out."""
         begin = time.perf_counter()
         try:
             there.order(min(SLOW, self._timeout))
@@ -235,14 +237,16 @@ class UnitLoader:
             try:
                 there.order(self._timeout)
             except TimeoutError as error:
-                raise ConfigError(f"{tensor} was not read within {self._timeout:g} s. Look at its disk") from error
+                raise ConfigError(
+                    f"{tensor} was not read within {self._timeout:g} s. Check the disk of this file."
+                ) from error
         if there.error is not None:
             raise there.error
         return time.perf_counter() - begin
 
     def _stage(self, size: int) -> _StagingBuffer:
         if not self._stages or self._stages[0].memory.numel() < size:
-            for stage in self._stages:  # its reads and transfers go on
+            for stage in self._stages:  # wait for its reads and transfers
                 for done in stage.users.all():
                     done.wait(self._timeout)
             self._stages = []
@@ -253,7 +257,8 @@ class UnitLoader:
         memory = self._link.take(num_bytes, "weights on their way")
         if memory is None:
             raise ConfigError(
-                f"the host has no {num_bytes / 2**20:.0f} MiB of memory for weights on their way to the GPU. Free some"
+                f"the host needs {num_bytes / 2**20:.0f} MiB of free memory for buffers between files and GPU. "
+                "End other processes."
             )
         return memory
 
@@ -279,8 +284,7 @@ class UnitLoader:
 
 
 def _in_huge_pages(num_bytes: int) -> torch.Tensor:
-    """Allocate host memory, uint8, in pages of 2 MiB if the kernel has them: in small pages the first use of 17 GB of
-    slots costs a quarter of a minute."""
+    """Allocate host memory, uint8, in 2 MiB pages if possible: small pages cost 15 s for 17 GB at first use."""
     memory = mmap.mmap(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

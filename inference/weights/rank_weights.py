@@ -1,7 +1,7 @@
-"""A rank's shards of a model's logical weights, from the blueprint alone.
+"""A rank's shards of a model's logical weights, derived from the blueprint (the model's structure as data) alone.
 
-They are grouped in units that are used one after the other: an attention, a feed-forward block, a block of the output
-layer's rows, an expert.
+Weights that are used together form a unit: an attention, a feed-forward block, a block of the output layer's rows, or
+an expert.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from parallel.topology import Topology
 ATTENTION, FEED_FORWARD, HEAD = "attention", "feed_forward", "head"
 WORDS = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
-HEAD_BYTES = 32 * 2**20  # of a block of the output layer's rows, where no layer's unit is larger
+HEAD_BYTES = 32 * 2**20  # size of a block of the output layer's rows, if no layer's unit is larger
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a logical weight: its shape, and the indices of the split dimension that it holds, as
-    `local_runs` gives them."""
+    """This rank's shard of a logical weight: its shape, the dimension in which the weight is split, and the indices of
+    that dimension on this rank, as runs of `local_runs`."""
 
     name: str
     shape: tuple[int, ...]
     dim: int = 0
     runs: tuple[tuple[int, int, int], ...] = ()  # empty: all of it
-    first_row: int = 0  # of a block of rows: its first row in this rank's shard
+    first_row: int = 0  # for a block of rows: its first row in this rank's shard
 
     @property
     def numel(self) -> int:
@@ -49,7 +49,7 @@ class LocalShard:
         return math.prod(self.shape)
 
     def row_slice(self, start: int, count: int) -> LocalShard:
-        """Return `count` rows from row `start` on. The weight is whole, or split by rows in one run."""
+        """Return `count` rows from row `start` on of a shard that is unsplit, or split by rows in one run."""
         runs = self.runs or ((0, 0, self.shape[0]),)
         (here, there, length), *others = runs
         assert self.dim == 0 and not others and here == 0, self
@@ -59,23 +59,24 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class WeightUnit:
-    """Weights that are used, loaded and dropped together."""
+    """Weights that are used, loaded and evicted together, such as a layer's attention or an expert."""
 
     key: str
     shards: tuple[LocalShard, ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
+        """Number of elements of all weights of this unit."""
         return sum(shard.numel for shard in self.shards)
 
 
 @dataclass(frozen=True)
 class RankWeights:
-    """All weights that a rank holds.
+    """All weights of a rank, grouped by how inference loads them.
 
-    small: weights that always stay: vectors, routers, tables of positions and token types. units: matrices, in the
-    order of use. experts: by (layer, expert), all of one size. words: the table of tokens, if this rank reads it.
+    small: weights that always stay in memory: vectors, routers, tables of positions and token types. units: matrices,
+    in the order of use. experts: from (layer, expert), all of one size. words: the token embedding, if this rank uses
+    it as input.
     """
 
     small: tuple[LocalShard, ...]
@@ -86,27 +87,24 @@ class RankWeights:
 
     @property
     def head(self) -> list[WeightUnit]:
-        """Blocks of the output layer's rows, in order."""
+        """Units of the output layer, in the order of their rows."""
         return [unit for unit in self.units if unit.key.startswith(HEAD)]
 
 
 def layer_key(layer: int, kind: str) -> str:
-    """Return the key of the unit of a layer's attention or feed-forward block."""
+    """Return the key of the weights of a layer's attention or feed-forward block."""
     return f"layers.{layer}.{kind}"
 
 
 def expert_unit_key(layer: int, expert: int) -> str:
-    """Return the key of an expert's unit."""
+    """Return the key of an expert's weights."""
     return f"layers.{layer}.experts.{expert}"
 
 
 def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: int) -> RankWeights:
-    """Return the weights that this rank holds, in elements of `itemsize` bytes."""
-    ranks = {
-        TENSOR: topology.tensor.rank,
-        EXPERT: topology.expert.rank,
-        EXPERT_TENSOR: topology.expert_tensor.rank,
-    }
+    """Return this rank's weights, grouped in units. itemsize: bytes per element, for the output layer's blocks."""
+    axes = {TENSOR: topology.tensor, EXPERT: topology.expert, EXPERT_TENSOR: topology.expert_tensor}
+    ranks = {name: axis.rank for name, axis in axes.items()}
     sizes, prefix = axis_sizes(config), f"{transformer_name(config)}.layers."
     small, experts, found = list[LocalShard](), dict[tuple[int, int], list[LocalShard]](), dict[str, list[LocalShard]]()
     table: LocalShard | None = None
@@ -135,7 +133,7 @@ def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: 
             elif len(local.shape) < 2 or name.startswith("embedding.") or rest.startswith("mlp.router."):
                 small.append(local)
             elif not layer:
-                small.append(local)  # of BERT's head
+                small.append(local)  # BERT's head
             else:
                 kind = ATTENTION if rest.startswith("self_attention.") else FEED_FORWARD
                 found.setdefault(layer_key(int(layer), kind), []).append(local)
@@ -175,8 +173,8 @@ def _local_shard(name: str, weight: Weight, sizes: dict[str, int], ranks: dict[s
 
 
 def _head_blocks(matrix: LocalShard, most: int) -> Iterator[WeightUnit]:
-    """Yield the output layer in blocks of at most `most` elements, which pass through the ring like layers. The blocks,
-    and so the bits of the logits, depend on the model and its layout alone."""
+    """Yield the output layer in blocks of at most `most` elements. The blocks, and so the bits of the logits, depend
+    only on model and layout."""
     num_rows, width = matrix.shape
     count = max(1, -(-num_rows * width // most))
     size = -(-num_rows // count)

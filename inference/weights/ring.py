@@ -1,5 +1,5 @@
-"""A ring of slots in one block of memory: units are loaded in the order of use, each behind the last one, while earlier
-units are used. SE-MoE (arXiv:2205.10034, section 4) keeps K layers so."""
+"""A ring buffer of weights in one block of memory: units are loaded ahead, in the order of use, while earlier units are
+used. SE-MoE (arXiv:2205.10034, section 4) holds K layers in this way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from inference.weights.rank_weights import WeightUnit
 from memory.completion import Completion
 
-# Loads a unit to a slot of the ring once all completions of its earlier users are over.
+# Loads a unit into a slot of the ring buffer after the completions of the memory's earlier uses.
 Load = Callable[[WeightUnit, torch.Tensor, list[Completion]], Completion]
 
 
 @dataclass
 class RingSlot:
-    """A byte range of the ring and the unit that is loaded into it; `there` is over when the unit is loaded."""
+    """A byte range of the ring buffer and the unit of weights in it. `there`: completion of the unit's load."""
 
     unit: WeightUnit
     start: int
@@ -28,7 +28,7 @@ class RingSlot:
 
 
 class Ring:
-    """The ring's memory and its slots in use. `cycle`: the units in the order in which every pass uses them."""
+    """A ring buffer that loads units of weights ahead. `cycle`: all its units, in the order of use in a pass."""
 
     def __init__(
         self, memory: torch.Tensor, cycle: Sequence[WeightUnit], num_bytes: Callable[[WeightUnit], int], load: Load
@@ -41,12 +41,12 @@ class Ring:
         self._before: list[tuple[int, int, Completion]] = []  # earlier byte ranges, and when their use ends
 
     def holds(self, key: str) -> bool:
-        """Whether the unit streams through this ring."""
+        """Return whether the weights with this key are streamed through the ring buffer."""
         return key in self._index
 
     def take(self, key: str) -> RingSlot:
-        """Return the slot of the unit that is used next; the caller waits until it is loaded."""
-        while self._live and self._live[0].unit.key != key:  # a pass that was broken off
+        """Return the slot with the weights that are used next. The caller waits until they are loaded."""
+        while self._live and self._live[0].unit.key != key:  # an earlier pass was interrupted
             unused = self._live.popleft()
             unused.there.cancel()
             self._before.append((unused.start, unused.end, unused.there))
@@ -56,20 +56,20 @@ class Ring:
         return self._live[0]
 
     def give_back(self, ring_slot: RingSlot, after: Completion) -> None:
-        """Free a slot, whose use ends when `after` is over, and load the next units."""
+        """Free a slot, whose memory is in use until `after` is done, and load the next units."""
         assert self._live[0] is ring_slot, ring_slot.unit.key
         self._live.popleft()
         self._before.append((ring_slot.start, ring_slot.end, after))
         self._load_ahead()
 
     def stop(self) -> list[Completion]:
-        """Cancel loads that have not started; return all completions that must be over before the memory is freed."""
+        """Cancel loads that have not started; return the completions to wait for before the memory is freed."""
         for each in self._live:
             each.there.cancel()
         return [*(done for _, _, done in self._before), *(each.there for each in self._live)]
 
     def _load_ahead(self) -> None:
-        """Load units as long as their bytes are free behind the newest slot."""
+        """Enqueue loads of the next weights while the bytes after the newest slot are free."""
         while len(self._live) < len(self._cycle):
             unit = self._cycle[self._next]
             size = self._num_bytes(unit)
@@ -80,7 +80,7 @@ class Ring:
             if any(each.start < end and start < each.end for each in self._live):
                 return
             free = [done for low, high, done in self._before if low < end and start < high]
-            # The next unit in these bytes waits for this one alone.
+            # Later units in these bytes wait only for the use of this unit.
             self._before = [
                 (first, last, done)
                 for low, high, done in self._before

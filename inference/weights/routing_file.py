@@ -1,15 +1,16 @@
-"""A file of recorded routing: which experts each token chose, in each MoE layer, while a model generated.
+"""A file of recorded routing: the experts that each token chose, in each MoE layer, while a model generated text.
 
 The first line is a header: `{"format": "mixtrain routing 1", "model": NAME, "num_experts": E, "top_k": K, "layers":
-[numbers of the MoE layers, in the order in which they run], "num_tokens": null}`; the number of tokens is not known
-at the start. One line for each layer of each pass follows (a pass is the forward of a prefill, or of one more token for
-every prompt):
+[numbers of the MoE layers, in the order in which they run], "num_tokens": null}`. The number of tokens is null, because
+it is unknown at the start. Then follows one line for each layer of each pass. A pass is the forward pass of the
+prompts, or of one more token for every prompt:
 
 `{"pass": 7, "layer": 2, "tokens": [[0, 31], [1, 18]], "experts": [[3, 9], [9, 4]]}`
 
-A token is the index of a prompt and the position in it; `experts` has its experts, in the router's order. Passes count
-up, and each has all layers in the header's order. The lines of a pass are written together, so the file of a killed run
-ends with a whole pass, or with a cut line that the reader drops. A file may be compressed with gzip.
+A token is given by the index of its prompt and its position in the text; `experts` has the token's experts, in the
+router's order. Pass numbers increase, and each pass has all layers in the header's order. The lines of a pass are
+written together, so the file of a killed run ends with a complete pass, or with an incomplete line, which the reader
+ignores. A file may be compressed with gzip.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from base.errors import ConfigError
@@ -36,7 +36,7 @@ _KEYS = ("pass", "layer", "tokens", "experts")
 
 @dataclass(frozen=True)
 class RoutingHeader:
-    """The model of a recording. `layers`: the numbers of the MoE layers, in the order in which a pass runs them."""
+    """The model of a recording. `layers`: numbers of the MoE layers, in the order in which a pass runs them."""
 
     model: str
     num_experts: int
@@ -46,7 +46,7 @@ class RoutingHeader:
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """One MoE layer in one pass: tokens as (prompt, position), and the experts that each of them chose."""
+    """The routing of one MoE layer in one pass: tokens as (prompt, position), and the experts that each token chose."""
 
     pass_number: int
     layer: int
@@ -55,7 +55,7 @@ class RoutedLayer:
 
     @cached_property
     def counts(self) -> dict[int, int]:
-        """Number of tokens of each expert that at least one token chose, sorted by expert."""
+        """Number of tokens of each chosen expert, as a dict sorted by expert."""
         found: dict[int, int] = {}
         for choice in self.experts:
             for expert in choice:
@@ -65,14 +65,14 @@ class RoutedLayer:
 
 @dataclass(frozen=True)
 class Recording:
-    """The recorded layers of a generation, in the order in which they ran."""
+    """The recorded routing of a generation: the layers of all passes, in the order in which they ran."""
 
     header: RoutingHeader
     visits: list[RoutedLayer] = field(default_factory=list)
 
 
 class RoutingWriter:
-    """Writes a recording pass by pass; a context manager, whose exit writes the last pass.
+    """Context manager that writes recorded routing pass by pass, and on exit the last pass.
 
     Raises ConfigError if the file exists or cannot be created. A later disk error is printed on standard error, and
     ends only the recording.
@@ -84,33 +84,23 @@ class RoutingWriter:
         try:
             self._file: io.FileIO | None = io.FileIO(path, "x")
         except FileExistsError:
-            raise ConfigError(f"{FLAG} ({path}) must be a new file: there is one of that name.") from None
+            raise ConfigError(f"{FLAG} ({path}) must be a new file, but this file exists. Give another name.") from None
         except OSError as error:
-            raise ConfigError(f"{FLAG} ({path}) cannot be made: {error.strerror}.") from None
-        fields = {
-            "format": FORMAT,
-            "model": header.model,
-            "num_experts": header.num_experts,
-            "top_k": header.top_k,
-            "layers": list(header.layers),
-            "num_tokens": None,
-        }
-        self._lines.append(json.dumps(fields))
+            raise ConfigError(f"{FLAG} ({path}) cannot be created: {error.strerror}.") from None
+        self._lines.append(json.dumps({"format": FORMAT, **vars(header), "num_tokens": None}))
         self._flush()
 
     def __enter__(self) -> RoutingWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def write(
         self, pass_number: int, layer: int, tokens: Iterable[Sequence[int]], experts: Iterable[Sequence[int]]
     ) -> None:
-        """Add the choice of one layer in one pass: the (prompt, position) of each token, and the experts that it chose.
-        A new pass writes the one before to the file."""
+        """Add the routing of one layer in one pass: (prompt, position) and experts of each token. The first line of a
+        new pass writes the previous pass to the file."""
         if pass_number != self._pass:
             assert pass_number > self._pass, "passes count up"
             self._flush()
@@ -121,7 +111,7 @@ class RoutingWriter:
         self._lines.append(json.dumps(line, separators=(",", ":")))
 
     def close(self) -> None:
-        """Write the last pass and close the file; a second call does nothing."""
+        """Write the last pass and close the file. A second call does nothing."""
         self._flush()
         if self._file is not None:
             self._file.close()
@@ -143,15 +133,15 @@ class RoutingWriter:
 
 
 def read_routing(path: Path, log: Callable[[str], None] | None = None) -> Recording:
-    """Read a recording, also from a compressed file.
+    """Read recorded routing from a file, which may be compressed.
 
-    A cut last line and an incomplete last pass are dropped, and passed to `log` as a message (None: standard error).
-    Raises ConfigError, naming file and line, for anything else that is not a recording.
+    An incomplete last line and an incomplete last pass are ignored, with a message to `log` (None: standard error).
+    Raises ConfigError, with file and line, for anything else that is not recorded routing.
     """
     log = log or (lambda text: print(text, file=sys.stderr, flush=True))
     data, is_cut = _content(path)
     lines = data.split(b"\n")
-    rest = lines.pop()  # after the last line end: nothing, or a line that was cut or not ended
+    rest = lines.pop()  # after the last line end: empty, or a line without its end
     if rest and lines and not _is_json(rest):
         is_cut = True
     elif rest:
@@ -163,17 +153,17 @@ def read_routing(path: Path, log: Callable[[str], None] | None = None) -> Record
     for number, line in enumerate(lines[1:], start=2):
         visits.append(_visit(f"{path}:{number}", line, header, visits[-1] if visits else None))
     if is_cut:
-        log(f"note: {path}:{len(lines) + 1} is cut and was dropped: its writer was killed")
+        log(f"note: {path}:{len(lines) + 1} is an incomplete line and was ignored; its writer was killed")
     while visits and visits[-1].layer != header.layers[-1]:
         is_whole_pass_before = visits[-1].layer == header.layers[0]
         dropped = visits.pop()
         if is_whole_pass_before:
-            log(f"note: {path}: pass {dropped.pass_number} at the end lacks layers and was dropped")
+            log(f"note: {path}: the last pass ({dropped.pass_number}) lacks layers and was ignored")
     return Recording(header, visits)
 
 
 def _content(path: Path) -> tuple[bytes, bool]:
-    """Return the bytes of a file, decompressed if it is gzip, and whether compressed data end too early."""
+    """Return the decompressed bytes of a file, and whether compressed data end too early."""
     data = path.read_bytes()
     if not data.startswith(_GZIP):
         return data, False
@@ -216,38 +206,42 @@ def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer |
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{where} is damaged: it is no JSON.") from None
+        raise ConfigError(f"{where} is damaged: it must be JSON.") from None
     if not isinstance(fields, dict) or not all(name in fields for name in _KEYS):
         raise ConfigError(f"{where} is damaged: it must be an object with {', '.join(_KEYS)}.")
     number, layer, tokens, experts = (fields[name] for name in _KEYS)
     for name, value in (("pass", number), ("layer", layer)):
         if not _is_count(value):
-            raise ConfigError(f"{where} has {name} {value!r}: it must be a whole number from 0 on.")
+            raise ConfigError(f"{where} has {name} {value!r}: it must be an integer of at least 0.")
     _check_order(where, number, layer, header, before)
     if not (_is_table(tokens) and _is_table(experts) and len(tokens) == len(experts) > 0):
-        raise ConfigError(f"{where}: tokens and experts must be as many lists of whole numbers, at least one.")
+        raise ConfigError(
+            f"{where}: tokens and experts must be lists of integer lists, of the same length, at least 1."
+        )
     if wrong := [token for token in tokens if len(token) != 2]:
-        raise ConfigError(f"{where} has token {wrong[0]}: it must be a row and a position.")
+        raise ConfigError(f"{where} has token {wrong[0]}: it must be a prompt and a position.")
     for choice in experts:
         if len(choice) != header.top_k or len(set(choice)) != len(choice):
             raise ConfigError(f"{where} has the choice {choice}: it must be {header.top_k} different experts.")
         if max(choice) >= header.num_experts:
-            raise ConfigError(f"{where} has expert {max(choice)}: the header says {header.num_experts} experts.")
+            raise ConfigError(
+                f"{where} has expert {max(choice)}, but the header declares {header.num_experts} experts."
+            )
     return RoutedLayer(number, layer, tuple((row, at) for row, at in tokens), tuple(map(tuple, experts)))
 
 
 def _check_order(where: str, number: int, layer: int, header: RoutingHeader, before: RoutedLayer | None) -> None:
-    """Raise ConfigError if this layer does not follow the one before."""
+    """Raise ConfigError if a line with this layer and pass cannot follow the previous line."""
     if before is None or before.layer == header.layers[-1]:
         follows, first = header.layers[0], (0 if before is None else before.pass_number + 1)
         right = layer == follows and number >= first
-        rule = f"layer {follows} of a pass from {first} on"
+        rule = f"layer {follows} of pass {first} or later"
     else:
         follows = header.layers[header.layers.index(before.layer) + 1]
         right = layer == follows and number == before.pass_number
         rule = f"layer {follows} of pass {before.pass_number}"
     if not right:
-        raise ConfigError(f"{where} has layer {layer} of pass {number}: what comes here is {rule}.")
+        raise ConfigError(f"{where} has layer {layer} of pass {number}: the next line must be {rule}.")
 
 
 def _is_count(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The decoder's view of its weights, unit by unit (`WeightSource`), and a source that reads a model in training."""
+"""The interface from which the decoder gets its weights (`WeightSource`), implemented for a model in training."""
 
 from __future__ import annotations
 
@@ -34,21 +34,24 @@ T = TypeVar("T")
 
 
 class RoutingRecord(Protocol):
-    """A receiver of the experts that tokens chose."""
+    """Protocol of an object that receives the experts that tokens chose."""
 
     def begin_pass(self) -> None:
-        """Begin a pass: `add` is called for each MoE layer next."""
+        """Begin a forward pass: calls of `add` for its MoE layers follow."""
 
     def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
         """Record the experts of each token (prompt, position) in one layer."""
 
 
 class WeightSource(ABC):
-    """This rank's weights, unit by unit. Names are given without the prefix of their layer or expert.
+    """This rank's weights in units (such as a layer's attention, or an expert). Names lack the prefix of their layer or
+    expert.
 
-    `make` turns a unit's weights into a callable that applies them; it is called again whenever they have been loaded
-    to other memory.
+    `make` turns the weights of a unit into a callable that applies them. It is called again whenever the weights have
+    been loaded to other memory.
     """
+
+    has_budget = False  # whether the memory for weights is limited
 
     def __init__(self, config: Config, topology: Topology, vocab_size: int, dtype: torch.dtype) -> None:
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
@@ -57,67 +60,59 @@ class WeightSource(ABC):
         self.units = {unit.key: unit for unit in self.held.units}
         self._prefix = f"{transformer_name(config)}.layers."
         self.record: RoutingRecord | None = None  # receives the experts that tokens choose
+        self.small: Named = {}  # norms, biases, routers and position tables, by logical name; always in memory
 
     @property
     def streams(self) -> bool:
-        """Whether weights are streamed, so that several batches should share a pass."""
+        """Whether weights are read from files in every pass, so that several batches should share a pass."""
         return False
 
     @property
     def streams_experts(self) -> bool:
-        """Whether experts are streamed, so that announcing the expected ones pays."""
+        """Whether experts are loaded on demand, so that prefetching them saves time."""
         return False
 
-    @property
-    @abstractmethod
-    def small(self) -> Named:
-        """The weights that always stay, by logical name."""
-
     def small_of(self, layer: int) -> Named:
-        """Return the weights of a layer that always stay."""
+        """Return the small weights of a layer (norms, biases, router), which always stay in memory."""
         prefix = f"{self._prefix}{layer}."
         return {name.removeprefix(prefix): each for name, each in self.small.items() if name.startswith(prefix)}
 
     @abstractmethod
     def use(self, key: str, make: Callable[[Named], T]) -> AbstractContextManager[T]:
-        """Yield what `make` returns for a unit's weights, which stay loaded until the block ends. Units are used in
-        order."""
+        """Return a context manager that yields `make(weights)` for weights used together; they stay loaded until it
+        exits. Units must be used in their fixed order."""
 
     @abstractmethod
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield each wanted expert of this rank once, as they are loaded. One stays loaded until the next is asked for.
+        """Yield each chosen expert of this rank once, in the order in which they are loaded. An expert stays loaded
+        until the next one is requested.
 
-        wanted: the number of tokens that chose each expert.
+        wanted: number of tokens that chose each expert.
         """
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Prefetch experts that will probably be wanted soon, the surest first."""
+        """Prefetch experts that will probably be chosen soon, the most probable first."""
         return
 
     @abstractmethod
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return rows of this rank's table of tokens, `[n, H]`, for int64 indices `[n]` on the host or the device."""
+        """Return rows of this rank's token embedding, `[n, H]`, for int64 indices `[n]` on the host or the device."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve memory in addition to the weights, for keys and values and a pass's computation."""
+        """Reserve bytes for caches and activations, in addition to the weights."""
         return
 
     def end_pass(self, num_tokens: int) -> None:
-        """Count a pass, which used all units and generated or read `num_tokens` tokens."""
+        """Count a forward pass that used all units and read or generated `num_tokens` tokens."""
         return
 
     def progress(self) -> str | None:
-        """Describe the streaming of weights so far in a line; None if all stay."""
+        """Return a line about the streaming of weights so far; None if all weights stay in memory."""
         return None
 
     @property
-    def has_budget(self) -> bool:
-        """Whether the memory for weights is limited."""
-        return False
-
-    @property
     def batch_headroom(self) -> int:
-        """Bytes that batches which share a pass may take in addition to the weights."""
+        """Bytes for caches and activations of the batches that share a pass."""
         return 0
 
     def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
@@ -125,7 +120,7 @@ class WeightSource(ABC):
         return
 
     def close(self) -> None:
-        """Release the weights."""
+        """Release the memory of the weights."""
         return
 
     def name_in_unit(self, name: str) -> str:
@@ -138,37 +133,30 @@ class WeightSource(ABC):
 
 
 class TensorWeights(WeightSource):
-    """Weights in tensors: this rank's shards by logical name. They are used in place, so that later changes count."""
+    """Weights in the tensors of a model, as a dict of this rank's shards from logical name. They are used in place, so
+    later changes take effect."""
 
     def __init__(self, weights: Named, config: Config, topology: Topology, vocab_size: int) -> None:
         super().__init__(config, topology, vocab_size, next(iter(weights.values())).dtype)
         self._weights = weights
         self.held = replace(self.held, experts=self._own_experts())
-        self._small = {shard.name: self._tensor(shard) for shard in self.held.small}
+        self.small = {shard.name: self._tensor(shard) for shard in self.held.small}
         self._made: dict[str, object] = {}
-
-    @property
-    def small(self) -> Named:
-        """The weights that always stay, by logical name."""
-        return self._small
 
     @contextmanager
     def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
-        """Yield what `make` returns for a unit's weights."""
         yield self._module(self.units[key], make)
 
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield the wanted experts of this rank."""
         for expert in wanted:
             if (layer, expert) in self.held.experts:
                 yield expert, self._module(self.held.experts[layer, expert], make)
 
     def word_rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return rows of the table of tokens."""
         return F.embedding(to_device(tokens, self.device), self._weights[WORDS])
 
     def _own_experts(self) -> dict[tuple[int, int], WeightUnit]:
-        """Return the experts whose primaries are here now: they may have migrated."""
+        """Return the experts whose primaries (the owned parameters) are on this rank now; experts may have migrated."""
         found: dict[tuple[int, int], list[LocalShard]] = {}
         for name, tensor in self._weights.items():
             layer, _, rest = name.removeprefix(self._prefix).partition(".")
@@ -190,8 +178,8 @@ class TensorWeights(WeightSource):
 
 
 class SlotWeights(TensorWeights):
-    """Weights of a model in training whose experts are offloaded: they are fetched to the training's slots, a layer at
-    a time. Every rank asks for every layer, because several may hold a shard of each."""
+    """Weights of a model in training with offloaded experts, which are transferred to the training's device buffers one
+    layer at a time. Every rank transfers every layer, because several ranks may store shards of it."""
 
     def __init__(
         self,
@@ -208,7 +196,6 @@ class SlotWeights(TensorWeights):
                 layer.expert_compute.streamed.forget()
 
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield the wanted experts of this rank."""
         module = self._layers[layer]
         streamed = module.expert_compute.streamed
         assert streamed is not None

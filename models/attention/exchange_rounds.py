@@ -1,18 +1,18 @@
-"""Exchange schedule of context parallelism: the slices that a rank computes over its own rows, then rounds over rows of
-other ranks.
+"""Exchange schedule of context parallelism: the attention slices that a rank computes with its own keys, and the rounds
+in which it receives other ranks' keys.
 
-A rank holds the rows of a micro-batch that sequence_sharding.py assigns to it. It receives only the key rows that some
-of its queries attend to: in each round from the owners at certain distances before it, so that each rank sends to as
-many ranks as it receives from. Rounds are short, so that their rows arrive while earlier ones compute. The schedule is
-made on the host by numpy, alike on all ranks, from the starts of documents. Rows are counted through the micro-batch,
-or through a rank's own rows in their order. A cp_rank may be a group of ranks that exchange heads (see
-sequence_sharding.py).
+A slice is a run of query rows with a run of key rows (mask_slices.py). A rank holds the rows of a micro-batch that
+sequence_sharding.py assigns to it, and receives only the key rows that some of its queries attend to. In each round it
+receives from the ranks at certain distances before it, so that each rank sends to as many ranks as it receives from.
+Rounds are short, so that the rows of the next round arrive while the current one computes. Every rank makes the same
+schedule on the host with numpy, from the starts of documents. Rows are numbered through the micro-batch, or through a
+rank's own rows in their order. A cp_rank may be a group of ranks that exchange heads (see sequence_sharding.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,24 +27,25 @@ ROUNDS, ROUND_ROWS = 8, 1024
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Consecutive segments of documents, int64 `[segments]`: rows of each, and the number of keys, from its first row
-    on, that each of its rows attends to; None: each row attends to itself and the rows before it."""
+    """Consecutive segments of packed documents, int64 `[segments]`: the number of rows of each, and the number of its
+    first rows that all its rows attend to (None: causal attention)."""
 
     lengths: np.ndarray
     keys: np.ndarray | None = None
 
     @property
     def first(self) -> np.ndarray:
-        """The first row of each segment."""
+        """The index of each segment's first row in the micro-batch, int64 `[segments]`."""
         return np.cumsum(self.lengths) - self.lengths
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeRound:
-    """One round of a rank: the rows it exchanges and the slices it computes with them.
+    """One round of the key exchange on one rank: the rows that it sends and receives, and the slices it computes with
+    them.
 
-    slices: its query rows over `num_keys` rows that arrive, in the order of their owners. sends: the rank's own rows
-    that each other rank receives, by rank. receives: the number of rows received, by rank.
+    `slices`: its query rows over the `num_keys` received key rows, in order of sending rank. `sends`: dict from
+    receiving rank to indices of this rank's rows. `receives`: dict from sending rank to number of rows.
     """
 
     slices: Slices
@@ -54,7 +55,7 @@ class ExchangeRound:
 
 
 class _Spans(NamedTuple):
-    """Rows [begin, end) of a segment on one rank, int64 `[spans]` each, in the order of the rows; `own`: the index of
+    """Rows [begin, end) of a segment on one rank, int64 `[spans]` per column, sorted by row. `own` is the index of
     `begin` among the rank's rows."""
 
     segment: np.ndarray
@@ -63,16 +64,12 @@ class _Spans(NamedTuple):
     end: np.ndarray
     own: np.ndarray
 
-    def only(self, chosen: np.ndarray) -> _Spans:
-        """Return the spans that a mask or indices select."""
-        return _Spans(*(column[chosen] for column in self))
-
 
 class _Transfers(NamedTuple):
-    """Rows [begin, end) that a rank receives from an owner, int64 `[transfers]` each.
+    """Rows [begin, end) that `cp_rank` receives from `owner`, int64 `[transfers]` per column.
 
-    own: the index of `begin` among the owner's rows. chunk: all rows from this owner to this rank are numbered in
-    chunks of a round's rows.
+    own: the index of `begin` among the owner's rows. chunk: the rows from one owner to one rank are divided into chunks
+    of at most a round's rows, and this is the number of the chunk.
     """
 
     cp_rank: np.ndarray
@@ -84,16 +81,13 @@ class _Transfers(NamedTuple):
 
     @property
     def num_rows(self) -> np.ndarray:
-        """The number of rows of each transfer."""
+        """The number of rows in each transfer, int64 `[transfers]`."""
         return self.end - self.begin
-
-    def only(self, chosen: np.ndarray) -> _Transfers:
-        """Return the transfers that a mask or indices select."""
-        return _Transfers(*(column[chosen] for column in self))
 
 
 class _Keys(NamedTuple):
-    """Key rows [begin, end) that a rank has in a round, stored from `buffer` on: int64 `[runs]`, in row order."""
+    """Key rows [begin, end) that a rank has in round `number`, int64 `[runs]` per column, sorted by row. `buffer` is
+    the index of `begin` among the rank's own rows or in the round's receive buffer."""
 
     number: np.ndarray
     begin: np.ndarray
@@ -102,8 +96,8 @@ class _Keys(NamedTuple):
 
 
 class _Squares(NamedTuple):
-    """Pairs of query and key rows of spans, int64 `[squares]` each: kind, first query row among the rank's rows and
-    number, first key row of the micro-batch and number."""
+    """Rectangles of the attention mask, int64 `[squares]` per column: kind, first query row (an index of the rank's
+    rows) and number of query rows, first key row (an index of the micro-batch) and number of key rows."""
 
     kind: np.ndarray
     query: np.ndarray
@@ -112,12 +106,15 @@ class _Squares(NamedTuple):
     keys: np.ndarray
 
 
-class ExchangeSchedule:
-    """The rows that each rank receives from each other rank, in rounds, for attention with this sliding window (None:
-    without).
+Table = TypeVar("Table", _Spans, _Transfers, _Keys, _Squares)
 
-    A round brings at most `round_rows` rows, or the rows of ROUNDS equal rounds if these are more, and never more than
-    a rank holds.
+
+class ExchangeSchedule:
+    """Schedule of the key rows that every rank receives from every other rank, in rounds, for attention with or without
+    a sliding window.
+
+    A round transfers at most `round_rows` rows to a rank, or 1 / ROUNDS of all rows that it receives if these are more,
+    but never more rows than a rank holds.
     """
 
     def __init__(
@@ -138,34 +135,34 @@ class ExchangeSchedule:
         own -= cp_rank * self.rows_per_rank
         is_whole = np.bincount(segment, minlength=len(self._first))[segment] == 1
         spans = _Spans(segment, cp_rank, begins, ends, own)
-        self._whole, self._cut = spans.only(is_whole), spans.only(~is_whole)
+        self._whole, self._cut = _only(spans, is_whole), _only(spans, ~is_whole)
         receiver, low, high = self._needed()
         run, span = _pairs(
             np.searchsorted(self._cut.end, low, side="right"), np.searchsorted(self._cut.begin, high, side="left")
         )
-        at = self._cut.only(span)
+        at = _only(self._cut, span)
         begin, end = np.maximum(at.begin, low[run]), np.minimum(at.end, high[run])
         found = _Transfers(receiver[run], at.cp_rank, begin, end, at.own + begin - at.begin, np.zeros_like(run))
-        self._transfers = found.only(found.cp_rank != found.owner)
+        self._transfers = _only(found, found.cp_rank != found.owner)
         most = int(self.received.sum(1).max(initial=0))
         self._round_rows = max(1, min(self.rows_per_rank, max(round_rows, -(-most // ROUNDS))))
         self._transfers = _in_chunks(self._transfers, self._round_rows)
 
     @property
     def ahead(self) -> int:
-        """The number of later rounds whose rows may be in flight during a round, alike for all ranks: with the current
-        round's rows they are at most twice a rank's rows."""
+        """The number of later rounds whose rows may be in flight during a round, the same on all ranks: together with
+        the current round's rows they are at most twice a rank's rows."""
         return max(1, 2 * self.rows_per_rank // self._round_rows - 1)
 
     @property
     def received(self) -> np.ndarray:
-        """Rows that each rank receives from each owner, int64 `[ranks, owners]`."""
+        """The number of rows that each rank receives from each owner, int64 `[ranks, owners]`."""
         found = np.zeros((self._cp_size, self._cp_size), np.int64)
         np.add.at(found, (self._transfers.cp_rank, self._transfers.owner), self._transfers.num_rows)
         return found
 
     def rounds(self, cp_rank: int) -> tuple[Slices, list[ExchangeRound]]:
-        """Return a rank's slices over its own keys, and its rounds; all ranks have the same number of rounds."""
+        """Return a rank's slices over its own keys, and its exchange rounds, which are as many as on any other rank."""
         number = self._round_of_transfer()
         count = int(number.max(initial=OWN)) + 1
         keys, receives = self._arriving(cp_rank, number, count)
@@ -176,7 +173,7 @@ class ExchangeSchedule:
             for each, going, coming in zip(slices[1:], sends, receives, strict=True)
         ]
         # Over its own keys: the slices of segments that the rank holds whole, then those of cut segments.
-        here = self._whole.only(self._whole.cp_rank == cp_rank)
+        here = _only(self._whole, self._whole.cp_rank == cp_rank)
         own, lengths, sample = here.own, here.end - here.begin, np.zeros_like(here.own)
         if self._segments.keys is None:
             whole = Slices(np.full(len(own), CAUSAL), sample, own, lengths, own, lengths)
@@ -189,9 +186,9 @@ class ExchangeSchedule:
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def _needed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows of cut segments that ranks attend to, as runs: rank, first row, end."""
+        """Return the key rows that each rank needs of segments split over ranks, as runs: rank, first row, end."""
         order = np.lexsort((self._cut.begin, self._cut.cp_rank))  # so that the segments of each rank are in order
-        segment, cp_rank, begin, end, _ = self._cut.only(order)
+        segment, cp_rank, begin, end, _ = _only(self._cut, order)
         low = self._first[segment]
         if self._window is not None:
             low = np.maximum(low, begin - self._window + 1)
@@ -205,8 +202,8 @@ class ExchangeSchedule:
     def _round_of_transfer(self) -> np.ndarray:
         """Return the round of each transfer, int64 `[transfers]`.
 
-        Chunks from all owners at the same distance form a unit; consecutive units share a round while no rank receives
-        more than a round's rows.
+        Chunks with the same number between ranks at the same distance form a unit; consecutive units share a round as
+        long as no rank receives more than a round's rows.
         """
         found = self._transfers
         cp_rank, owner, chunk, num_rows = found.cp_rank, found.owner, found.chunk, found.num_rows
@@ -224,17 +221,18 @@ class ExchangeSchedule:
         return round_of_unit[unit]
 
     def _arriving(self, cp_rank: int, number: np.ndarray, count: int) -> tuple[_Keys, list[dict[int, int]]]:
-        """Return the keys of cut segments that a rank has, and the number of rows received per owner, both by round."""
+        """Return a rank's keys of segments that are split over ranks, its own and the received keys, and for each round
+        a dict from owner to the number of received rows."""
         here = np.flatnonzero(self._transfers.cp_rank == cp_rank)
         here = here[np.lexsort((self._transfers.begin[here], self._transfers.owner[here], number[here]))]
-        coming, number = self._transfers.only(here), number[here]
+        coming, number = _only(self._transfers, here), number[here]
         behind = np.cumsum(coming.num_rows)
         rounds = np.searchsorted(number, number)  # the first transfer of the same round
         buffer = behind - coming.num_rows - (behind - coming.num_rows)[rounds]
         receives: list[dict[int, int]] = [{} for _ in range(count)]
         for each, owner, num_rows in zip(number.tolist(), coming.owner.tolist(), coming.num_rows.tolist()):
             receives[each][owner] = receives[each].get(owner, 0) + num_rows
-        own = self._cut.only(self._cut.cp_rank == cp_rank)
+        own = _only(self._cut, self._cut.cp_rank == cp_rank)
         keys = _Keys(
             np.concatenate([np.full(len(own.begin), OWN), number]),
             np.concatenate([own.begin, coming.begin]),
@@ -242,13 +240,13 @@ class ExchangeSchedule:
             np.concatenate([own.own, buffer]),
         )
         order = np.argsort(keys.begin, kind="stable")
-        return _Keys(*(column[order] for column in keys)), receives
+        return _only(keys, order), receives
 
     def _sends(self, cp_rank: int, number: np.ndarray, count: int) -> list[dict[int, np.ndarray]]:
-        """Return, by round, the own rows that a rank sends to each other rank, in order."""
+        """Return the row indices that a rank sends in each round, as dicts from receiving rank to indices."""
         here = np.flatnonzero(self._transfers.owner == cp_rank)
         here = here[np.lexsort((self._transfers.own[here], self._transfers.cp_rank[here], number[here]))]
-        going, number = self._transfers.only(here), number[here]
+        going, number = _only(self._transfers, here), number[here]
         behind = np.cumsum(going.num_rows)
         own_rows = np.arange(int(going.num_rows.sum())) + np.repeat(going.own - behind + going.num_rows, going.num_rows)
         last = np.append((number[1:] != number[:-1]) | (going.cp_rank[1:] != going.cp_rank[:-1]), True)[: len(number)]
@@ -262,8 +260,10 @@ class ExchangeSchedule:
     # -- slices of segments that are cut -------------------------------------------------------------------------------
 
     def _slices(self, cp_rank: int, keys: _Keys, count: int) -> list[Slices]:
-        """Return a rank's slices of cut segments: over its own keys, then of each round."""
-        squares = self._squares(self._cut.only(self._cut.cp_rank == cp_rank))
+        """Return a rank's slices of segments split over ranks: over its own keys first, then over each round's keys."""
+        found = self._squares(_only(self._cut, self._cut.cp_rank == cp_rank))
+        squares = _Squares(*(np.concatenate(column) for column in zip(*found)))
+        squares = _only(squares, (squares.queries > 0) & (squares.keys > 0))
         square, run = _pairs(
             np.searchsorted(keys.end, squares.key, side="right"),
             np.searchsorted(keys.begin, squares.key + squares.keys, side="left"),
@@ -283,15 +283,17 @@ class ExchangeSchedule:
         blocks[3, is_anti] = num_rows[is_anti]
         return _by_round(np.concatenate([blocks, full], axis=1), count)
 
-    def _squares(self, runs: _Spans) -> _Squares:
-        """Return all pairs of query and key rows of spans."""
+    def _squares(self, runs: _Spans) -> list[_Squares]:
+        """Return the attention-mask rectangles (full, causal, anti-causal) of the query rows of spans; some may be
+        empty."""
         first, num_rows = self._first[runs.segment], runs.end - runs.begin
         if self._segments.keys is not None:
-            return _Squares(np.full_like(num_rows, FULL), runs.own, num_rows, first, self._segments.keys[runs.segment])
+            num_keys = self._segments.keys[runs.segment]
+            return [_Squares(np.full_like(num_rows, FULL), runs.own, num_rows, first, num_keys)]
         if self._window is None:
             causal = _Squares(np.full_like(num_rows, CAUSAL), runs.own, num_rows, runs.begin, num_rows)
             full = _Squares(np.full_like(num_rows, FULL), runs.own, num_rows, first, runs.begin - first)
-            return _nonempty([causal, full])
+            return [causal, full]
         # The segment's rows in blocks of a window, as in `windowed`: of each block the rows inside the span.
         window = self._window
         run, number = _pairs((runs.begin - first) // window, -((first - runs.end) // window))
@@ -302,18 +304,21 @@ class ExchangeSchedule:
         before = begin - window + 1
         reach = np.where(block > first[run], np.minimum(end, block + window - 1) - begin, 0)
         behind = before + reach
-        return _nonempty(
-            [
-                _Squares(np.full_like(num_rows, FULL), own, num_rows, block, begin - block),
-                _Squares(np.full_like(num_rows, CAUSAL), own, num_rows, begin, num_rows),
-                _Squares(np.full_like(num_rows, ANTI_CAUSAL), own, reach, before, reach),
-                _Squares(np.full_like(num_rows, FULL), own, reach, behind, np.where(reach > 0, block - behind, 0)),
-            ]
-        )
+        return [
+            _Squares(np.full_like(num_rows, FULL), own, num_rows, block, begin - block),
+            _Squares(np.full_like(num_rows, CAUSAL), own, num_rows, begin, num_rows),
+            _Squares(np.full_like(num_rows, ANTI_CAUSAL), own, reach, before, reach),
+            _Squares(np.full_like(num_rows, FULL), own, reach, behind, np.where(reach > 0, block - behind, 0)),
+        ]
+
+
+def _only(table: Table, chosen: np.ndarray) -> Table:
+    """Select entries of a table, whose columns are arrays of equal length, by a mask or by indices."""
+    return type(table)(*(column[chosen] for column in table))
 
 
 def _pairs(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each i paired with every number from `begin[i]` up to but not including `end[i]`."""
+    """Return all pairs (i, k) with `begin[i] <= k < end[i]` as two int64 arrays, sorted."""
     count = np.maximum(end - begin, 0)
     left = np.repeat(np.arange(len(count)), count)
     return left, np.arange(len(left)) + np.repeat(begin - np.cumsum(count) + count, count)
@@ -321,7 +326,7 @@ def _pairs(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _in_chunks(transfers: _Transfers, chunk_rows: int) -> _Transfers:
     """Cut transfers so that the rows from one owner to one rank are in chunks of `chunk_rows` rows."""
-    transfers = transfers.only(np.lexsort((transfers.begin, transfers.owner, transfers.cp_rank)))
+    transfers = _only(transfers, np.lexsort((transfers.begin, transfers.owner, transfers.cp_rank)))
     cp_rank, owner, begin, end, own, _ = transfers
     is_first = np.ones(len(cp_rank), bool)
     is_first[1:] = (cp_rank[1:] != cp_rank[:-1]) | (owner[1:] != owner[:-1])
@@ -333,16 +338,9 @@ def _in_chunks(transfers: _Transfers, chunk_rows: int) -> _Transfers:
     return _Transfers(cp_rank[cut], owner[cut], begin[cut] + skipped, begin[cut] + last, own[cut] + skipped, chunk)
 
 
-def _nonempty(blocks: list[_Squares]) -> _Squares:
-    """Return all squares that have a pair."""
-    columns = [np.concatenate(column) for column in zip(*blocks)]
-    has = (columns[2] > 0) & (columns[4] > 0)
-    return _Squares(*(column[has] for column in columns))
-
-
 def _by_round(blocks: np.ndarray, count: int) -> list[Slices]:
-    """Return blocks (round, kind, first query row, number, first key row, number, `[6, blocks]`) as slices of one
-    sample, by round; full blocks of the same queries with adjacent keys are merged."""
+    """Turn mask blocks (round, kind, first query row, number, first key row, number: `[6, blocks]`) into one Slices for
+    each round. Full blocks of the same queries with adjacent keys are merged."""
     blocks = blocks[:, np.lexsort((blocks[4], blocks[3], blocks[2], blocks[1], blocks[0]))]
     number, kind, query, queries, key, keys = blocks
     same = (blocks[:4, 1:] == blocks[:4, :-1]).all(0) & (kind[1:] == FULL) & (key[1:] == (key + keys)[:-1])

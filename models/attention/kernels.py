@@ -1,8 +1,9 @@
-"""The kernels that compute slices of attention: torch's on CPU, flash attention and the memory-efficient kernel on
-CUDA. Each returns an output and the logs of its sums of exponentials; the backward pass takes the merged ones.
+"""Attention kernels for slices (a run of query rows with a run of key rows): torch's kernel on CPU, flash attention and
+the memory-efficient kernel on CUDA. Each returns the output and the log-sum-exp of each query row's scores (`sums`);
+the backward pass takes both, merged over the slices of a row.
 
-Shapes: m slices of equal shape, n query heads, g key/value heads, q query rows and k key rows of a slice, d channels; t
-rows of all slices of a launch.
+Shapes: m slices of equal shape, n query heads, g key/value heads, q query and k key rows of a slice, d channels; t rows
+of a launch.
 """
 
 from __future__ import annotations
@@ -27,48 +28,51 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KernelDemandError(RuntimeError):
-    """A CUDA kernel would refuse its inputs, although the fake CUDA device and FakeTensor accept them."""
+    """Raised if a CUDA kernel would reject its inputs; a fake CUDA device and FakeTensor would accept them."""
 
 
 def takes_launches(query: torch.Tensor, width: int) -> bool:
-    """Whether one kernel computes all slices of a launch, whatever their lengths. width: channels of a value."""
+    """Whether one kernel launch can compute slices of different lengths. width: channels of a value head."""
     width = max(query.size(-1), width)
     return query.is_cuda and query.dtype in HALF and _aligned(width) <= FLASH_WIDTH
 
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash: bool) -> None:
-    """Raise KernelDemandError for inputs that CUDA's kernels do not take."""
+    """Raise KernelDemandError if the CUDA attention kernel cannot take these inputs (dtypes, head sizes, strides)."""
     widths = {tensor.size(-1) for tensor in (query, key, value)}
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     wrong = [
         text
         for is_wrong, text in (
-            (len(dtypes) > 1, f"numbers of one kind, not {dtypes}"),
+            (len(dtypes) > 1, f"query, key and value of one dtype, not {dtypes}"),
             (flash and not dtypes <= set(HALF), f"bf16 or fp16, not {dtypes}"),
-            (flash and len(widths) > 1, f"values as wide as keys, not {widths}"),
-            (flash and max(widths) > FLASH_WIDTH, f"heads of at most {FLASH_WIDTH} channels, not {max(widths)}"),
-            (any(width % ALIGNED for width in widths), f"channels in multiples of {ALIGNED}, not {widths}"),
-            (any(tensor.stride(-1) != 1 for tensor in (query, key, value)), "channels that lie together"),
-            (query.size(-2 if flash else 1) % key.size(-2 if flash else 1) != 0, "query heads for each key head"),
+            (flash and len(widths) > 1, f"values with as many channels as keys, not {widths}"),
+            (flash and max(widths) > FLASH_WIDTH, f"at most {FLASH_WIDTH} channels per head, not {max(widths)}"),
+            (any(width % ALIGNED for width in widths), f"channels per head in multiples of {ALIGNED}, not {widths}"),
+            (any(tensor.stride(-1) != 1 for tensor in (query, key, value)), "contiguous channels"),
+            (
+                query.size(-2 if flash else 1) % key.size(-2 if flash else 1) != 0,
+                "a number of query heads that the number of key heads divides",
+            ),
             (not flash and query.size(1) != key.size(1), "as many key heads as query heads"),
         )
         if is_wrong
     ]
     if wrong:
-        raise KernelDemandError(f"attention's kernel on CUDA wants {', '.join(wrong)}")
+        raise KernelDemandError(f"the CUDA attention kernel cannot take these inputs. It needs {'; '.join(wrong)}.")
 
 
 # -- slices of equal shape ---------------------------------------------------------------------------------------------
 
 
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:
-    """Return output `[m, n, q, dv]` and sums `[m, n, q]` in fp32 for query `[m, n, q, d]`, key `[m, g, k, d]`, value
-    `[m, g, k, dv]`."""
+    """Return output `[m, n, q, dv]`, fp32 log-sum-exp `[m, n, q]`, and tensors for the backward pass, of attention with
+    query `[m, n, q, d]`, key `[m, g, k, d]`, value `[m, g, k, dv]`."""
     return (_efficient if query.is_cuda else _on_cpu)(query, key, value, causal, scale)
 
 
 def backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
-    """Return gradients of `forward`'s inputs for `grad` of its output; output and sums may be merged over slices."""
+    """Return the gradients of query, key and value; `result` may be merged over several slices of a row."""
     run = _efficient_backward if grad.is_cuda else _on_cpu_backward
     return run(grad, inputs, result, causal, scale)
 
@@ -88,8 +92,8 @@ def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: 
 
 
 def _for_cpu(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor, short: int) -> torch.Tensor:
-    """Return a tensor as the CPU kernel takes it: keys and values of one width; fp32 if a half-precision slice has
-    fewer query rows than `short`."""
+    """Return a tensor as torch's CPU kernel takes it: value heads as wide as key heads, and fp32 for half-precision
+    slices with fewer than `short` query rows."""
     if query.dtype in HALF and query.size(-2) < short:
         tensor = tensor.float()
     missing = max(query.size(-1), value.size(-1)) - tensor.size(-1)
@@ -109,30 +113,21 @@ def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, caus
 def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
     query, key, value = inputs
     groups = key.size(1)
-    given = [_for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)]
-    check(*given, flash=False)
+    inputs = _for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)
+    check(*inputs, flash=False)
     # Padding rows get an infinite sum, and so weights of zero.
     sums = F.pad(result[1], (0, -query.size(2) % SUMS_ALIGNED), value=float("inf")).contiguous()
-    grads = aten._scaled_dot_product_efficient_attention_backward(
-        _for_cuda(grad),
-        *given,
-        None,
-        _for_cuda(result[0]),
-        sums,
-        *result[2],
-        0.0,
-        (True, True, True, False),
-        causal,
-        scale=scale,
-    )
-    of_query, of_key, of_value = (each[..., : tensor.size(-1)] for each, tensor in zip(grads, inputs))
+    given = [_for_cuda(grad), *inputs, None, _for_cuda(result[0]), sums, *result[2]]
+    wanted = (True, True, True, False)
+    grads = aten._scaled_dot_product_efficient_attention_backward(*given, 0.0, wanted, causal, scale=scale)
+    of_query, of_key, of_value = (each[..., : tensor.size(-1)] for each, tensor in zip(grads, (query, key, value)))
     if groups < query.size(1):
         of_key, of_value = (each.unflatten(1, (groups, -1)).sum(2) for each in (of_key, of_value))
     return of_query, of_key, of_value
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Return keys or values `[m, g, k, d]` repeated for each query head, `[m, n, k, d]`."""
+    """Repeat keys or values `[m, g, k, d]` for the query heads of each group: `[m, n, k, d]`."""
     times = query.size(1) // tensor.size(1)
     return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
 
@@ -141,7 +136,7 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 class Lengths(NamedTuple):
-    """Cumulative lengths of the slices of a launch, int32 `[slices + 1]` on the device, and the longest lengths."""
+    """Cumulative lengths of the slices in a launch, int32 `[slices + 1]` on the device, and the greatest lengths."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -152,8 +147,8 @@ class Lengths(NamedTuple):
 def launch_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> Found:
-    """Return output `[t, n, dv]` and sums `[n, t]` in fp32 for query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]`:
-    flash attention over consecutive slices."""
+    """Return output `[t, n, dv]`, fp32 log-sum-exp `[n, t]`, and tensors for the backward pass, of flash attention over
+    consecutive slices with query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]`."""
     width = value.size(-1)
     query, key, value = _equally_wide(query, key, value)
     check(query, key, value, flash=True)
@@ -166,23 +161,12 @@ def launch_forward(
 def launch_backward(
     grad: torch.Tensor, inputs: Triple, result: Found, lengths: Lengths, causal: bool, scale: float
 ) -> Triple:
-    """Return gradients of `launch_forward`'s inputs, as `backward` does."""
+    """Return the gradients of query, key and value of `launch_forward`; `result` may be merged over slices of a row."""
     query, key, value = _equally_wide(*inputs)
     check(query, key, value, flash=True)
     output, grad, _ = _equally_wide(result[0], grad, query)
-    grads = aten._flash_attention_backward(
-        grad.contiguous(),
-        query,
-        key,
-        value,
-        output.contiguous(),
-        result[1].contiguous(),
-        *lengths,
-        0.0,
-        causal,
-        *result[2],
-        scale=scale,
-    )
+    given = grad.contiguous(), query, key, value, output.contiguous(), result[1].contiguous(), *lengths
+    grads = aten._flash_attention_backward(*given, 0.0, causal, *result[2], scale=scale)
     return tuple(each[..., : tensor.size(-1)] for each, tensor in zip(grads, inputs))  # type: ignore[return-value]
 
 
@@ -196,7 +180,7 @@ def _for_cuda(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
-    """Return a tensor padded to this many channels, which are contiguous."""
+    """Pad a tensor with zeros to `width` channels, and make the channels of each row contiguous."""
     missing = width - tensor.size(-1)
     tensor = F.pad(tensor, (0, missing)) if missing else tensor
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,5 +1,5 @@
-"""Self attention with rotary embedding in one function, and core attention on torch's scaled_dot_product_attention:
-Megatron's DotProductAttention without its mask tensor and s x s scores.
+"""Attention layers: self attention that rotates queries and keys in one function, latent attention, and core attention
+on torch's scaled_dot_product_attention, without the mask tensor and s x s scores of Megatron's DotProductAttention.
 
 Shapes: s sequence, b batch, n query heads of this rank, g key/value heads of this rank, d channels of a head.
 """
@@ -41,9 +41,9 @@ def _for_core(core_attention: torch.nn.Module, sequence_rows: MicroBatchRows | N
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron-core's self attention; with rotary embedding, one function splits and rotates queries, keys and values.
+    """Megatron-core's self attention, with one function that splits queries, keys and values and rotates them.
 
-    `rotary_factor`: the factor of cosines and sines.
+    `rotary_factor` multiplies cosines and sines.
     """
 
     def __init__(self, *args: Any, rotary_factor: float = 1.0, **kwargs: Any) -> None:
@@ -58,8 +58,8 @@ class RotarySelfAttention(SelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `[s, b, h]` without the bias, and the bias, for hidden `[s, b, h]` and rotary_pos_emb (angles) `[s, 1
-        or b, 1, rotating channels]`."""
+        """Return the attention output `[s, b, h]` without its bias, and the bias, for hidden states `[s, b, h]` and
+        rotary angles `[s, 1 or b, 1, rotating channels]`."""
         sequence_rows = packed_seq_params
         if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
             # a rule of the configuration refuses fractions of a head; Megatron-core has no factor
@@ -69,10 +69,9 @@ class RotarySelfAttention(SelfAttention):
                 "packed_seq_params": _for_core(self.core_attention, sequence_rows),
             }
             return super().forward(hidden_states, attention_mask, **others)
-        assert sequence_rows is not None, "positions rotate by the rows' angles"
-        assert all(value is None for value in others.values()), (
-            f"no model of this repository uses {[name for name, value in others.items() if value is not None]}"
-        )
+        assert sequence_rows is not None, "rotary embedding needs the rows of the micro-batch"
+        unsupported = [name for name, value in others.items() if value is not None]
+        assert not unsupported, f"these arguments of attention are not supported: {unsupported}"
         if self.config.qk_layernorm:
             query, key, value = self.get_query_key_value_tensors(hidden_states)
             cos_sin = sequence_rows.tables(query.dtype, self.rotary_factor)
@@ -96,19 +95,19 @@ class RotarySelfAttention(SelfAttention):
 
 
 class RowAngles:
-    """The module of positions that Megatron-core's latent attention asks for angles: it returns those of the layer's
-    rows, for YaRN with a factor."""
+    """Replacement for the position module of Megatron-core's latent attention: returns the rotary angles of the
+    micro-batch's rows, and with YaRN also a factor."""
 
     def __init__(self, with_factor: bool) -> None:
         self.sequence_rows: MicroBatchRows | None = None
         self._with_factor = with_factor
 
     def get_rotary_seq_len(self, *_: Any) -> int:
-        """Return 0: the rows know their number."""
+        """Return 0: the angles belong to the rows, so no sequence length is needed."""
         return 0
 
     def __call__(self, _length: int, **_: Any) -> Any:
-        """Return angles `[s, 1 or b, 1, rotating channels]`, alone or with the factor."""
+        """Return the rotary angles `[s, 1 or b, 1, rotating channels]`; with YaRN a tuple of angles and factor."""
         assert self.sequence_rows is not None
         return (
             (self.sequence_rows.angles, self.sequence_rows.factor) if self._with_factor else self.sequence_rows.angles
@@ -116,21 +115,21 @@ class RowAngles:
 
 
 class WeightProjection(ColumnParallelLinear):
-    """A projection that returns its weight for others to multiply with. A call runs its hooks, which wait for pending
-    changes of the weight."""
+    """Linear layer whose forward pass returns its weight instead of multiplying by it. The layer's hooks run, and wait
+    for pending updates of the weight."""
 
     def forward(self, _: None) -> torch.Tensor:
-        """Return the weight of this tensor rank."""
+        """Return this tensor rank's shard of the weight."""
         return self.weight
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-core's multi-head latent attention with our rotary positions, and right gradients under tensor
+    """Megatron-core's multi-head latent attention with our rotary positions, and a correct rotary gradient under tensor
     parallelism.
 
     Megatron-core gathers the compressed keys and values from the tensor ranks; in the backward pass each rank keeps
-    only its own contribution to the gradient. For the rotary key, which the heads of all ranks use, the contributions
-    must be summed over the ranks.
+    only its own contribution to the gradient. The heads of all ranks use the rotary key, so its contributions must be
+    summed over the ranks.
     """
 
     rotary_pos_emb: RowAngles
@@ -157,7 +156,7 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `[s, b, h]` without the bias, and the bias, for hidden `[s, b, h]`."""
+        """Return the attention output `[s, b, h]` without its bias, and the bias, for hidden states `[s, b, h]`."""
         self.rotary_pos_emb.sequence_rows = packed_seq_params
         if packed_seq_params is None or not isinstance(packed_seq_params.slices, ShardedSlices):
             others["packed_seq_params"] = _for_core(self.core_attention, packed_seq_params)
@@ -204,11 +203,11 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Call Megatron-core's method without the rows: it would take packed sequences for one sample."""
+        """Call Megatron-core's method without `packed_seq_params`, which it would treat as packed sequences."""
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
     def _rotated(self, x: torch.Tensor, sequence_rows: MicroBatchRows) -> torch.Tensor:
-        """Return rotary channels `[s, 1, heads, p]` rotated by their rows' angles, as Megatron-core does it."""
+        """Rotate channels `[s, 1, heads, p]` by the angles of their rows, as Megatron-core does."""
         assert sequence_rows.angles is not None
         factor = sequence_rows.factor if self.config.rope_type == "yarn" else 1.0
         group = self.pg_collection.cp  # unused: there is no communication over it
@@ -227,15 +226,15 @@ class LatentAttention(MLASelfAttention):
 
 @functools.lru_cache(maxsize=4)
 def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """Return which tokens attend to which: bool `[length, length]`, True for the last `window` tokens. All layers share
-    one mask."""
+    """Return the mask of sliding-window attention, bool `[length, length]`: each token attends to the last `window`
+    tokens, including itself. Cached, so that all layers share it."""
     with torch.inference_mode(False):
         square = torch.ones(length, length, dtype=torch.bool, device=device)
         return square.tril_().triu_(1 - window)
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Drop-in for Megatron-core's DotProductAttention, also for context parallelism: slices contain the exchanges."""
+    """Drop-in for Megatron-core's DotProductAttention; with context parallelism it also exchanges keys and values."""
 
     def __init__(
         self,
@@ -268,12 +267,10 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: MicroBatchRows | None = None,
     ) -> torch.Tensor:
-        """Return `[s, b, n * d]` (d of the value, where it has its own) for query `[s, b, n, d]`, key and value `[s, b,
-        g, d]`.
-
-        Without rows, attention_mask is bool `[b, 1, 1 or s, s]` with Megatron's True = masked, or None.
-        """
-        assert attention_bias is None, "no model of this repository uses attention bias"
+        """Return the attention output `[s, b, n * d]` (d channels of a value head) for query `[s, b, n, d]`, key and
+        value `[s, b, g, d]`. attention_mask: bool `[b, 1, 1 or s, s]` with Megatron's True = masked, or None; unused
+        with a slice plan."""
+        assert attention_bias is None, "attention bias is not supported"
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         plan = self._plan(query, value, packed_seq_params, causal)
         if plan is not None:
@@ -301,7 +298,7 @@ class ScaledDotProductAttention(MegatronModule):
     def _plan(
         self, query: torch.Tensor, value: torch.Tensor, sequence_rows: MicroBatchRows | None, causal: bool
     ) -> SlicePlan | None:
-        """Return the slices to compute if torch has no kernel without a mask for them; None: torch computes all."""
+        """Return the plan to compute attention slice by slice; None if one call of torch's function computes it."""
         if sequence_rows is None or self.attention_dropout > 0:
             return None
         if sequence_rows.slices is not None:
@@ -315,7 +312,7 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def takes_rows(chunk: torch.nn.Module) -> bool:
-    """Whether a model chunk has layers that take MicroBatchRows. Megatron-core's own, with TransformerEngine's
-    attention, take only its packed sequences."""
+    """Whether a model chunk has attention layers that take MicroBatchRows. Megatron-core's own layers with
+    TransformerEngine take only packed sequences."""
     ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
     return any(isinstance(module, ours) for module in chunk.modules())

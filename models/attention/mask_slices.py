@@ -1,8 +1,8 @@
-"""The attention mask as a list of slices: each a run of query rows, a run of key rows of one sample, and which of their
-pairs count.
+"""The attention mask as a list of slices. A slice is a run of query rows, a run of key rows of the same sample, and a
+kind: which of their pairs attend.
 
-Documents, padding and sliding windows are lists of slices. They are made on the host, once per micro-batch, from the
-starts of its documents; neither torch nor a device is needed. Rows of a sample are counted from 0.
+Documents, padding and sliding windows are expressed as slices. Slices are made on the host with numpy, once per
+micro-batch, from the starts of its documents. Rows of a sample are numbered from 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SHORT, SHORT_BACKWARD = 128, 768
 
 
 class SliceShape(NamedTuple):
-    """The shape that slices of one batch have in common: kind, query rows, key rows."""
+    """The shape that all slices of a batch have: kind, number of query rows, number of key rows."""
 
     kind: int
     queries: int
@@ -30,10 +30,10 @@ class SliceShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """The slices of a micro-batch, int64 `[n]` each: kind, sample, first query row and number, first key row and
-    number.
+    """The slices of a micro-batch as columns, int64 `[n]` each: kind, sample, first query row and number of query rows,
+    first key row and number of key rows.
 
-    Raises ValueError for a slice without a query or key row, and for a causal slice that is not square.
+    Raises ValueError if a slice has no query row or no key row, or if a causal slice is not square.
     """
 
     kind: np.ndarray
@@ -48,14 +48,14 @@ class Slices:
         if min(self.queries.min(initial=1), self.keys.min(initial=1)) < 1:
             raise ValueError("a slice must have at least one query row and one key row")
         if ((self.kind != FULL) & (self.queries != self.keys)).any():
-            raise ValueError("a causal slice has as many query rows as key rows")
+            raise ValueError("a causal or anti-causal slice must have as many query rows as key rows")
 
     def __len__(self) -> int:
         return len(self.kind)
 
     @property
     def pairs(self) -> int:
-        """The number of query-key pairs that count."""
+        """The number of query-key pairs that attend, over all slices."""
         return int(self._pairs.sum())
 
     @property
@@ -64,8 +64,8 @@ class Slices:
         return np.where(self.kind == FULL, square, halves)
 
     def halves(self) -> list[Slices]:
-        """Return two lists of slices with about equal numbers of pairs, cutting the largest slice if needed; one list
-        if nothing can be cut."""
+        """Split the slices into two lists with about equal numbers of query-key pairs; the largest slice is cut if
+        needed. Returns a single list if nothing can be cut."""
         most = int(np.argmax(self._pairs)) if len(self) else 0
         found = self._with_cut(most) if len(self) and 2 * self._pairs[most] > self.pairs else self
         middle = np.cumsum(found._pairs) - found._pairs / 2
@@ -73,8 +73,8 @@ class Slices:
         return [found.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
 
     def _with_cut(self, number: int) -> Slices:
-        """Return the same pairs with one slice cut at half its query rows: a causal square into a full square of half
-        its pairs and two causal ones."""
+        """Cut slice `number` at half its query rows. A causal square becomes a full square with half its pairs and two
+        causal squares."""
         kind, sample, query, queries, key, keys = (int(column[number]) for column in self.columns)
         above = queries // 2
         if above == 0 or kind == ANTI_CAUSAL:
@@ -92,24 +92,24 @@ class Slices:
         return Slices(*(np.concatenate([each[:number], cut, each[number + 1 :]]) for each, cut in columns))
 
     def only(self, chosen: np.ndarray) -> Slices:
-        """Return the slices that a mask or indices select."""
+        """Select slices by a mask or by indices."""
         return Slices(*(column[chosen] for column in self.columns))
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
-        """The six arrays, in the order of the fields."""
+        """The columns as a tuple of arrays: kind, sample, query, queries, key, keys."""
         return self.kind, self.sample, self.query, self.queries, self.key, self.keys
 
     def batches(self) -> Iterator[tuple[SliceShape, Slices]]:
-        """Yield the slices grouped by shape, each group in the order of its rows."""
+        """Group the slices by shape: yield each shape with its slices, in the order of their rows."""
         shapes = np.stack([self.kind, self.queries, self.keys], axis=1)
         found, inverse = np.unique(shapes, axis=0, return_inverse=True)
         for number, shape in enumerate(found):
             yield SliceShape(*map(int, shape)), self.only(np.flatnonzero(inverse.reshape(-1) == number))
 
     def launches(self) -> list[Slices]:
-        """Return the slices in few groups, each of one kind and with every query row and key row in at most one slice,
-        in the order of rows: the input of a kernel that takes cumulative lengths."""
+        """Group the slices into few kernel launches. In a launch all slices have one kind, no two share a row, and they
+        are in the order of rows, for kernels that take cumulative lengths."""
         groups: list[_Group] = []
         order = np.lexsort((self.key, self.query, self.sample)).tolist()
         column_lists = [column.tolist() for column in self.columns]
@@ -129,20 +129,20 @@ class Slices:
 
 
 class _Runs:
-    """Runs of rows, by sample."""
+    """Ranges of rows in each sample, to find out whether another range overlaps them."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[tuple[int, int]]] = {}
         self._ends: dict[int, int] = {}
 
     def meet(self, sample: int, begin: int, end: int) -> bool:
-        """Whether rows [begin, end) of the sample overlap a run."""
+        """Whether rows [begin, end) of a sample overlap a range that was added."""
         if begin >= self._ends.get(sample, 0):  # always so if runs are added in the order of their rows
             return False
         return any(first < end and begin < last for first, last in self._of[sample])
 
     def add(self, sample: int, begin: int, end: int) -> None:
-        """Add a run."""
+        """Add rows [begin, end) of a sample."""
         self._of.setdefault(sample, []).append((begin, end))
         self._ends[sample] = max(self._ends.get(sample, 0), end)
 
@@ -154,8 +154,8 @@ class _Group(NamedTuple):
 
 
 def of_documents(positions: np.ndarray) -> Slices:
-    """Return a causal square for each segment of a document. positions: of each token in its segment, int64 `[b, s]`; a
-    segment starts at position 0 and at the start of a sample."""
+    """Return a causal square for each segment of a document. positions: int64 `[b, s]`, the position of each token in
+    its segment; a segment starts at position 0 and at the start of a sample."""
     b, s = positions.shape
     begins = positions == 0
     begins[:, 0] = True
@@ -166,12 +166,12 @@ def of_documents(positions: np.ndarray) -> Slices:
 
 
 def windowed(slices: Slices, window: int) -> Slices:
-    """Return causal squares as slices in which a row attends to the last `window` rows only, including itself.
+    """Restrict causal squares to a sliding window: a row attends to the last `window` rows, including itself.
 
-    Rows are cut into blocks of a window: a row attends to its block up to itself, and in the previous block to the rows
-    after its own position.
+    Rows are cut into blocks of `window` rows. A row attends to its own block up to itself, and in the previous block to
+    the rows after its own position.
     """
-    assert (slices.kind == CAUSAL).all(), "a window slides over causal squares"
+    assert (slices.kind == CAUSAL).all(), "only causal slices can have a sliding window"
     blocks: list[tuple[int, int, int, int, int, int]] = []
     for _, sample, query, length, _, _ in zip(*(column.tolist() for column in slices.columns)):
         for begin in range(0, length, window):

@@ -1,9 +1,9 @@
-"""Messages between ranks of context parallelism for attention: key and value rows between cp_ranks, and heads for rows
-within a cp_rank.
+"""Messages of context parallelism for attention: key and value rows are sent between cp_ranks; within a cp_rank, ranks
+exchange their rows of all heads for all rows of some heads.
 
-The ranks of a context group are cp_rank x heads; those of a cp_rank are neighbours. Shapes: r rows of this rank, R rows
-of its cp_rank (all of them after heads were exchanged), n query heads, g key/value heads, d channels of a key, v of a
-value.
+A cp_rank is a group of neighbouring ranks of the context group, which is ordered cp_rank x heads. Shapes: r rows of
+this rank, R rows of its cp_rank (after heads are exchanged, each rank has all of them), n query heads, g key/value
+heads, d channels of a key, v of a value.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from parallel.topology import Axis
 
 
 class RowExchange:
-    """The row messages of one round, by rank of the context group.
+    """The key and value rows that one exchange round sends and receives between ranks of the context group.
 
-    `_sends`: the rows of this cp_rank that each rank receives; `_receives`: the number of rows from each rank.
+    `_sends`: dict from receiving rank to the rows of this cp_rank. `_receives`: dict from sending rank to its number of
+    rows.
     """
 
     def __init__(self, found: ExchangeRound, context: Axis, heads: int) -> None:
@@ -36,7 +37,7 @@ class RowExchange:
         self._on: dict[torch.device, dict[int, torch.Tensor]] = {}
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> ArrivingRows:
-        """Start sending rows of key `[R, 1, g, d]` and value `[R, 1, g, v]`, and receiving the rows of other ranks."""
+        """Start sending rows of key `[R, 1, g, d]` and value `[R, 1, g, v]`, and receiving rows of other ranks."""
         sends = {
             rank: [torch.cat([key[sent_rows, 0], value[sent_rows, 0]], -1)]
             for rank, sent_rows in self._sent_rows(key.device).items()
@@ -47,7 +48,7 @@ class RowExchange:
         return ArrivingRows(Messages(self._group, sends, receives), buffer, key.size(3))
 
     def return_gradients(self, key_grad: torch.Tensor, value_grad: torch.Tensor) -> ArrivingGradients:
-        """Start returning the gradients of rows that `fetch` received, and receiving those of this cp_rank's rows."""
+        """Start returning the gradients of fetched rows to their owners, and receiving this cp_rank's gradients."""
         both = torch.cat([key_grad, value_grad], -1)[:, 0]
         chunks = both.split(list(self._receives.values())) if self._receives else ()
         sends = {rank: [chunk] for rank, chunk in zip(self._receives, chunks)}
@@ -63,25 +64,25 @@ class RowExchange:
 
 
 class ArrivingRows:
-    """Keys and values in flight."""
+    """Key and value rows of other ranks that are being received."""
 
     def __init__(self, messages: Messages, buffer: torch.Tensor, width: int) -> None:
         self._messages, self._buffer, self._width = messages, buffer, width
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return key `[m, 1, g, d]` and value `[m, 1, g, v]` once they have arrived; own messages may be in flight."""
+        """Wait for the rows, and return key `[m, 1, g, d]` and value `[m, 1, g, v]`; sends may still be in flight."""
         self._messages.wait_received()
         arrived_rows = self._buffer.unsqueeze(1)
         del self._buffer  # the caller's alone
         return arrived_rows[..., : self._width], arrived_rows[..., self._width :]
 
     def wait_sent(self) -> None:
-        """Wait until the messages that this rank sent have left; after `wait`."""
+        """Wait until the messages that this rank sent have been transferred. Call it after `wait`."""
         self._messages.wait()
 
 
 class ArrivingGradients:
-    """Gradients of this cp_rank's rows in flight."""
+    """Gradients of this cp_rank's key and value rows that are being received from the ranks that used the rows."""
 
     def __init__(
         self, messages: Messages, found: dict[int, torch.Tensor], sent_rows: dict[int, torch.Tensor], width: int
@@ -89,7 +90,7 @@ class ArrivingGradients:
         self._messages, self._found, self._sent_rows, self._width = messages, found, sent_rows, width
 
     def add_to(self, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
-        """Add the gradients to those of all rows, fp32, rank by rank in a fixed order."""
+        """Wait for the gradients and add them to fp32 gradients of all rows, in a fixed order of ranks."""
         self._messages.wait()
         for rank, chunk in self._found.items():
             sent_rows = self._sent_rows[rank]
@@ -98,8 +99,8 @@ class ArrivingGradients:
 
 
 class HeadExchange:
-    """Exchange between the ranks of a cp_rank: their rows of all heads for all rows of some heads. With fewer key heads
-    than ranks, several ranks receive the same key head."""
+    """Exchange between the ranks of a cp_rank: each gives its rows of all heads and gets all rows of some heads (as in
+    DeepSpeed Ulysses). With fewer key heads than ranks, several ranks get the same key head."""
 
     def __init__(self, context: Axis, heads: int) -> None:
         first = context.rank // heads * heads
@@ -107,7 +108,7 @@ class HeadExchange:
         self.ranks = range(first, first + heads)
 
     def heads_of_ranks(self, number: int) -> list[slice]:
-        """Return which of `number` query or key heads each rank of the cp_rank computes with."""
+        """Return the slice of `number` query or key heads that each rank of the cp_rank computes."""
         if number % self.size == 0:
             each = number // self.size
             return [slice(i * each, (i + 1) * each) for i in range(self.size)]
@@ -115,12 +116,12 @@ class HeadExchange:
         return [slice(i // shared, i // shared + 1) for i in range(self.size)]
 
     def to_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return query `[r, 1, n, d]`, key `[r, 1, g, d]`, value `[r, 1, g, v]` for all rows of the cp_rank and this
-        rank's heads, `[R, 1, ...]`."""
+        """Exchange query `[r, 1, n, d]`, key `[r, 1, g, d]` and value `[r, 1, g, v]` of this rank's rows for this
+        rank's heads of all rows, `[R, 1, ...]`."""
         return _ToHeads.apply(query, key, value, self)  # type: ignore[no-any-return]
 
     def to_rows(self, output: torch.Tensor) -> torch.Tensor:
-        """Return `[R, 1, n of this rank, v]` for this rank's rows and all heads, `[r, 1, n, v]`."""
+        """Exchange this rank's heads of all rows, `[R, 1, heads, v]`, for all heads of its rows, `[r, 1, n, v]`."""
         return _ToRows.apply(output, self)  # type: ignore[no-any-return]
 
     def scatter(self, tensors: Sequence[torch.Tensor], heads: Sequence[list[slice]]) -> list[torch.Tensor]:
@@ -143,8 +144,8 @@ class HeadExchange:
         return found
 
     def gather(self, tensors: Sequence[torch.Tensor], heads: Sequence[list[slice]]) -> list[list[torch.Tensor]]:
-        """Reverse `scatter`: send `[R, 1, ...]` of this rank's heads; return, by tensor, each rank's heads of this
-        rank's rows, `[r, 1, its heads, ...]`."""
+        """Reverse `scatter`: send each rank its rows of tensors `[R, 1, ...]` of this rank's heads; return for each
+        tensor a list with every rank's heads of this rank's rows, `[r, 1, heads, ...]`."""
         by_rank = [tensor.unflatten(0, (self.size, -1)) for tensor in tensors]
         found: list[list[torch.Tensor]] = [[] for _ in tensors]
         sends, receives = {}, {}
@@ -193,7 +194,7 @@ class _ToRows(torch.autograd.Function):
 
 
 def _joined(chunks: list[torch.Tensor], heads: list[slice]) -> torch.Tensor:
-    """Concatenate the gradients of each rank's heads; those of a head that several ranks had are summed in fp32."""
+    """Concatenate the gradients of all ranks' heads; gradients of a head that several ranks had are summed in fp32."""
     if len({of.start for of in heads}) == len(heads):
         return torch.cat(chunks, dim=2)
     by_head: dict[int, list[torch.Tensor]] = {}

@@ -1,8 +1,8 @@
-"""The sequence rows of a micro-batch that a rank holds: which attend to which, and the angles by which they rotate.
+"""The rows of a micro-batch that a rank holds: which rows attend to which, and their rotary angles.
 
-Rows of all samples are sharded over the context ranks (sequence_sharding.py): a rank's rows, in order, are one sample.
-MicroBatchRows takes the place of Megatron-core's packed_seq_params, so that a recomputed layer has it too. Shapes: b
-samples, s tokens of a sample, r rows of a rank.
+With context parallelism, the rows of all samples are sharded over ranks (sequence_sharding.py), and a rank's rows, in
+order, form one sample. Layers get a MicroBatchRows in place of Megatron-core's packed_seq_params, so that a recomputed
+layer has it too. Shapes: b samples, s tokens of a sample, r rows of a rank.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ ALONG_THE_SEQUENCE = ("tokens", "labels", "loss_mask", "types", "padding_mask", 
 
 
 class RowSlices(ABC):
-    """A micro-batch's slices, made once on the host and used by all layers of all model chunks.
+    """The attention slices of a micro-batch on this rank, made once on the host and used by all layers of all model
+    chunks.
 
-    `num_samples` samples of `length` tokens. `is_long`: which tokens are in segments longer than the length at which
-    rotary frequencies change, bool on the host; None: there is no such length.
+    `is_long`: bool `[num_samples, length]` on the host, True for tokens of segments longer than the length at which
+    rotary frequencies change; None if the model has no such length.
     """
 
     def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None) -> None:
@@ -48,7 +49,7 @@ class RowSlices(ABC):
         self._plans: dict[int | None, SlicePlan] = {}
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the plan of layers in which a row attends to the last `window` rows of its slice (None: to all)."""
+        """Return the slice plan for layers with this sliding window (None: no window). It is made at the first call."""
         if window is not None and window >= self._longest:
             window = None
         if window not in self._plans:
@@ -57,11 +58,11 @@ class RowSlices(ABC):
 
     @abstractmethod
     def _make(self, window: int | None) -> SlicePlan:
-        """Make the plan of a window."""
+        """Make the slice plan for layers with this sliding window."""
 
 
 class BatchSlices(RowSlices):
-    """All of a micro-batch's slices on one rank."""
+    """All attention slices of a micro-batch, for a rank that holds all rows."""
 
     def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None = None) -> None:
         super().__init__(found, num_samples, length, is_long)
@@ -73,11 +74,11 @@ class BatchSlices(RowSlices):
 
 
 class ShardedSlices(RowSlices):
-    """This rank's share of a micro-batch's slices that context ranks share. `sequence_rows`: int64 `[r]`, the rows that
-    it holds, counted through the micro-batch."""
+    """This rank's share of a micro-batch's attention slices under context parallelism. `sequence_rows`: int64 `[r]`,
+    the rows that it holds, numbered through the micro-batch."""
 
     def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
-        """`heads`: ranks of a cp_rank, which exchange heads; `work`: as in models/attention/sequence_sharding.py."""
+        """`heads`: number of ranks in a cp_rank, which exchange heads. `work`: as `shard_sequence` takes it."""
         found = whole.found
         keys = found.keys if found.kind[0] == FULL else None
         self._segments, self._context, self._heads = Segments(found.queries, keys), context, heads
@@ -98,8 +99,8 @@ class ShardedSlices(RowSlices):
 
 
 def document_slices(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
-    """Return slices of a micro-batch with separate documents. positions: int64 `[b, s]` on the host, of each token in
-    its segment of a document."""
+    """Return the attention slices of a micro-batch of separate documents. positions: int64 `[b, s]` on the host, the
+    position of each token in its segment. switches_at: the segment length at which rotary frequencies change."""
     b, s = positions.shape
     found = mask_slices.of_documents(positions.numpy())
     is_long = None
@@ -109,8 +110,8 @@ def document_slices(positions: torch.Tensor, switches_at: int | None = None) -> 
 
 
 def padding_slices(padding_mask: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
-    """Return slices in which all tokens of a sample attend to its real ones, which are its first: bool `[b, s]` on the
-    host, True = real."""
+    """Return the attention slices of padded samples: all tokens of a sample attend to its real tokens, which come
+    first. padding_mask: bool `[b, s]` on the host, True = real."""
     num_samples, length = padding_mask.shape
     num_keys = padding_mask.sum(1).clamp(min=1).numpy()
     is_long = None if switches_at is None else torch.full((num_samples, length), length > switches_at)
@@ -120,12 +121,12 @@ def padding_slices(padding_mask: torch.Tensor, switches_at: int | None = None) -
 
 
 def is_sharded(context: Axis | None) -> TypeGuard[Axis]:
-    """Whether other ranks hold rows of the micro-batch."""
+    """Whether context parallelism splits the rows of a micro-batch over several ranks."""
     return context is not None and context.size > 1
 
 
 def cut_batch(batch: dict[str, Any], sequence_rows: torch.Tensor) -> dict[str, Any]:
-    """Return a micro-batch with these rows only, int64 `[r]` through its samples: tensors `[b, s]` become `[1, r]`."""
+    """Select rows of a micro-batch, int64 `[r]` numbered through its samples: tensors `[b, s]` become `[1, r]`."""
     return {
         name: value.flatten()[sequence_rows].unsqueeze(0) if name in ALONG_THE_SEQUENCE else value
         for name, value in batch.items()
@@ -133,8 +134,8 @@ def cut_batch(batch: dict[str, Any], sequence_rows: torch.Tensor) -> dict[str, A
 
 
 def gather_rows(own_values: torch.Tensor, sequence_rows: torch.Tensor, context: Axis, num_samples: int) -> torch.Tensor:
-    """Return the values of all rows of a micro-batch, in its order, on all context ranks: `[b, s, ...]`. A collective
-    call. own_values: `[r, ...]`; sequence_rows: int64 `[r]`, of this rank."""
+    """Gather values `[r, ...]` of all context ranks' rows on every rank, in the micro-batch's order: `[b, s, ...]`. A
+    collective call. sequence_rows: int64 `[r]`, this rank's rows."""
     values = [torch.empty_like(own_values) for _ in range(context.size)]
     sequence_rows = sequence_rows.to(own_values.device)
     numbers = [torch.empty_like(sequence_rows) for _ in range(context.size)]
@@ -147,13 +148,13 @@ def gather_rows(own_values: torch.Tensor, sequence_rows: torch.Tensor, context: 
 
 
 def position_ids(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token of whole samples int64 `[b, s]`: int64 of the same shape."""
+    """Return the position of each token in its sample, int64 `[b, s]`, for tokens `[b, s]`."""
     return torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0).expand_as(tokens)
 
 
 def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, context: Axis | None) -> dict[str, Any]:
-    """Return a micro-batch with its slices, whose plans for all layers are made; if context ranks share it, with this
-    rank's rows only."""
+    """Add the attention slices to a micro-batch and make their plans for all layers. With context parallelism, only
+    this rank's rows are returned."""
     found: RowSlices = whole
     if is_sharded(context):
         pattern, longest = derived.window_pattern(config), int(whole.found.queries.max())
@@ -167,14 +168,14 @@ def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, conte
 
 @functools.lru_cache(maxsize=8)
 def joined_slices(num_samples: int, length: int) -> BatchSlices:
-    """Return slices of samples in which each token attends to itself and all tokens before it."""
+    """Return slices for plain causal attention: each token of a sample attends to itself and all tokens before it."""
     positions = np.broadcast_to(np.arange(length), (num_samples, length))
     return BatchSlices(mask_slices.of_documents(positions), num_samples, length)
 
 
 class MicroBatchRows:
-    """A micro-batch's rows on this rank's device. `slices`: which rows attend to which; None: each to itself and all
-    rows of its sample before it."""
+    """The rows of a micro-batch on this rank, as its layers need them: attention slices and rotary angles. Without
+    `slices`, attention is causal over whole samples."""
 
     qkv_format = "rows"  # anything but "thd", for which Megatron-core has a branch of its own
 
@@ -186,8 +187,8 @@ class MicroBatchRows:
         positions: torch.Tensor | None = None,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """tokens: int64 `[b, s]` on the device. positions: the same, of each token in its segment; None: in its sample.
-        tensor_group: tensor ranks whose layers have different rows each; None: all have all rows."""
+        """tokens: int64 `[b, s]` on the device. positions: int64 `[b, s]`, in the segment; None: in the sample.
+        tensor_group: the tensor ranks if each has different rows between linear layers, else None."""
         self.slices, self._tensor_group = slices, tensor_group
         self._rotary, self._positions = rotary, positions
         self._shape, self._device = tokens.shape, tokens.device
@@ -196,13 +197,13 @@ class MicroBatchRows:
         self._angles: torch.Tensor | None = None
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the plan of layers with this sliding window; None: without."""
+        """Return the slice plan for layers with this sliding window (None: no window)."""
         slices = joined_slices(*self._shape) if self.slices is None else self.slices
         return slices.plan(window)
 
     @functools.cached_property
     def routed(self) -> RouterRows | None:
-        """The rows that the routers of experts receive; None: all of the micro-batch."""
+        """The rows that this rank's MoE routers receive; None if they receive all rows of the micro-batch."""
         if not isinstance(self.slices, ShardedSlices):
             return None
         ids = to_device(self.slices.sequence_rows, self._device)
@@ -212,12 +213,12 @@ class MicroBatchRows:
 
     @property
     def factor(self) -> float:
-        """The factor of cosines and sines."""
+        """The factor that multiplies cosines and sines of rotary positions."""
         return 1.0 if self._rotary is None else self._rotary.factor
 
     @property
     def angles(self) -> torch.Tensor | None:
-        """The angle of each row: fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
+        """The rotary angle of each row, fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
         if self._angles is None and self._rotary is not None:
             self._angles = self._all_angles(self._rotary)
             if self._positions is not None:
@@ -225,8 +226,8 @@ class MicroBatchRows:
         return self._angles
 
     def tables(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and signed sines of each row, `[s, 1 or b, 1, 1, rotating channels]`: see `tables` of
-        models/pointwise/rotary.py."""
+        """Return cosines and signed sines for each row, `[s, 1 or b, 1, 1, rotating channels]`, as `tables` of
+        models/pointwise/rotary.py does."""
         assert self._rotary is not None
         if (dtype, factor) not in self._tables:
             both = tables(self._all_angles(self._rotary), dtype, factor)
@@ -241,7 +242,7 @@ class MicroBatchRows:
 
     @functools.cached_property
     def _index(self) -> torch.Tensor:
-        """The index of the angle of each row, int64 `[s, b]`."""
+        """The index of each row's angle in the table of angles, int64 `[s, b]`."""
         assert self._positions is not None
         index = self._positions
         if self.slices is not None and self.slices.is_long is not None:
@@ -250,5 +251,5 @@ class MicroBatchRows:
 
 
 def sequence_parallel_group(config: TransformerConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """Return the tensor ranks that hold different rows between the products of layers; None: all hold all rows."""
+    """Return the tensor-parallel group if sequence parallelism splits the rows over it, else None."""
     return groups.tp if config.sequence_parallel else None

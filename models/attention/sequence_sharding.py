@@ -1,16 +1,17 @@
-"""Sequence sharding: which rows of a micro-batch each rank of context parallelism holds, with equal rows, level work
-and few exchanged rows.
+"""Sequence sharding: chooses the rows of a micro-batch that each rank of context parallelism holds, with equal numbers
+of rows, balanced attention work and few exchanged rows.
 
-The segments of documents follow each other in a micro-batch's rows. A segment with more rows or work than a rank may
-have is long: its tails (and its head, if nothing lighter fills the rank) are placed on ranks of their own until the
-remainder is short. Short segments stay whole: the longest first, each on the rank that will have the least work
-(Graham's rule). Then shard_balancing.py evens the ranks out. A row's work is the keys that it attends to.
+The segments of documents follow each other in a micro-batch's rows. A segment with more rows or more work than a rank
+may have is long: its last rows (and its first rows, if nothing lighter fills the rank) are placed on separate ranks
+until the remainder is short. Short segments stay whole: the longest are placed first, each on the rank that will have
+the least work (Graham's rule). Then shard_balancing.py evens out the ranks. The work of a row is the number of keys
+that it attends to.
 
-A cp_rank is a rank of context parallelism, or the group of `context_heads` ranks that exchange heads and so hold their
-rows together.
+A cp_rank is a rank of context parallelism, or a group of `context_heads` ranks that exchange heads and so share their
+rows.
 
-All numbers are integers in a fixed order, so that every rank finds the same sharding. Only numpy is imported: the
-loader's thread calls this.
+All arithmetic is in integers and in a fixed order, so that every rank finds the same sharding. Only numpy is imported,
+because the data loader's thread calls this module.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ CRUMB = 16  # a segment of at most 1 / CRUMB of a rank's rows is not cut while r
 
 @dataclass(frozen=True, eq=False)
 class SequenceSharding:
-    """The rows of a micro-batch that each rank holds, as runs. Rows are counted through the micro-batch: sample x s +
+    """The rows of a micro-batch that each rank holds, as runs. Rows are numbered through the micro-batch: sample x s +
     row in the sample.
 
-    cp_rank: int64 [m], ascending. first: int64 [m], the first row of each run, ascending within a rank; adjacent runs
-    of one rank are merged. length: int64 [m].
+    cp_rank: int64 [m], the rank of each run, ascending. first: int64 [m], the first row of each run, ascending within a
+    rank. length: int64 [m], the number of rows. Adjacent runs of one rank are merged.
     """
 
     cp_size: int
@@ -54,7 +55,7 @@ class SequenceSharding:
     length: np.ndarray
 
     def sequence_rows(self, cp_rank: int) -> np.ndarray:
-        """Return the rows of a rank: int64 [n / cp_size], ascending."""
+        """Return the numbers of the rows that a rank holds: int64 [n / cp_size], ascending."""
         begin, end = np.searchsorted(self.cp_rank, [cp_rank, cp_rank + 1])
         first, length = self.first[begin:end], self.length[begin:end]
         shift = np.repeat(first - (np.cumsum(length) - length), length)
@@ -64,26 +65,30 @@ class SequenceSharding:
 def shard_sequence(
     lengths: np.ndarray, cp_size: int, *, work: np.ndarray | None = None, keys: np.ndarray | None = None
 ) -> SequenceSharding:
-    """Shard the rows of segments over ranks: equal rows, work of at most 1.02 of the mean where rows allow it, and few
-    exchanged rows.
+    """Shard the rows of segments over ranks: equal numbers of rows, at most 1.02 of the mean work where rows allow it,
+    and few exchanged rows.
 
-    lengths: rows of each segment, int64 [segments], at least 1; their sum n must be divisible by cp_size. A row attends
-    to its segment up to itself: work[i] is the work of the first i rows of a segment, [longest + 1], work[0] = 0 (None:
-    i(i + 1) / 2). With keys, int64 [segments], each row of segment p attends to the segment's first keys[p] rows. A
-    pure function.
+    lengths: rows of each segment, int64 [segments], at least 1; their sum n must be divisible by cp_size. In causal
+    attention, work[i] is the work of the first i rows of a segment, [longest + 1], work[0] = 0 (None: i(i + 1) / 2).
+    With keys, int64 [segments], each row of segment p attends to the segment's first keys[p] rows instead. A pure
+    function.
 
     Raises ValueError if rows cannot be divided equally, a segment is empty, or work or keys do not fit the lengths.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     total = int(lengths.sum())
     if cp_size < 1 or total % max(cp_size, 1):
-        raise ValueError(f"{total} rows cannot be divided equally among {cp_size} ranks: use a divisor of the rows")
+        raise ValueError(
+            f"{total} rows cannot be divided equally among {cp_size} ranks: use a number of ranks that divides the rows"
+        )
     if not len(lengths) or lengths.min() < 1:
-        raise ValueError("every segment has at least one row")
+        raise ValueError("every segment must have at least one row")
     if work is not None and len(work) <= lengths.max():
-        raise ValueError(f"work of {len(work) - 1} rows is given, the longest segment has {lengths.max()}")
+        raise ValueError(
+            f"work covers segments of up to {len(work) - 1} rows, but the longest segment has {lengths.max()} rows"
+        )
     if keys is not None and (len(keys) != len(lengths) or np.any((keys < 1) | (keys > lengths))):
-        raise ValueError("keys takes 1 to the segment's rows for each segment")
+        raise ValueError("keys must be from 1 to the number of rows for each segment")
     of_work = RowWork(_integer_work(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
     segments = np.arange(len(lengths))
     works = of_work.of_each(segments, np.zeros_like(lengths), lengths).tolist()
@@ -119,7 +124,7 @@ def shard_sequence(
 
 
 def _integer_work(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | None:
-    """Return work as integers: fractions are scaled by up to 2 ** FRACTIONS, as far as sums do not overflow."""
+    """Return work as int64: fractions are multiplied by up to 2 ** FRACTIONS, as far as sums do not overflow."""
     if work is None or np.issubdtype(np.asarray(work).dtype, np.integer):
         return None if work is None else np.asarray(work, dtype=np.int64)
     most = math.frexp(float(work[int(lengths.max())]) * len(lengths))[1]
@@ -127,10 +132,11 @@ def _integer_work(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | 
 
 
 def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.ndarray | None:
-    """Return the keys that the first rows of a segment attend to, summed over all layers, int64 [longest + 1].
+    """Return the number of keys that the first i rows of a segment attend to, summed over all layers: int64 [longest +
+    1].
 
-    slides: by layer, 1 if a row attends to the last `window` rows only, 0 if to all before it. Without a window None,
-    which `shard_sequence` takes for the latter.
+    slides: one entry per layer, 1 if a row attends to the last `window` rows only, 0 if it attends to all rows before
+    it. Returns None if there is no window; `shard_sequence` then assumes plain causal attention.
     """
     if window is None:
         return None
@@ -142,9 +148,9 @@ def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.n
 
 
 class _Packing:
-    """The pool of spans that are not placed yet, the heaviest first, and the work of the lightest of them.
+    """The spans (runs of rows) that are not placed on a rank yet, heaviest first, and the work of the lightest of them.
 
-    Ranks that already have their work reserve the lightest rows of the pool to fill up.
+    Ranks that already have enough work reserve the lightest unplaced rows to fill up with.
     """
 
     def __init__(self, ledger: ShardLedger, spans: list[RowSpan], cap: int) -> None:
@@ -178,8 +184,8 @@ class _Packing:
         self.pool_rows, self.pool_work = self.pool_rows + span.num_rows, self.pool_work + span.work
 
     def expected(self, wanted: Iterable[int]) -> list[tuple[int, int]]:
-        """Return (work, rank) of ranks if the pool fills all ranks evenly; for ranks with a reservation as if the
-        reserved rows were placed last."""
+        """Return (expected work, rank) for ranks if the unplaced rows fill all ranks evenly. Ranks with a reservation
+        sort last."""
         light = self._until(self.counted)
         num_rows, work = max(self.pool_rows - self.counted, 1), max(self.pool_work - light, 0)
         counted, left, now, last = max(self.counted, 1), self.ledger.missing, self.ledger.work, 2 * self.cap
@@ -191,11 +197,11 @@ class _Packing:
         ]
 
     def before(self, cp_rank: int) -> int:
-        """Return the number of the lightest rows that other ranks have reserved."""
+        """Return the number of the lightest unplaced rows that other ranks have reserved."""
         return self.counted - (self.ledger.missing[cp_rank] if cp_rank in self.counting else 0)
 
     def lightest(self, cp_rank: int, num_rows: int) -> int:
-        """Return the work of this many rows, the lightest that no other rank has reserved."""
+        """Return the work of the `num_rows` lightest unplaced rows that no other rank has reserved."""
         before = self.before(cp_rank)
         return self._until(before + num_rows) - self._until(before)
 
@@ -214,7 +220,7 @@ class _Packing:
         self.ledger.add(cp_rank, span, fixed=fixed)
 
     def reserve_lightest(self, cp_rank: int) -> None:
-        """Reserve the lightest rows for a rank if they just fill it."""
+        """Reserve the lightest unplaced rows for a rank if they fill it and leave little of its work unused."""
         left = self.ledger.missing[cp_rank]
         if cp_rank not in self.counting and 0 < left <= self.short_rows - self.counted:
             spare = self.cap - self.ledger.work[cp_rank] - self.lightest(cp_rank, left)
@@ -230,7 +236,7 @@ class _Packing:
         return work + self.lightest(cp_rank, beside) <= self.cap
 
     def cut(self, cp_rank: int, span: RowSpan) -> tuple[int, int]:
-        """Return the rows of the longest tail that a rank takes, and of the head that it takes with it if nothing
+        """Return the number of last rows of a span that a rank takes, and of first rows that it takes too if nothing
         lighter fills it."""
         work_of, segment, begin, end = self.ledger.work_of, span.segment, span.begin, span.begin + span.num_rows
         capacity, before, whole = self.ledger.missing[cp_rank], self.ledger.work[cp_rank], self.ledger.rows_per_rank
@@ -258,10 +264,10 @@ class _Packing:
 
 def _pack(ledger: ShardLedger, spans: list[RowSpan], cap: int, *, cut: bool) -> None:
     """Place every span: the heaviest first, on the rank that will have the least work if the rest fills all ranks
-    evenly. A span that is too much for the rank is cut: its tail is placed and the remainder waits its turn. A short
-    span that fits nowhere makes a rank's rows too many.
+    evenly. A span that is too much for the rank is cut: its last rows are placed, and the remainder is placed later. A
+    short span that fits nowhere gives a rank too many rows.
 
-    cap: the work to pack a rank to. cut: False leaves short segments whole in every case.
+    cap: the work up to which a rank is packed. cut: with False, short segments are never cut.
     """
     cp_size, left = len(ledger.missing), ledger.missing
     packing = _Packing(ledger, spans, cap)
@@ -335,10 +341,10 @@ def _in_runs(ledger: ShardLedger, lengths: np.ndarray) -> SequenceSharding:
     return SequenceSharding(len(ledger.missing), *(np.array(each, dtype=np.int64) for each in (holders, first, length)))
 
 
-def _cut_at_segments(
+def cut_at_segments(
     found: SequenceSharding, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the runs cut at the ends of segments, int64 [spans] each: rank, segment, first row and end within it."""
+    """Cut runs at the ends of segments: return rank, segment, first row and end in the segment, int64 [spans]."""
     ends = np.cumsum(lengths)
     last = found.first + found.length
     segments = np.searchsorted(ends, found.first, side="right")
@@ -351,9 +357,9 @@ def _cut_at_segments(
 
 
 def exchanged_rows(found: SequenceSharding, lengths: np.ndarray, keys: np.ndarray | None = None) -> np.ndarray:
-    """Return the key rows that each rank attends to and does not hold: int64 [cp_size]."""
+    """Return the number of key rows that each rank attends to but does not hold: int64 [cp_size]."""
     lengths = np.asarray(lengths, dtype=np.int64)
-    cp_rank, segment, first, end = _cut_at_segments(found, lengths)
+    cp_rank, segment, first, end = cut_at_segments(found, lengths)
     order = np.lexsort((first, segment, cp_rank))
     cp_rank, segment, first, end = cp_rank[order], segment[order], first[order], end[order]
     is_last = np.append((cp_rank[1:] != cp_rank[:-1]) | (segment[1:] != segment[:-1]), True)
@@ -362,21 +368,4 @@ def exchanged_rows(found: SequenceSharding, lengths: np.ndarray, keys: np.ndarra
     np.add.at(result, cp_rank[is_last], needed[is_last])
     held = end - first if keys is None else np.clip(np.minimum(end, needed) - first, 0, None)
     np.subtract.at(result, cp_rank, held)
-    return result
-
-
-def work_per_rank(
-    found: SequenceSharding, lengths: np.ndarray, work: np.ndarray | None = None, keys: np.ndarray | None = None
-) -> np.ndarray:
-    """Return the work of each rank's rows, as `shard_sequence` counts it: [cp_size]."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    cp_rank, segment, first, end = _cut_at_segments(found, lengths)
-    if keys is not None:
-        each = np.asarray(keys, dtype=np.int64)[segment] * (end - first)
-    elif work is None:
-        each = (end * (end + 1) - first * (first + 1)) // 2
-    else:
-        each = np.asarray(work)[end] - np.asarray(work)[first]
-    result = np.zeros(found.cp_size, dtype=each.dtype)
-    np.add.at(result, cp_rank, each)
     return result

@@ -1,10 +1,9 @@
-"""Evening out of the rows of a micro-batch over the ranks of context parallelism: equal rows, level work, few exchanged
-rows.
+"""Evens out rows and attention work between the ranks of context parallelism, with few exchanged rows.
 
-The ledger lists the row spans of each rank. Ranks swap whole spans until each has its rows; where no swap does it,
-spans are cut. Pairs of ranks then redistribute their spans: whole groups and one cut, the cheapest that keeps work
-level. Every choice among the longest groups is tried, each with every span that could be cut: the rows that a rank
-still lacks are the span's first or last rows, or rows inside it where the work fits.
+A ledger lists the spans (runs of rows) of each rank. Ranks swap whole spans until each has its number of rows; where no
+swap achieves this, spans are cut. Then pairs of ranks redistribute their spans: whole groups and at most one cut, the
+cheapest choice that keeps work balanced. Every choice among the longest groups is tried, with every span that could be
+cut: the rows that a rank still lacks are the span's first or last rows, or rows inside it if their work fits better.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_SPLITS = 4  # selections of MOST_SPLIT spans that are tried where there are
 
 
 class RowSpan(NamedTuple):
-    """Consecutive rows of a segment that one rank holds."""
+    """Consecutive rows of a segment that one rank holds, with their attention work."""
 
     num_rows: int
     work: int
@@ -41,10 +40,10 @@ class RowSpan(NamedTuple):
 
 
 class RowWork:
-    """Work of a segment's rows, as an integer.
+    """The attention work of rows, as integers.
 
-    causal: work of the first i rows of a segment, int64 [longest + 1]; None: i(i + 1) / 2. keys: work of each row, by
-    segment; None: causal.
+    causal: int64 [longest + 1], the work of the first i rows of a segment (None: i(i + 1) / 2). keys: for each segment
+    the number of keys that each of its rows attends to (None: causal attention).
     """
 
     def __init__(self, causal: np.ndarray | None, keys: list[int] | None) -> None:
@@ -59,7 +58,7 @@ class RowWork:
         return int(self.causal[end]) - int(self.causal[begin])
 
     def of_each(self, segment: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return `of` for arrays, int64 [m]."""
+        """Return the work of rows [begin, end) of each given segment, int64 [m]: `of` for arrays."""
         if self.keys_of is not None:
             return self.keys_of[segment] * (end - begin)
         if self.causal is None:
@@ -67,8 +66,8 @@ class RowWork:
         return self.causal[end] - self.causal[begin]
 
     def first_rows(self, low: np.ndarray, high: np.ndarray, num_rows: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Return the first row, between low and high, from which the next `num_rows` rows of a causal segment have at
-        least this work; all int64 [m]."""
+        """Return the first row, between `low` and `high`, from which the next `num_rows` rows of a causal segment have
+        at least this work; all int64 [m]."""
         if self.keys is None and self.causal is None:
             return np.clip(-((num_rows * (num_rows + 1) // 2 - work) // num_rows), low, high)
         while (low < high).any():
@@ -81,9 +80,9 @@ class RowWork:
 class ShardLedger:
     """Ledger of the row spans that each rank holds while rows are evened out.
 
-    missing: rows that each rank still lacks; negative where it has too many. work: of each rank. spans: those that may
-    change ranks. fixed: spans of a segment of which the rank holds several. limit: the most work that a rank should
-    have.
+    missing: the number of rows that each rank still lacks; negative if it has too many. work: the work of each rank.
+    spans: each rank's spans that may be moved. fixed: each rank's other spans, of segments of which it holds several
+    spans. limit: the most work that a rank should have.
     """
 
     def __init__(self, cp_size: int, rows_per_rank: int, limit: int, work: RowWork) -> None:
@@ -96,14 +95,14 @@ class ShardLedger:
         self.work_of, self.works_of, self.first_rows = work.of, work.of_each, work.first_rows
 
     def cut_cost(self, segment: int, row: int) -> int:
-        """Return the exchanged rows if the rows of a segment from `row` on are held by another rank."""
+        """Return the number of exchanged key rows if another rank holds the rows of a segment from `row` on."""
         return row if self.keys is None else self.keys[segment]
 
     def span(self, segment: int, begin: int, end: int) -> RowSpan:
         return RowSpan(end - begin, self.work_of(segment, begin, end), segment, begin)
 
     def held(self, cp_rank: int) -> list[RowSpan]:
-        """Return all spans of a rank."""
+        """Return all spans of a rank, fixed or not."""
         return [*self.spans[cp_rank], *self.fixed[cp_rank]]
 
     def add(self, cp_rank: int, span: RowSpan, *, fixed: bool = False) -> None:
@@ -119,7 +118,7 @@ class ShardLedger:
             self.add(target, span)
 
     def replace(self, cp_rank: int, spans: list[RowSpan]) -> None:
-        """Replace all spans of a rank."""
+        """Give a rank these spans instead of its present ones, and update its work and missing rows."""
         times: dict[int, int] = {}
         for span in spans:
             times[span.segment] = times.get(span.segment, 0) + 1
@@ -129,7 +128,8 @@ class ShardLedger:
         self.work[cp_rank] = sum(span.work for span in spans)
 
     def fits(self, one: int, other: int, moved: int) -> bool:
-        """Whether this much work may move from one rank to the other without adding to an excess over the limit."""
+        """Whether this much work may move from one rank to another without exceeding the limit or the present
+        maximum."""
         before = max(self.work[one], self.work[other], self.limit)
         return self.work[one] - moved <= before and self.work[other] + moved <= before
 
@@ -138,7 +138,7 @@ class ShardLedger:
 
 
 class SpanGroup(NamedTuple):
-    """Spans of one segment that stay together; a group of one span may be cut."""
+    """Spans of one segment that move between ranks together; a group of a single span may be cut."""
 
     num_rows: int
     work: int
@@ -147,7 +147,8 @@ class SpanGroup(NamedTuple):
 
 
 class PairSplit(NamedTuple):
-    """The groups that the first of two ranks holds, and rows `begin` to `end` of a cut group (none if both are 0)."""
+    """A distribution of span groups over two ranks: the bits of `units` mark the first rank's groups. Of a cut group it
+    also has rows `begin` to `end` (none if both are 0)."""
 
     over: int  # work over the limit
     cost: int  # exchanged rows of the cut
@@ -158,10 +159,10 @@ class PairSplit(NamedTuple):
 
 
 def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool:
-    """Redistribute the spans of two ranks where that exchanges fewer rows or brings work closer to the limit; return
+    """Redistribute the spans of two ranks if that exchanges fewer rows or brings work closer to the limit; return
     whether it did.
 
-    At most `most` groups change ranks. Both ranks keep their number of rows.
+    At most `most` groups of spans may move. Both ranks keep their number of rows.
     """
     units, kept = _units(ledger, one, other, most)
     if not units:
@@ -201,7 +202,7 @@ def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool
 
 
 def merge_adjacent(ledger: ShardLedger, spans: list[RowSpan]) -> list[RowSpan]:
-    """Return the spans in order, with adjacent spans of a segment merged."""
+    """Sort spans and merge adjacent spans of the same segment."""
     found: list[RowSpan] = []
     for span in sorted(spans, key=lambda span: (span.segment, span.begin)):
         if found and found[-1].segment == span.segment and found[-1].begin + found[-1].num_rows == span.begin:
@@ -212,7 +213,7 @@ def merge_adjacent(ledger: ShardLedger, spans: list[RowSpan]) -> list[RowSpan]:
 
 
 def exchange_cost(ledger: ShardLedger, cp_rank: int) -> int:
-    """Return the key rows that a rank receives for its rows."""
+    """Return the number of key rows that a rank must receive from other ranks."""
     needed: dict[int, int] = {}
     cost = 0
     for span in ledger.held(cp_rank):
@@ -235,7 +236,8 @@ def _over(ledger: ShardLedger, one: int, other: int) -> int:
 def _units(
     ledger: ShardLedger, one: int, other: int, most: int
 ) -> tuple[list[SpanGroup], tuple[list[SpanGroup], list[SpanGroup]]]:
-    """Return the groups that may change ranks (the longest, and those of both ranks), and those that each keeps."""
+    """Return the span groups that two ranks may exchange (the longest, the shortest, and those with rows of both
+    ranks), and the groups that each rank keeps."""
     by_segment: dict[int, list[tuple[RowSpan, int]]] = {}
     for owner, cp_rank in enumerate((one, other)):
         for span in ledger.held(cp_rank):
@@ -271,12 +273,13 @@ def _units(
 
 @functools.cache
 def _choices(number: int) -> np.ndarray:
-    """Return every subset of `number` groups: bool [2 ** number, number]."""
+    """Return every subset of `number` groups as a mask: bool [2 ** number, number]."""
     return (np.arange(2**number)[:, None] >> np.arange(number) & 1).astype(bool)
 
 
 def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, high: int) -> PairSplit | None:
-    """Return the cheapest choice that has `wanted` rows and work from `low` to `high`, or as close as possible."""
+    """Return the cheapest split that gives the first rank `wanted` rows and work from `low` to `high`, or work as close
+    to that as possible. Returns None if no split has the rows."""
     number = len(units)
     num_rows = np.array([unit.num_rows for unit in units], dtype=np.int64)
     work = np.array([unit.work for unit in units], dtype=np.int64)
@@ -327,7 +330,7 @@ def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, hi
 
 
 def _outside(work: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) -> np.ndarray:
-    """Return the distance of work from a range."""
+    """Return how far each work is below `low` or above `high`, 0 between them."""
     return np.maximum(np.maximum(low - work, work - high), 0)
 
 
@@ -335,7 +338,7 @@ def _outside(work: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) ->
 
 
 def equalize_rows(ledger: ShardLedger) -> None:
-    """Give every rank exactly its rows: by swaps of whole spans, then by cuts."""
+    """Give every rank exactly its number of rows: by swaps of whole spans first, then by cutting spans."""
     open_ranks = sorted(range(len(ledger.missing)), key=lambda cp_rank: (len(ledger.spans[cp_rank]), cp_rank))
     while len(open_ranks) > 1 and any(ledger.missing[cp_rank] for cp_rank in open_ranks):
         cp_rank = open_ranks.pop(0)
@@ -350,7 +353,7 @@ def equalize_rows(ledger: ShardLedger) -> None:
 
 
 def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
-    """Swap spans between a rank and others so that the rank has its rows; return False if no swap does."""
+    """Swap spans between a rank and others until it has exactly its rows; return False if no swap achieves this."""
     surplus = -ledger.missing[cp_rank]
     found: SpansBySize = {}
     for other in others:
@@ -369,8 +372,8 @@ def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
 def _candidates(
     own: list[RowSpan], found: SpansBySize, surplus: int
 ) -> Iterator[tuple[tuple[RowSpan, ...], TakenSpans]]:
-    """Yield the spans that a rank may give and take so that it gives `surplus` rows more than it takes: one for one,
-    then two for one, then one for two."""
+    """Yield spans that a rank could give and take so that it gives `surplus` rows more than it takes: one span for one
+    first, then two for one, then one for two."""
     most = 8  # spans of equal length that are tried
     for span in (None, *own):
         wanted = (span.num_rows if span else 0) - surplus
@@ -401,8 +404,8 @@ def _candidates(
 def _allowed_moves(
     ledger: ShardLedger, cp_rank: int, given: tuple[RowSpan, ...], taken: TakenSpans
 ) -> list[tuple[int, int, list[RowSpan]]] | None:
-    """Return the moves (source, target, spans) if their work is allowed. Given spans move to the rank from which a span
-    is taken, or else to the rank that lacks most rows."""
+    """Return the moves (source, target, spans) of a swap if the work of the ranks allows it, else None. Given spans
+    move to the rank that a span is taken from, or else to the rank that lacks the most rows."""
     if not taken:
         if not given:
             return None
@@ -421,7 +424,7 @@ def _allowed_moves(
 
 def _repartition(ledger: ShardLedger, one: int, other: int) -> None:
     """Redistribute the spans of two ranks so that the first has exactly its rows, or as close as whole spans allow
-    (sums of halves, Horowitz and Sahni 1974)."""
+    (subset sums of two halves, Horowitz and Sahni 1974)."""
     spans = sorted(
         [*ledger.spans[one], *ledger.spans[other]], key=lambda span: (span.num_rows, span.segment, span.begin)
     )
@@ -434,7 +437,7 @@ def _repartition(ledger: ShardLedger, one: int, other: int) -> None:
 
 
 def _repartition_some(ledger: ShardLedger, one: int, other: int, free: list[RowSpan]) -> bool:
-    """`_repartition` for the spans in `free`; return whether both ranks have their rows, and work within the limit."""
+    """Redistribute the spans in `free` of two ranks; return whether rows are exact and work is within the limit."""
     is_free = set(free)
     own = [span for span in ledger.spans[one] if span in is_free]
     wanted = ledger.missing[one] + sum(span.num_rows for span in own)
@@ -468,7 +471,7 @@ def _repartition_some(ledger: ShardLedger, one: int, other: int, free: list[RowS
 
 
 def _subset_sums(spans: list[RowSpan]) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows and work of every subset of spans, int64 [2 ** spans] each."""
+    """Return the number of rows and the work of every subset of spans, int64 [2 ** spans] each."""
     row_sums, work_sums = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for span in spans:
         row_sums, work_sums = (
@@ -479,7 +482,7 @@ def _subset_sums(spans: list[RowSpan]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut_surplus(ledger: ShardLedger) -> None:
-    """Move rows from ranks with too many to ranks that lack rows."""
+    """Move rows from ranks with too many rows to ranks that lack rows, cutting spans where needed."""
     cp_size = len(ledger.missing)
     while surplus := -min(ledger.missing):
         source = ledger.missing.index(-surplus)
@@ -513,8 +516,8 @@ def _cut_surplus(ledger: ShardLedger) -> None:
 
 
 def balance_work(ledger: ShardLedger) -> None:
-    """Bring the work of ranks over the limit down to it: pairs of ranks are rebalanced; after MOST_LEVELLED pairs, or
-    where that does not help, ranks trade rows."""
+    """Bring the work of ranks above the limit down to it: pairs of ranks are rebalanced; after MOST_LEVELLED pairs, or
+    if that does not help, ranks trade rows."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0
@@ -545,8 +548,8 @@ def balance_work(ledger: ShardLedger) -> None:
 
 
 def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
-    """Trade the last rows of one rank's heaviest span for the first rows of the other's lightest span: as few as bring
-    the first rank to the limit or to the other's work."""
+    """Trade the last rows of rank `most`'s heaviest span for the first rows of rank `least`'s lightest span: as few
+    rows as bring `most` down to the limit, or both ranks to equal work. Returns whether rows were traded."""
 
     def ends(cp_rank: int) -> list[tuple[int, int, RowSpan]]:
         return [
@@ -590,7 +593,7 @@ def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
 
 
 def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
-    """Rebalance pairs of ranks, most exchanged rows first; only few if at most `enough` rows are exchanged."""
+    """Rebalance pairs of ranks to exchange fewer rows; only a few pairs if at most `enough` rows are exchanged."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0

@@ -1,9 +1,10 @@
-"""Attention over a list of slices. A kernel computes each slice; outputs of several slices of a row are merged by the
-logs of their sums of exponentials, in fp32. The backward pass computes each slice from the merged results.
+"""Attention over a list of slices (mask_slices.py). A kernel computes each slice; if a row is in several slices, their
+outputs are merged by the log-sum-exp of their scores, in fp32. The backward pass computes each slice from the merged
+results.
 
-Keys may arrive in rounds from the ranks that hold them, each round while the previous one computes; their gradients
-return while the next round computes. Latent attention exchanges compressed rows and expands a round's latents to keys
-and values, again in the backward pass, so that no expanded rows are kept.
+Keys may be received in rounds from the ranks that hold them, each round while the previous one computes; their
+gradients are sent back while the next round computes. Latent attention exchanges compressed rows: each round's latents
+are expanded to keys and values, and expanded again in the backward pass, so that expanded rows are never stored.
 
 Shapes: s sequence, b samples, n query heads, g key/value heads, d channels of a key, v channels of a value. Latent
 attention: l channels of a latent, p rotary channels of a key, d its other channels.
@@ -34,9 +35,9 @@ Inputs = kernels.Triple  # query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, 
 
 
 class RowRuns:
-    """The rows of one side of slices of equal length, as runs: first rows and samples, int64 `[m]`.
+    """The query rows or the key rows of slices of equal length, as runs: first row and sample of each, int64 `[m]`.
 
-    `is_first`: no slice before these has any of the rows.
+    `is_first`: no earlier slice has any of these rows.
     """
 
     def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
@@ -44,7 +45,8 @@ class RowRuns:
         self._index: RowIndex | None = None
 
     def view(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the rows of `x` `[s, b, ...]` as a view `[m, length, ...]`; None if the runs are not evenly spaced."""
+        """Return the runs' rows of `x` `[s, b, ...]` as a view `[m, length, ...]`; None if runs are not evenly
+        spaced."""
         m, first, sample = len(self.first), int(self.first[0]), int(self.sample[0])
         if m == 1:
             return x[first : first + self.length, sample].unsqueeze(0)
@@ -55,12 +57,12 @@ class RowRuns:
         return None
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `x` `[s, b, ...]`: `[m, length, ...]`."""
+        """Return the runs' rows of `x` `[s, b, ...]`: `[m, length, ...]`, as a view if possible."""
         found = self.view(x)
         return self.index.take(x).unflatten(0, (-1, self.length)) if found is None else found
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` `[m, length, ...]` to the rows of `x` `[s, b, ...]`."""
+        """Write `values` `[m, length, ...]` into the runs' rows of `x` `[s, b, ...]`."""
         found = self.view(x)
         if found is not None:
             found.copy_(values)
@@ -69,7 +71,7 @@ class RowRuns:
 
     @property
     def index(self) -> RowIndex:
-        """The same rows one by one."""
+        """The runs' rows as a RowIndex, which lists them one by one."""
         if self._index is None:
             lengths = np.full(len(self.first), self.length)
             self._index = RowIndex(*row_numbers(self.first, lengths, self.sample), self.is_first)
@@ -77,7 +79,7 @@ class RowRuns:
 
 
 class RowIndex:
-    """Rows one by one: row and sample of each, int64 `[t]`. `is_all`: they are all rows, in order."""
+    """Query or key rows of slices, one by one: row and sample, int64 `[t]`. `is_all`: these are all rows, in order."""
 
     def __init__(self, row_numbers: np.ndarray, samples: np.ndarray, is_first: bool, is_all: bool = False) -> None:
         self.is_first, self._is_all = is_first, is_all
@@ -85,11 +87,11 @@ class RowIndex:
         self._on: dict[torch.device, Any] = {}
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `x` `[s, b, ...]`: `[t, ...]`."""
+        """Gather the listed rows of `x` `[s, b, ...]`: `[t, ...]`."""
         return x[self._index(x.device)]
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` `[t, ...]` to the rows of `x` `[s, b, ...]`."""
+        """Write `values` `[t, ...]` into the listed rows of `x` `[s, b, ...]`."""
         x[self._index(x.device)] = values.to(x.dtype)
 
     def _index(self, device: torch.device) -> Any:
@@ -108,7 +110,7 @@ SliceRows = RowRuns | RowIndex
 def row_numbers(
     first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and sample of each row of runs, run by run; `flips`: each run from its last row to its first."""
+    """Return row and sample of each row of all runs, run by run. `flips`: from the last row of a run to its first."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if flips:
         within = np.repeat(lengths, lengths) - 1 - within
@@ -116,14 +118,15 @@ def row_numbers(
 
 
 class RowCoverage:
-    """Counts how many slices each row of each sample is in, `[b, s]`."""
+    """Counter of the slices that contain each row of each sample, `[b, s]`: decides whether outputs are merged in fp32
+    and whether buffers must start as zeros."""
 
     def __init__(self, num_samples: int, length: int) -> None:
         self.counts = np.zeros((num_samples, length), np.int64)
         self.is_mixed = False  # whether a slice has both rows that were covered before and new rows
 
     def add(self, sample: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> bool:
-        """Count the rows of slices without common rows; return whether all of them are new."""
+        """Count the rows of slices that share no rows; return whether all these rows are new."""
         steps = np.zeros((self.counts.shape[0], self.counts.shape[1] + 1), np.int64)
         np.add.at(steps, (sample, first), 1)
         np.add.at(steps, (sample, first + lengths), -1)
@@ -135,12 +138,12 @@ class RowCoverage:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a row is in several slices."""
+        """Whether any row is in several slices."""
         return bool((self.counts > 1).any())
 
     @property
     def is_written(self) -> bool:
-        """Whether each row is written before it is read."""
+        """Whether a buffer can start uninitialized, because each row is written before it is read."""
         return not self.is_mixed and bool((self.counts > 0).all())
 
 
@@ -149,19 +152,19 @@ class RowCoverage:
 
 @dataclass(frozen=True)
 class SliceBatch:
-    """Slices of equal shape without common rows, for kernels that take a batch."""
+    """Slices of equal shape that share no rows, for kernels with a batch dimension."""
 
     shape: SliceShape
     queries: RowRuns
     keys: RowRuns
 
     def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
-        """Return output `[m, q, n, v]`, sums `[m, q, n]` and what the backward pass needs."""
+        """Compute the slices: output `[m, q, n, v]`, log-sum-exp `[m, q, n]`, and tensors for the backward pass."""
         output, sums, seeds = kernels.forward(*self._heads_first(inputs), self.shape.kind != FULL, scale)
         return self._rows_first(output), self._rows_first(sums), seeds
 
     def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
-        """Return gradients of the inputs' rows, `[m, rows, heads, channels]`; `grad`, output, sums are of all rows."""
+        """Return the gradients of query, key and value rows, `[m, rows, heads, channels]`; `grad` covers all rows."""
         grad, output, sums = (self._side(self.queries, each) for each in (grad, *result[:2]))
         found = kernels.backward(
             grad, self._heads_first(inputs), (output, sums, result[2]), self.shape.kind != FULL, scale
@@ -173,17 +176,17 @@ class SliceBatch:
         return self._side(self.queries, query), self._side(self.keys, key), self._side(self.keys, value)
 
     def _side(self, runs: RowRuns, x: torch.Tensor) -> torch.Tensor:
-        """Return rows of `x` `[s, b, heads, ...]` as kernels take them: `[m, heads, rows, ...]`."""
+        """Return rows of `x` `[s, b, heads, ...]` as `[m, heads, rows, ...]`; anti-causal slices are flipped."""
         taken = runs.take(x).transpose(1, 2)
         return taken.flip(2) if self.shape.kind == ANTI_CAUSAL else taken
 
     def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[m, heads, rows, ...]` as `[m, rows, heads, ...]`, the rows in their own order."""
+        """Turn `[m, heads, rows, ...]` into `[m, rows, heads, ...]`, and undo the flip of anti-causal slices."""
         return (x.flip(2) if self.shape.kind == ANTI_CAUSAL else x).transpose(1, 2)
 
 
 class SliceLaunch:
-    """Slices of one kind without common rows, for a kernel that takes cumulative lengths."""
+    """Slices of one kind that share no rows, for a kernel that takes cumulative lengths."""
 
     def __init__(self, slices: Slices, queries: RowIndex, keys: RowIndex) -> None:
         self.queries, self.keys = queries, keys
@@ -191,13 +194,13 @@ class SliceLaunch:
         self._lengths: dict[torch.device, kernels.Lengths] = {}
 
     def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
-        """Return output `[t, n, v]`, sums `[t, n]` and what the backward pass needs."""
+        """Compute the slices: output `[t, n, v]`, log-sum-exp `[t, n]`, and tensors for the backward pass."""
         lengths = self._lengths_on(inputs[0].device)
         output, sums, seeds = kernels.launch_forward(*self._side_rows(inputs), lengths, self._causal, scale)
         return output, sums.t(), seeds
 
     def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
-        """Return gradients of the inputs' rows, `[t, heads, channels]`; `grad`, output and sums are of all rows."""
+        """Return the gradients of query, key and value rows, `[t, heads, channels]`; `grad` covers all rows."""
         grad, output, sums = (self.queries.take(each) for each in (grad, *result[:2]))
         lengths = self._lengths_on(grad.device)
         found = output, sums.t(), result[2]
@@ -220,8 +223,8 @@ SliceCalls = Sequence[SliceLaunch | SliceBatch]
 
 
 class KeyRound:
-    """Slices over the keys of one round: this rank's own keys, or keys that an exchange brings. `keys`: how many slices
-    each key row is in."""
+    """Slices over the keys of one round: this rank's own keys, or keys that an exchange receives. `keys` counts the
+    slices that contain each key row."""
 
     def __init__(
         self, slices: Slices, queries: RowCoverage, keys: RowCoverage, exchange: RowExchange | None = None
@@ -240,7 +243,7 @@ class KeyRound:
 
     @functools.cached_property
     def launches(self) -> list[SliceLaunch]:
-        """The slices for a kernel that takes cumulative lengths."""
+        """The slices in groups for a kernel that takes cumulative lengths."""
         return [
             SliceLaunch(
                 group,
@@ -256,7 +259,7 @@ class KeyRound:
 
     @functools.cached_property
     def batches(self) -> list[SliceBatch]:
-        """The slices for kernels that take one shape."""
+        """The slices in groups of equal shape, for kernels with a batch dimension."""
         return [
             SliceBatch(
                 shape,
@@ -269,8 +272,8 @@ class KeyRound:
 
 
 class SlicePlan:
-    """The plan by which a micro-batch's slices are computed: made once on the host, and used by all layers. `queries`:
-    how many slices of all rounds each query row is in."""
+    """Plan for computing a micro-batch's attention slices round by round: made once on the host, used by all layers.
+    `queries` counts the slices of all rounds that contain each query row."""
 
     def __init__(
         self,
@@ -281,7 +284,7 @@ class SlicePlan:
         heads: HeadExchange | None = None,
         ahead: int = 1,
     ) -> None:
-        """`ahead`: the number of later rounds whose keys are in flight during a round, alike on all ranks."""
+        """`ahead`: the number of later rounds whose keys are in flight during a round, the same on all ranks."""
         self.queries, self.heads, self.ahead = RowCoverage(num_samples, length), heads, ahead
         # Exchanges in flight, and the number of rows that this rank sends in each.
         self.leaving: deque[tuple[ArrivingRows, int]] = deque()
@@ -297,17 +300,18 @@ class SlicePlan:
 
     @property
     def is_spread(self) -> bool:
-        """Whether some keys are on other ranks."""
+        """Whether other ranks hold some of the keys."""
         return self.rounds[-1].exchange is not None
 
     def calls(self, query: torch.Tensor, width: int) -> list[SliceCalls]:
-        """Return the kernel calls, by round. width: channels of a value."""
+        """Return the kernel calls of each round. width: channels of a value head."""
         takes_launches = kernels.takes_launches(query, width)
         return [each.launches if takes_launches else each.batches for each in self.rounds]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
-    """Return `[s, b, n, v]` of query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, b, g, v]`; 0 without a slice."""
+    """Compute attention slice by slice: return `[s, b, n, v]` for query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s,
+    b, g, v]`. Rows that are in no slice get 0."""
     if plan.heads is None:
         return _Sliced.apply(query, key, value, plan, scale)
     output = _Sliced.apply(*plan.heads.to_heads(query, key, value), plan, scale)
@@ -345,9 +349,9 @@ class _Sliced(torch.autograd.Function):
 
 
 class ReturningGradients:
-    """Gradients of keys and values on their way to the ranks that hold these rows, while later rounds compute.
+    """Key and value gradients that are being sent to the ranks that hold these rows, while later rounds compute.
 
-    In flight are at most twice this rank's rows, and one round.
+    At most twice this rank's rows, plus one round, are in flight.
     """
 
     def __init__(self) -> None:
@@ -355,14 +359,14 @@ class ReturningGradients:
         self._coming: deque[tuple[ArrivingGradients, int]] = deque()
 
     def send(self, round_: KeyRound, key_grad: torch.Tensor, value_grad: torch.Tensor, dtype: torch.dtype) -> None:
-        """Send a round's gradients, in the plan's backward order. This rank's own are kept: they precede the others',
-        and are in fp32 where others are added."""
+        """Start sending a round's gradients, in the plan's backward order. This rank's own gradients are kept; they
+        come first, and are in fp32 if those of other ranks are added."""
         exchange = round_.exchange
         if exchange is not None:
             coming = exchange.return_gradients(key_grad.to(dtype), value_grad.to(dtype))
             self._coming.append((coming, exchange.num_rows + exchange.num_sent))
             while len(self._coming) > 1 and sum(num_rows for _, num_rows in self._coming) > 2 * len(self._own[0]):
-                self._add_first()
+                self._coming.popleft()[0].add_to(*self._own)
         elif self._own:
             for whole, gradient in zip(self._own, (key_grad, value_grad)):
                 whole += gradient
@@ -370,23 +374,20 @@ class ReturningGradients:
             self._own = [key_grad, value_grad]
 
     def collect(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank's keys and values."""
+        """Wait for the gradients from other ranks, and return the complete gradients of this rank's keys and values."""
         while self._coming:
-            self._add_first()
+            self._coming.popleft()[0].add_to(*self._own)
         return self._own
-
-    def _add_first(self) -> None:
-        self._coming.popleft()[0].add_to(*self._own)
 
 
 def keys_of_rounds(
     plan: SlicePlan, order: Sequence[int], key: torch.Tensor, value: torch.Tensor, ends: bool
 ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield each round's index in this order, with its keys and values; the keys of later rounds are in flight while it
-    computes.
+    """Yield each round's index in this order, with its keys and values, while the keys of later rounds are being
+    received.
 
-    All ranks start exchanges in the same order, because the messages of a pair of ranks have no names. `ends`: wait at
-    the end for what was sent; otherwise a later pass waits, because other ranks may receive it only later.
+    All ranks start exchanges in the same order, because messages between two ranks have no tags. `ends`: wait for this
+    rank's sends at the end; otherwise a later pass waits, because other ranks may receive the messages only then.
     """
     left = deque(each for i in order if (each := plan.rounds[i].exchange) is not None)
     coming: deque[tuple[ArrivingRows, int]] = deque()
@@ -406,7 +407,7 @@ def keys_of_rounds(
 
 
 class MergedOutput:
-    """Output and sums of all slices so far: in fp32 if a row is in several slices."""
+    """Attention output and log-sum-exp of the slices computed so far, merged; in fp32 if a row is in several slices."""
 
     def __init__(self, cover: RowCoverage, query: torch.Tensor, width: int) -> None:
         shape = *query.shape[:3], width
@@ -416,7 +417,7 @@ class MergedOutput:
         self.sums = query.new_full(shape[:3], -torch.inf, dtype=torch.float32)
 
     def add_all(self, calls: SliceCalls, inputs: Inputs, scale: float) -> list[Any]:
-        """Compute kernel calls of a plan and merge their outputs; return what their backward passes need."""
+        """Run kernel calls and merge their outputs; return the tensors that their backward passes need."""
         found = []
         for call in calls:
             output, sums, seeds = call.forward(inputs, scale)
@@ -433,15 +434,16 @@ class MergedOutput:
 def _merge(
     output: torch.Tensor, sums: torch.Tensor, other: torch.Tensor, other_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two outputs over different keys of the same rows, fp32. The second has a key in each row, so that no
-    difference of two infinities occurs."""
+    """Merge two attention outputs of the same rows over different keys, in fp32. The second has a key for each row, so
+    that infinity is never subtracted from infinity."""
     total = torch.logaddexp(sums, other_sums)
     kept, added = torch.exp(sums - total).unsqueeze(-1), torch.exp(other_sums - total).unsqueeze(-1)
     return output * kept + other.float() * added, total
 
 
 class AccumulatedGradient:
-    """One input's gradient, in fp32 if a row is in several slices. `in_order`: slices are added in the plan's order."""
+    """Gradient of one attention input, summed over slices; in fp32 if a row is in several slices. `in_order`: slices
+    are added in the plan's order, so that the first gradient of a row overwrites."""
 
     def __init__(self, x: torch.Tensor, cover: RowCoverage, in_fp32: bool = False, in_order: bool = True) -> None:
         make = torch.empty if cover.is_written and in_order else torch.zeros
@@ -449,7 +451,7 @@ class AccumulatedGradient:
         self.grad, self._in_order = make(x.shape, dtype=dtype, device=x.device), in_order
 
     def add(self, slice_rows: SliceRows, gradient: torch.Tensor) -> None:
-        """Add the gradient of some rows, `[..., heads, channels]`."""
+        """Add `[..., heads, channels]` to the gradient of some rows."""
         is_new = slice_rows.is_first and self._in_order
         slice_rows.put(self.grad, gradient if is_new else slice_rows.take(self.grad) + gradient)
 
@@ -463,8 +465,8 @@ def add_gradients(
     scale: float,
     sides: Sequence[AccumulatedGradient],
 ) -> None:
-    """Compute a round's calls backward from the merged output and sums, and add the results to the gradients of query,
-    key and value. `seeds`: what each call's forward pass returned for this."""
+    """Run the backward passes of a round's kernel calls from the merged output and log-sum-exp, and add the results to
+    the gradients of query, key and value (`sides`). `seeds`: what each forward call returned for its backward pass."""
     for call, of_call in zip(calls, seeds):
         found = call.backward(grad, inputs, (*merged, of_call), scale)
         for side, slice_rows, of_rows in zip(sides, (call.queries, call.keys, call.keys), found):
@@ -476,7 +478,7 @@ def add_gradients(
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Channels of a latent, and of a key without its rotary channels."""
+    """Number of channels of a latent, and of a key without its rotary channels."""
 
     latent: int
     plain: int
@@ -485,8 +487,8 @@ class LatentShape:
 def attend_latents(
     query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, shape: LatentShape, plan: SlicePlan, scale: float
 ) -> torch.Tensor:
-    """Return `[s, 1, n, v]` for query `[s, 1, n, d + p]`, latents with rotated rotary keys `[s, 1, 1, l + p]`, weight
-    `[n * (d + v), l]`."""
+    """Compute latent attention slice by slice: return `[s, 1, n, v]` for query `[s, 1, n, d + p]`, latents with rotated
+    rotary keys `[s, 1, 1, l + p]` and the expansion's weight `[n * (d + v), l]`."""
     if plan.heads is None:
         return _SlicedLatents.apply(query, latents, weight, slice(None), shape, plan, scale)  # type: ignore[no-any-return]
     weight_rows = len(weight) // plan.heads.size
@@ -498,7 +500,7 @@ def attend_latents(
 def _expanded(
     latents: torch.Tensor, weight: torch.Tensor, num_heads: int, shape: LatentShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys `[m, 1, n, d + p]` and values `[m, 1, n, v]` of latents `[m, 1, 1, l + p]`."""
+    """Expand latents `[m, 1, 1, l + p]` to keys `[m, 1, n, d + p]` and values `[m, 1, n, v]`."""
     latent, rotary = latents.split([shape.latent, latents.size(-1) - shape.latent], dim=-1)
     both = torch.nn.functional.linear(latent.squeeze(2), weight).unflatten(-1, (num_heads, -1))
     key, value = both.split([shape.plain, both.size(-1) - shape.plain], dim=-1)

@@ -1,8 +1,7 @@
-"""The blueprint: every operation of GPT and BERT, dense or mixture of experts, from the configuration alone.
+"""The blueprint: every operation of a GPT or BERT, dense or mixture of experts, derived from the configuration alone.
 
 It is the only description of the model's structure. Parameters, FLOPs, communication and memory (simulator/) and the
-initial weights are folds over it; a test compares it with the models that are built. Imports neither torch nor
-Megatron-core.
+initial weights are computed from it; a test compares it with the built models. Imports neither torch nor Megatron-core.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ HEAD_ORDER = ("encoder", "decoder", "lm_head", "embedding.word_embeddings", "out
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """Consecutive layers on one pipeline stage; the first chunk has the embedding too, the last one the head."""
+    """Consecutive layers on one pipeline stage; the first chunk also has the embedding, the last chunk the head."""
 
     layers: tuple[int, ...]  # 1 for an MoE layer, 0 for a dense one
     is_first: bool
@@ -92,12 +91,13 @@ def model_chunks(config: Config) -> list[list[ModelChunk]]:
 
 
 def whole_model(config: Config) -> ModelChunk:
-    """The whole model as one chunk."""
+    """Return one model chunk with all layers, the embedding and the head."""
     return ModelChunk(tuple(derived.moe_layer_pattern(config)), True, True)
 
 
 def blocks(config: Config, vocab_size: int, chunk: ModelChunk) -> list[Block]:
-    """Return the chunk's operations, block by block, in the order of execution; `vocab_size` is the logical one."""
+    """Return a chunk's operations as blocks (the embedding, each layer, the head) in the order of execution.
+    `vocab_size` is without padding."""
     transformer = transformer_name(config)
     result = [block("", embedding(config, vocab_size, chunk.is_last), EMBEDDING_ORDER)] if chunk.is_first else []
     layers = {kind: layer(config, bool(kind)) for kind in set(chunk.layers)}
@@ -111,7 +111,7 @@ def blocks(config: Config, vocab_size: int, chunk: ModelChunk) -> list[Block]:
 
 
 def layer(config: Config, is_moe: bool) -> Block:
-    """The block of a transformer layer: attention and a feed-forward layer, each with a residual sum and a norm."""
+    """Return the block of a transformer layer: attention and feed-forward, each with a residual sum and a norm."""
     build = _pre_norm if config.model.norm_position == "pre" else _post_norm
     operations = build(config, is_moe)
     return block(
@@ -157,7 +157,8 @@ def _post_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
 
 
 def weights(config: Config, vocab_size: int, chunk: ModelChunk) -> Iterator[tuple[str, Weight]]:
-    """Yield a chunk's weights with full names, in the order of Megatron-core's modules; stacked experts are one."""
+    """Yield the name and the description of each weight of a chunk, in the order of Megatron-core's modules. The routed
+    experts of a layer are one stacked weight."""
     for each in blocks(config, vocab_size, chunk):
         for weight in each.weights:
             yield each.prefix + weight.name, weight

@@ -1,4 +1,4 @@
-"""Self-attention: grouped queries (Ainslie et al. 2023) or DeepSeek's latent attention (arXiv:2405.04434, 2.1)."""
+"""Operations of self attention: grouped queries (Ainslie et al. 2023) or latent attention (arXiv:2405.04434, 2.1)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULE = "self_attention"
 
 
 def attention(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """The operations of attention, from the normed state `x` to `output`, to which its bias is not yet added."""
+    """Return the operations of attention from the normalized state `x` to `output`, to which a bias is added later."""
     return (_latent if config.model.attention == "latent" else _grouped)(config, x, output)
 
 
@@ -52,7 +52,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     held = {"qkv"}
 
     def then(old: Tensor, new: list[ModelOperation]) -> Tensor:
-        """Append operations that replace a tensor, which is freed unless it is a view."""
+        """Append operations that replace tensor `old`, which is freed unless it is a view; return the new tensor."""
         frees = (old.name,) if old.name in held else ()
         operations.extend(new)
         operations[-1] = replace(operations[-1], frees=(*operations[-1].frees, *frees))
@@ -95,7 +95,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
 
 
 def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """Latent attention: queries, and keys with values, pass a narrow layer each; all heads share one rotary key."""
+    """Return the operations of latent attention: queries, and keys with values, go through a narrow layer each."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
     rank, query_rank, row_kind = model.kv_lora_rank, model.q_lora_rank, own_row_kind(config)
@@ -151,8 +151,8 @@ def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
 def _expanded_latents(
     config: Config, query: Tensor, of_queries: tuple[ModelOperation, ...], key_turn: ModelOperation
 ) -> list[ModelOperation]:
-    """Attention without context ranks: the latents are expanded into keys and values of all heads. `of_queries`: the
-    split of the queries, their rotation, and the concatenation to `query`."""
+    """Return the operations of latent attention without context parallelism, where latents are expanded to keys and
+    values of all heads. `of_queries`: the split of the queries, their rotation, and the concatenation to `query`."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
     name, sizes = f"{MODULE}.linear_kv_up_proj", (model.kv_lora_rank, heads * (head + value_dim))
@@ -174,8 +174,8 @@ def _expanded_latents(
 
 
 def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> list[ModelOperation]:
-    """Attention with latents that context ranks share: they exchange latents and rotated keys, and expand the rows of
-    each round into keys and values, which are not kept."""
+    """Return the operations of latent attention under context parallelism: ranks exchange latents and rotated keys, and
+    expand each round's rows to keys and values, which are not saved."""
     model, head = config.model, derived.head_dim(config)
     heads, rank, rotating = model.num_attention_heads, model.kv_lora_rank, model.rotary_head_dim
     normed, whole = "key_value.normed", Tensor("key_value.whole", rank)
@@ -203,33 +203,27 @@ def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> 
 
 
 def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[ModelOperation]:
-    """A narrow layer whose split output each tensor rank needs whole; with sequence parallelism, for its own tokens."""
+    """Return the operations of a narrow linear layer. Its output is split over tensor ranks and then gathered on each
+    rank; with sequence parallelism each rank then takes its own tokens."""
     if config.parallel.tensor == 1:
         return [column_linear(config, name, x, output, (config.model.hidden_size, width))]
     split_output, whole = f"{output}.part", Tensor(output, width)
-    # In the backward pass each rank takes its slice of the gradient; that of the rotary key is summed first.
-    shared = Tensor("rotary_key", config.model.rotary_head_dim)
     gathered: tuple[Collective, ...] = (Collective("all_gather", TENSOR, whole),)
     if config.parallel.sequence:
-        own, whole = Tensor(output, width, OWN_TOKENS), Tensor(f"{output}.whole", width)
-        return [
-            column_linear(config, name, x, split_output, (config.model.hidden_size, width)),
-            ModelOperation("gather", name, (split_output,), (whole,), frees=(split_output,), collectives=gathered),
-            ModelOperation(
-                "scatter",
-                name,
-                (whole.name,),
-                (own,),
-                frees=(whole.name,),
-                collectives=(Collective("all_gather", TENSOR, whole, is_backward=True),),
-            ),
-        ]
-    if name.endswith("linear_kv_down_proj"):
+        whole = Tensor(f"{output}.whole", width)
+    elif name.endswith("linear_kv_down_proj"):
+        # In the backward pass each rank takes its slice of the gradient; the rotary key's is summed over ranks first.
+        shared = Tensor("rotary_key", config.model.rotary_head_dim)
         gathered += (Collective("all_reduce", TENSOR, shared, is_backward=True),)
-    return [
+    operations = [
         column_linear(config, name, x, split_output, (config.model.hidden_size, width)),
         ModelOperation("gather", name, (split_output,), (whole,), frees=(split_output,), collectives=gathered),
     ]
+    if config.parallel.sequence:
+        own, given = Tensor(output, width, OWN_TOKENS), (whole.name,)
+        collectives = (Collective("all_gather", TENSOR, whole, is_backward=True),)
+        operations.append(ModelOperation("scatter", name, given, (own,), frees=given, collectives=collectives))
+    return operations
 
 
 def _core(
@@ -240,10 +234,10 @@ def _core(
     channels: tuple[int, int],
     expansion: Weight | None = None,
 ) -> list[ModelOperation]:
-    """Scores, softmax and weighted sum; their FLOPs are those of the full square. `channels`: of a head of the keys,
-    and of the values. `expansion`: the weight that expands latents, given as `key` without a `value`.
-
+    """Return the operations of core attention: scores, softmax and weighted sum, with the FLOPs of the full square.
     Context ranks exchange heads for sequence rows before it, and back after it; keys and values are sent in rounds.
+
+    `channels`: of a key head and of a value head. `expansion`: the weight that expands latents, which are then `key`.
     """
     heads, ranks = config.model.num_attention_heads, config.parallel.tensor * context_heads(config)
     own = [query, key] if value is None else [query, key, value]
@@ -294,7 +288,7 @@ def _core(
 
 
 def _exchanged(name: str, width: int, axis: str | None = HEADS) -> Tensor:
-    """The rows of all ranks that exchange heads, for this rank's heads; without an axis, a tensor that heads share."""
+    """Return a tensor after heads are exchanged for rows; without an axis, all heads share the tensor."""
     return Tensor(f"{name}.exchanged", width, EXCHANGED_TOKENS, axis)
 
 

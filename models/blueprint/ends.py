@@ -1,4 +1,4 @@
-"""The ends of the model: the embedding before the layers, and the head with the loss after them."""
+"""Operations at the two ends of the model: the embedding before the layers, and the head with the loss after them."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ NUM_TOKEN_TYPES = 2  # of BERT: first and second sentence
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the number of rows that the embedding stores over all tensor ranks."""
+    """Return the number of vocabulary rows that the embedding stores over all tensor ranks, padding included."""
     multiple = VOCAB_MULTIPLE * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
 
 def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOperation]:
-    """The operations that embed words, positions and token types; `is_last`: the same rank has the head."""
+    """Return the operations that embed words, positions and token types. `is_last`: this rank also has the head."""
     model, size = config.model, config.model.hidden_size
     bert, sequence = model.family == "bert", config.parallel.sequence
     # What is added to the embeddings of all tokens needs their sum on each rank.
@@ -86,7 +86,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
 
 
 def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation]:
-    """The operations of the final norm, the output layer and the loss; `is_first`: the same rank has the embedding."""
+    """Return the operations of final norm, output layer and loss. `is_first`: this rank also has the embedding."""
     model, size = config.model, config.model.hidden_size
     bert, sentences = model.family == "bert", model.family == "bert" and model.sentence_head != "none"
     operations, last, done = list[ModelOperation](), INPUT, [INPUT]
@@ -128,7 +128,7 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
 
 
 def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool, is_last: bool) -> Weight:
-    """The matrix with a row for each token. Tied, it is one weight, which the last of several stages holds too."""
+    """Return the weight with a row per token; if embeddings are tied, the last pipeline stage stores it too."""
     tied = config.model.tie_embeddings
     return Weight(
         "embedding.word_embeddings.weight" if tied else f"{module}.weight",
@@ -143,7 +143,7 @@ def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool,
 
 
 def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
-    """The selection of the tokens that BERT predicts, and their transformation before the logits."""
+    """Return the operations that select the tokens BERT predicts and transform them before the logits."""
     size = config.model.hidden_size
     weights = Weight("lm_head.dense.weight", (size, size), "matrix"), Weight("lm_head.dense.bias", (size,), "bias")
     selected, dense, active, transformed = (
@@ -162,7 +162,7 @@ def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
 
 
 def _pooler(config: Config, x: str) -> list[ModelOperation]:
-    """The head for pairs of sentences, which reads the first token of each sample."""
+    """Return the operations of the head for sentence pairs, which reads the first token of each sample."""
     size = config.model.hidden_size
     weights = [
         Weight("pooler.dense.weight", (size, size), "matrix"),

@@ -1,4 +1,4 @@
-"""Feed-forward layers: dense, or a mixture of experts with its router and shared expert."""
+"""Operations of feed-forward layers: dense, or a mixture of experts with its router and shared expert."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from models.blueprint.operation import (
 
 
 def feed_forward(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """The operations of a dense layer, from the normed state `x` to `output`, to which its bias is not yet added."""
+    """Return the operations of a dense layer from the normalized state `x` to `output`; its last bias is added
+    later."""
     layers = _linears(config, "mlp", x, output, derived.ffn_hidden_size(config), config.model.linear_bias)
     if derived.feed_forward_tile(config) is not None:
         return [tiled("mlp", x, layers)]
@@ -75,7 +76,7 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
 
 
 def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """The operations of a mixture of experts: `top_k` routed experts per token, and a shared expert if it has one."""
+    """Return the operations of a mixture of experts: `top_k` routed experts per token, and any shared expert."""
     moe, size, split = config.moe, config.model.hidden_size, derived.expert_tensor_size(config)
     assert moe.num_experts is not None, "a dense model has no experts"
     router = [Weight("mlp.router.weight", (moe.num_experts, size), "matrix")]
@@ -136,7 +137,7 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
 
 
 def _capacity_exchange(config: Config) -> tuple[Collective, ...]:
-    """The exchange of tensor ranks that applies an expert's capacity to all their tokens together: moe/capacity.py."""
+    """Return the all-gather that applies an expert's capacity to all tensor ranks' tokens (moe/capacity.py)."""
     moe, tensor = config.moe, config.parallel.tensor
     if moe.capacity_factor is None or not config.parallel.sequence:
         return ()

@@ -1,8 +1,8 @@
-"""The elements of a blueprint: weights, tensors, collectives, operations and the blocks that they form; and operations
-that several sections of the model share: linear layers, norms, residual sums.
+"""The elements of a blueprint (weights, tensors, collectives, operations, blocks of operations), and operations that
+several parts of the model share (linear layers, norms, residual sums).
 
-Sizes are logical, of the whole model; a `Split` names the ranks over which a dimension is split. Names of weights are
-those of models/weights.py. A fold walks the operations and raises an error that names whatever it does not know.
+Sizes are those of the whole model; a `Split` names the ranks that a dimension is split over. Names of weights are those
+of models/weights.py. Code that walks the operations raises an error for any name that it does not know.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 
 @dataclass(frozen=True)
 class Split:
-    """A dimension that is split over the ranks of an axis."""
+    """A dimension of a weight that is split over the ranks of an axis."""
 
     dim: int
     axis: str
@@ -39,11 +39,11 @@ class Split:
 
 @dataclass(frozen=True)
 class Weight:
-    """A named tensor of the model that is saved with it.
+    """A weight of the model: name, full shape, kind, and how ranks split it.
 
     `kind`: matrix; output_matrix, which writes into the residual stream; norm; bias; router_bias, which is not trained
-    by gradients. Routed experts are one weight here, whose `shape` begins with their number; in models/weights.py each
-    expert has a name of its own.
+    by gradients. The routed experts of a layer are one weight here, whose `shape` starts with their number; in
+    models/weights.py each expert has its own name.
     """
 
     name: str  # within its block: "self_attention.linear_qkv.weight"
@@ -58,13 +58,13 @@ class Weight:
 
     @property
     def is_expert(self) -> bool:
-        """Whether it is a stack of routed experts' tensors."""
+        """Whether this is a stack of routed experts' tensors."""
         return any(split.axis == EXPERT for split in self.splits)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Activations: `width` numbers for each row, split over the ranks of `axis`; `row_kind`: TOKENS or a kind above."""
+    """An activation tensor: `width` numbers per row of kind `row_kind`, split over the ranks of `axis`."""
 
     name: str
     width: int
@@ -75,10 +75,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Collective:
-    """An exchange that an operation needs: `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or rounds.
+    """A communication step of an operation; `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or rounds.
 
-    `whole` is the tensor that is reduced, the result of a gather, or the input of a scatter; for an all_to_all, each
-    rank's share; for rounds, a single row of those that are sent.
+    `whole` is the reduced tensor, the result of a gather, or the input of a scatter; for an all_to_all, each rank's
+    share; for rounds (of key and value rows between context ranks), a single row.
     """
 
     kind: str
@@ -89,11 +89,11 @@ class Collective:
 
 @dataclass(frozen=True)
 class ModelOperation:
-    """One step of the forward pass, with its consequences for the backward pass. `inputs`, `passes`, `saved` and
-    `frees` name tensors.
+    """One operation of the forward pass, with what it means for the backward pass. `inputs`, `passes`, `saved` and
+    `frees` are names of tensors.
 
-    Kinds `recomputed` and `tiled` enclose a `body`, whose forward pass runs again in the backward pass: for all rows at
-    once, or tile by tile.
+    Operations of the kinds `recomputed` and `tiled` have a `body`, whose forward pass runs again in the backward pass:
+    for all rows at once, or for one tile of tokens at a time.
     """
 
     kind: str
@@ -111,15 +111,15 @@ class ModelOperation:
 
     @property
     def output(self) -> Tensor:
-        """The only output."""
+        """The output tensor of an operation that has exactly one output."""
         (tensor,) = self.outputs
         return tensor
 
 
 @dataclass(frozen=True)
 class Block:
-    """The embedding, a layer or the head: its operations turn `INPUT` into the last operation's output. `prefix` begins
-    the names of its weights."""
+    """The embedding, a transformer layer or the head: operations from the tensor `INPUT` to the last operation's
+    output. `prefix` is the beginning of its weights' names."""
 
     prefix: str
     operations: tuple[ModelOperation, ...]
@@ -131,7 +131,7 @@ INPUT = "state"  # the input tensor of a block
 
 
 def axis_sizes(config: Config) -> dict[str, int]:
-    """Return the number of ranks of each axis that weights and tensors are split over."""
+    """Return the number of ranks of each axis that weights and tensors can be split over."""
     return {
         TENSOR: config.parallel.tensor,
         EXPERT: config.parallel.expert,
@@ -143,8 +143,8 @@ def axis_sizes(config: Config) -> dict[str, int]:
 
 
 def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of one rank's slice of a weight, padding included; `sizes` has the number of ranks per axis.
-    Raises ValueError for an unknown axis."""
+    """Return the shape of one rank's slice of a weight, including padding. `sizes`: number of ranks per axis. Raises
+    ValueError for an unknown axis."""
     shape = list(weight.shape)
     if weight.stored_rows is not None:
         shape[0] = weight.stored_rows
@@ -157,7 +157,7 @@ def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int, int, int]]:
     """Return the runs of indices that a rank holds of a dimension of length `total`, of which every rank stores
-    `local`: (first index here, first index of the whole, length). Indices here that no run covers pad the
+    `local`, as (first local index, first index of the whole, length). Local indices outside the runs pad the
     vocabulary."""
     if gated:
         half = local // 2
@@ -167,8 +167,8 @@ def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int
 
 
 def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tuple[ModelOperation, int]]:
-    """Yield every operation with the number of its forward passes in a step; `recomputed` and `tiled` operations are
-    replaced by their bodies."""
+    """Yield every operation with the number of its forward passes in a step; the bodies of `recomputed` and `tiled`
+    operations are yielded in their place."""
     for operation in operations:
         if operation.kind in ("recomputed", "tiled"):
             yield from walk(operation.body, forwards + 1)
@@ -177,7 +177,7 @@ def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tu
 
 
 def block(prefix: str, operations: Sequence[ModelOperation], module_order: Sequence[str]) -> Block:
-    """Build a block, with its weights in the order of the modules that their names begin with."""
+    """Return a block of operations, with its weights in the order of the modules that their names start with."""
 
     def module_index(weight: Weight) -> int:
         for number, module in enumerate(module_order):
@@ -195,22 +195,22 @@ def block(prefix: str, operations: Sequence[ModelOperation], module_order: Seque
 
 
 def unknown(who: str, what: str, name: str) -> NoReturn:
-    """Raise the error of a fold that meets an unknown name."""
+    """Raise ValueError for a name in a blueprint that the calling code does not know."""
     raise ValueError(f"{who} does not know the {what} {name!r}")
 
 
 def transformer_name(config: Config) -> str:
-    """Megatron-core's name for all layers together."""
+    """Return Megatron-core's name for the stack of layers: encoder or decoder."""
     return "encoder" if config.model.family == "bert" else "decoder"
 
 
 def own_row_kind(config: Config) -> str:
-    """The kind of rows of tensors between linear layers: with sequence parallelism each tensor rank has its share."""
+    """Return the kind of rows between linear layers: a rank's own tokens with sequence parallelism, else all."""
     return OWN_TOKENS if config.parallel.sequence else TOKENS
 
 
 def hidden(config: Config, name: str) -> Tensor:
-    """A hidden state of the model, called `name`."""
+    """Return the tensor description of a hidden state called `name`."""
     return Tensor(name, config.model.hidden_size, own_row_kind(config))
 
 
@@ -226,7 +226,7 @@ def column_linear(
     weights: tuple[Weight, ...] | None = None,
     frees: tuple[str, ...] = (),
 ) -> ModelOperation:
-    """A linear layer of `sizes` (inputs, outputs), whose outputs are split over the tensor ranks; with sequence
+    """Return a linear layer of `sizes` (inputs, outputs) whose outputs are split over the tensor ranks. With sequence
     parallelism it gathers its input first."""
     width, features = sizes
     whole = Tensor(x, width)
@@ -256,7 +256,7 @@ def column_linear(
 def row_linear(
     config: Config, name: str, x: str, output: str, width: int, *, bias: bool = False, frees: Sequence[str] = ()
 ) -> list[ModelOperation]:
-    """A linear layer back to the hidden size, whose `width` inputs are split: the ranks' products are summed."""
+    """Return a linear layer from `width` split inputs to the hidden size; the tensor ranks' outputs are summed."""
     size = config.model.hidden_size
     weights = [Weight(f"{name}.weight", (size, width), "output_matrix", (Split(1, TENSOR),))]
     weights += [Weight(f"{name}.bias", (size,), "bias")] if bias else []  # a residual sum adds it, or a copy
@@ -271,7 +271,7 @@ def row_linear(
 
 
 def scatter(name: str, whole: Tensor, own: Tensor, frees: tuple[str, ...] = (), axis: str = TENSOR) -> ModelOperation:
-    """A sum of `whole` over the ranks of an axis, of which each rank keeps its own tokens."""
+    """Return the reduce-scatter of `whole` over the ranks of an axis, after which each rank has its own tokens."""
     collectives = (Collective("reduce_scatter", axis, whole), Collective("all_gather", axis, whole, is_backward=True))
     return ModelOperation("scatter", name, (whole.name,), (own,), frees=frees, collectives=collectives)
 
@@ -286,7 +286,7 @@ def norm(
     channels: int | None = None,
     frees: tuple[str, ...] = (),
 ) -> ModelOperation:
-    """The model's norm with `width` weights, over rows of `channels` numbers (None: `width`)."""
+    """Return the model's kind of norm, with `width` weights, over rows of `channels` numbers (None: `width`)."""
     weights = [Weight(f"{name}.weight", (width,), "norm")]
     weights += [Weight(f"{name}.bias", (width,), "bias")] if config.model.normalization == "layernorm" else []
     return ModelOperation(
@@ -295,7 +295,7 @@ def norm(
 
 
 def dropout(config: Config, x: str, output: Tensor, frees: tuple[str, ...]) -> list[ModelOperation]:
-    """Dropout from `x` to `output`; no operation if the model has no dropout."""
+    """Return the dropout operation from `x` to `output`, as a list that is empty if the model has no dropout."""
     if config.model.hidden_dropout == 0:
         return []
     return [ModelOperation("dropout", "dropout", (x,), (output,), frees=frees)]
@@ -304,7 +304,7 @@ def dropout(config: Config, x: str, output: Tensor, frees: tuple[str, ...]) -> l
 def residual_sum(
     config: Config, x: str, residual: str, output: str, *, biased: bool, frees: tuple[str, ...] = ()
 ) -> list[ModelOperation]:
-    """The bias of `x` if it is `biased`, dropout, and the sum with `residual`."""
+    """Return the operations that add a bias to `x` (if `biased`), apply dropout, and add `residual`."""
     operations, last = list[ModelOperation](), x
     if config.model.linear_bias and biased:
         operations.append(changed_copy("bias_add", x, hidden(config, f"{x}.biased")))
@@ -320,15 +320,15 @@ def residual_sum(
 
 
 def changed_copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> ModelOperation:
-    """A copy of `x` in another layout or with something added; its gradient is the output's."""
+    """Return a copy of `x` in another layout or with something added; its gradient equals the output's gradient."""
     return ModelOperation("copy", name, outputs=(output,), passes=(x,), frees=frees)
 
 
 def recomputed(name: str, inputs: tuple[str, ...], body: Sequence[ModelOperation]) -> ModelOperation:
-    """A body under activation checkpointing."""
+    """Return a body of operations under activation checkpointing."""
     return ModelOperation("recomputed", name, inputs, body[-1].outputs, saved=inputs, body=tuple(body))
 
 
 def tiled(name: str, x: str, body: Sequence[ModelOperation]) -> ModelOperation:
-    """A body that is computed in tiles of a rank's tokens, and once more in the backward pass."""
+    """Return a body of operations that runs tile by tile over a rank's tokens, and again in the backward pass."""
     return ModelOperation("tiled", name, (x,), body[-1].outputs, saved=(x,), body=tuple(body))

@@ -1,8 +1,8 @@
-"""Weights in fp8 with scales, as DeepSeek-V3 (arXiv:2412.19437, section 3.3) publishes them, read as dequantised ones.
+"""Reads fp8 weights with scales, as DeepSeek-V3 (arXiv:2412.19437, section 3.3) publishes them, as dequantised weights.
 
-X.weight in F8_E4M3 has its scales in X.weight_scale_inv: one for each block of `weight_block_size`, of which the last
-in a row or column may be partial, or one for the whole tensor. The product is computed in fp32 and rounded once, as
-transformers does with dequantize=True, a band of rows at a time.
+X.weight in F8_E4M3 has its scales in X.weight_scale_inv: one for each block of `weight_block_size` (the last block of a
+row or column may be partial), or one for the whole tensor. Numbers and scales are multiplied in fp32 and rounded once,
+as transformers does with dequantize=True, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ KEYS: Keys = {
 
 @dataclass(frozen=True)
 class Fp8:
-    """The format of quantised weights."""
+    """The format of fp8 weights: the block of numbers that share a scale."""
 
     block: tuple[int, int] | None  # rows and columns; None: one scale per tensor
 
 
 def read_quantization(hf: HfConfig) -> Fp8 | None:
-    """Return the format of quantised weights in a config.json; None if they are not quantised. Raises ConfigError for a
-    format that cannot be read."""
+    """Return the format of the quantised weights that a config.json describes; None if they are not quantised. Raises
+    ConfigError if the format is not supported."""
     section = hf.get(SECTION)
     if section is None:
         return None
@@ -79,12 +79,12 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
         named = "bitsandbytes" if section.get("load_in_4bit") or section.get("load_in_8bit") else method
         raise ConfigError(
             f"config.json {SECTION}.quant_method ({show(named)}) is not supported: weights must be fp32, bf16 or fp16, "
-            "or fp8 with scales (quant_method fp8). Take the model from before it was quantised."
+            "or fp8 with scales (quant_method fp8). Use the model from before it was quantised."
         )
     unknown = [f"{SECTION}.{key} ({show(section[key])})" for key in section if f"{SECTION}.{key}" not in KEYS]
     if unknown:
         raise ConfigError(
-            f"config.json {', '.join(unknown)} is not known of fp8 weights. Take the model from before it was "
+            f"config.json {', '.join(unknown)} is not a known setting of fp8 weights. Use the model from before it was "
             "quantised."
         )
     keys = read_keys({f"{SECTION}.{key}": value for key, value in section.items()}, "quantised fp8", KEYS)
@@ -95,8 +95,8 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
 def open_weights(
     path: Path, quantization: Fp8 | None, dtype: str | None, bounce: BounceBuffers | None = None
 ) -> Reader:
-    """Return a reader of a Hugging Face folder's weights, which dequantises quantised ones to `dtype` (float32, ...;
-    None: the type of the others). `bounce`: buffers to read through, past the kernel's cache. Raises ConfigError."""
+    """Return a reader of a Hugging Face folder's weights, which dequantises fp8 to `dtype` (float32, ...; None: the
+    type of the other weights). `bounce`: buffers for reads that bypass the page cache. Raises ConfigError."""
     if quantization is not None:
         return _Fp8Reader(path, quantization, dtype, bounce)
     reader = Reader(path, pickled=True, bounce=bounce)
@@ -104,13 +104,13 @@ def open_weights(
         if reader.dtype(name) == WEIGHT_TYPE:
             raise ConfigError(
                 f"tensor {name} of folder {path} has type {WEIGHT_TYPE}, but config.json has no {SECTION} that says "
-                "what its numbers mean."
+                "how to dequantise it. Copy the folder again."
             )
     return reader
 
 
 class _Fp8Reader(Reader):
-    """Reads quantised weights as dequantised ones, and hides their scales."""
+    """Reads fp8 weights as dequantised weights, and hides the tensors that hold their scales."""
 
     def __init__(self, path: Path, quantization: Fp8, dtype: str | None, bounce: BounceBuffers | None) -> None:
         super().__init__(path, pickled=True, bounce=bounce)
@@ -131,9 +131,9 @@ class _Fp8Reader(Reader):
             if weight == name:
                 weight = f"{name.removesuffix(ACTIVATION_SCALE)}.weight"
             if weight not in self._quantized:
-                has = "is not there" if weight not in names else f"has type {super().dtype(weight)}"
+                has = "is missing" if weight not in names else f"has type {super().dtype(weight)}"
                 raise ConfigError(
-                    f"tensor {name} of folder {path} is the scale of {weight}, which {has}: it must be {WEIGHT_TYPE}."
+                    f"tensor {name} of folder {path} is the scale of {weight}, which {has}; it must be {WEIGHT_TYPE}."
                 )
         plain = names - self._hidden - self._quantized
         self._dtype = super().main_dtype(plain) if dtype is None else getattr(torch, dtype)
@@ -142,9 +142,9 @@ class _Fp8Reader(Reader):
     def _check(self, name: str) -> None:
         scale, shape = f"{name}{SCALE}", self.shape(name)
         if scale not in self._scales:
-            raise ConfigError(f"tensor {name} of folder {self.folder} has type {WEIGHT_TYPE} and no scale {scale}.")
+            raise ConfigError(f"tensor {name} of folder {self.folder} has type {WEIGHT_TYPE}, but no scale {scale}.")
         if len(shape) != 2:
-            raise ConfigError(f"tensor {name} has shape {list(shape)}: one of type {WEIGHT_TYPE} must be a matrix.")
+            raise ConfigError(f"tensor {name} has shape {list(shape)}: with type {WEIGHT_TYPE} it must be a matrix.")
         kind = super().dtype(scale)
         if kind not in SCALE_TYPES:
             raise ConfigError(
@@ -162,19 +162,19 @@ class _Fp8Reader(Reader):
         if found != calls_for:
             raise ConfigError(
                 f"tensor {scale} has shape {list(found)}, but {SECTION}.weight_block_size ({list(self._block)}) calls "
-                f"for {list(calls_for)} with {name} of {list(shape)}."
+                f"for {list(calls_for)}, because {name} has shape {list(shape)}."
             )
 
     def names(self) -> set[str]:
-        """The names of all weights, without scales."""
+        """Return the names of all weights, without their scales."""
         return super().names() - self._hidden
 
     def dtype(self, name: str) -> str:
-        """The type that a weight is read as."""
+        """Return the type that a weight has when it is read, as safetensors spells it."""
         return self._dtype_name if name in self._quantized else super().dtype(name)
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return a weight as it is stored, with its scales if it is quantised. Raises ConfigError."""
+        """Return the location of a weight in its file, with its scales if it is quantised. Raises ConfigError."""
         stored = super().stored(name)
         if name not in self._quantized:
             return stored

@@ -28,8 +28,8 @@ UNREAD = {kind: ("finetuned", *((LENGTH,) if kind == "linear" else ())) for kind
 
 
 def rotary_base(keys: HfConfig, default: float) -> float:
-    """Return the base of rotary positions; `default` is the family's. Raises ConfigError if two sections disagree, or
-    for positions that are not supported."""
+    """Return the base of rotary positions; `default` is the family's. Raises ConfigError if two sections of config.json
+    disagree, or if the positions are not supported."""
     rotary_scaling(keys)
     outside = keys["rope_theta"]
     bases = {name: keys[name].get("rope_theta") for name in SECTIONS if keys[name]}
@@ -50,7 +50,7 @@ def rotary_base(keys: HfConfig, default: float) -> float:
 
 
 def rotary_scaling(keys: HfConfig) -> dict[str, Any] | None:
-    """Return the normalised value of `model.rotary_scaling`. Raises ConfigError as `rotary_base` does."""
+    """Return the value of `model.rotary_scaling` in its normal form. Raises ConfigError as `rotary_base` does."""
     found = [_scaling(name, keys) for name in SECTIONS if keys[name]]
     if any(other != found[0] for other in found):
         raise _disagree(keys)
@@ -59,7 +59,7 @@ def rotary_scaling(keys: HfConfig) -> dict[str, Any] | None:
 
 def rotary_fraction(keys: HfConfig) -> float:
     """Return the fraction of each head's channels that rotates, for a family whose table has `partial_rotary_factor`.
-    Raises ConfigError if two sections disagree."""
+    Raises ConfigError if two sections of config.json disagree."""
     name, share = "partial_rotary_factor", keys["partial_rotary_factor"]
     for section in SECTIONS:
         stated = (keys[section] or {}).get(name)
@@ -73,7 +73,7 @@ def rotary_fraction(keys: HfConfig) -> float:
 
 
 def renamed(keys: HfConfig, names: dict[str, str]) -> HfConfig:
-    """Return the sections of rotary positions, with a family's own names of kinds replaced."""
+    """Return the rotary sections of config.json with a family's own names of scaling types replaced."""
     return {
         section: {key: names.get(str(value), value) if key in TYPES else value for key, value in keys[section].items()}
         for section in SECTIONS
@@ -82,7 +82,7 @@ def renamed(keys: HfConfig, names: dict[str, str]) -> HfConfig:
 
 
 def write_rotary(config: Config) -> HfConfig:
-    """Return the keys of both versions of transformers, without those of a scaling that have their default."""
+    """Return the rotary keys for transformers 4 and 5; a scaling's values that equal their defaults are left out."""
     base, scaling = config.model.rotary_base, normalised(config.model.rotary_scaling)
     if scaling is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
@@ -108,16 +108,16 @@ def _scaling(section: str, keys: HfConfig) -> dict[str, Any] | None:
             value, supported = parameters[name], ("default", *KINDS)
             fits = isinstance(value, str) and value in supported
             must(fits, f"{section}.{name}", value, f"be one of {', '.join(supported)}: others are not supported")
-            must(value == kind, f"{section}.type", value, f"be {section}.rope_type ({kind}), whose older name it is")
+            must(value == kind, f"{section}.type", value, f"be {section}.rope_type ({kind}): type is its old name")
     rest = {key: value for key, value in parameters.items() if key not in (*TYPES, "rope_theta")}
     share = rest.pop("partial_rotary_factor", None)
     if share is not None and "partial_rotary_factor" not in keys:
-        must(share == 1, f"{section}.partial_rotary_factor", share, "be 1: all channels of a head turn")
+        must(share == 1, f"{section}.partial_rotary_factor", share, "be 1: here all channels of a head rotate")
     items = KINDS.get(kind, {})
     unknown = [key for key in rest if key not in items and key not in UNREAD.get(kind, ())]
     if unknown:
         named = " and ".join(f"{section}.{key} ({show(rest[key])})" for key in unknown)
-        has = f"{kind} positions have {', '.join(items)}" if items else "plain rotary positions have rope_theta alone"
+        has = f"{kind} positions have {', '.join(items)}" if items else "plain rotary positions have only rope_theta"
         raise ConfigError(f"config.json {named} {'is' if len(unknown) == 1 else 'are'} not supported: {has}.")
     if not items:
         return None

@@ -1,4 +1,4 @@
-"""The tokens that begin, end and pad a text, in Hugging Face folders and in folders of logical weights."""
+"""The tokens that begin, end and pad a text, as Hugging Face folders and folders of logical weights store them."""
 
 from __future__ import annotations
 
@@ -49,22 +49,24 @@ CHANGES_TEXT: dict[str, tuple[Any, ...]] = {
 
 
 def of_config(hf: dict[str, Any], vocab_size: int) -> SpecialTokens:
-    """Return the special tokens of a config.json, with its family's defaults; ids outside the vocabulary are left out.
-    Raises ConfigError for values that are not ids."""
+    """Return the special tokens of a config.json, with the defaults of its family. Ids outside the vocabulary are left
+    out. Raises ConfigError if a value is not an id."""
     return _checked({**DEFAULTS.get(hf["model_type"], {}), **hf}, vocab_size, "config.json")
 
 
 def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
-    """Return the special tokens in the config.yaml of a folder of logical weights, or None. Raises ConfigError."""
+    """Return the special tokens in a logical folder's config.yaml, or None if it has none. Raises ConfigError."""
     section = read_yaml(folder / "config.yaml").get("special_tokens")
     if section is not None and not isinstance(section, dict):
-        raise ConfigError(f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must say {', '.join(KEYS)}.")
+        raise ConfigError(
+            f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must be a mapping with {', '.join(KEYS)}."
+        )
     return None if section is None else _checked(section, vocab_size, str(folder / "config.yaml"))
 
 
 def end_tokens(folder: Path, special: SpecialTokens | None) -> set[int] | None:
-    """Return the tokens that end a text, as transformers chooses them: those of generation_config.json if it exists,
-    otherwise those of config.json (`special`). None if neither is known. Raises ConfigError."""
+    """Return the ids that end a text, as transformers chooses them: from generation_config.json if it exists, else from
+    config.json (`special`). Returns None if neither is available. Raises ConfigError."""
     if (folder / GENERATION_CONFIG).exists():
         return read_token_ids(folder / GENERATION_CONFIG, EOS)
     if special is None:
@@ -73,13 +75,8 @@ def end_tokens(folder: Path, special: SpecialTokens | None) -> set[int] | None:
     return set(ends) if isinstance(ends, list) else set() if ends is None else {ends}
 
 
-def generation_config(special: SpecialTokens) -> dict[str, Any]:
-    """Return the content of a generation_config.json with these special tokens."""
-    return {key: value for key, value in special.items() if value is not None}
-
-
 def changes_of_text(folder: Path) -> dict[str, Any]:
-    """Return the settings of generation_config.json that change the text of greedy decoding. Raises ConfigError."""
+    """Return the settings of generation_config.json that change the result of greedy decoding. Raises ConfigError."""
     path = folder / GENERATION_CONFIG
     settings = read_json(path) if path.exists() else {}
     return {
@@ -95,7 +92,7 @@ def _checked(values: dict[str, Any], vocab_size: int, where: str) -> SpecialToke
         value = values.get(key)
         ids = value if isinstance(value, list) and key == EOS else [] if value is None else [value]
         if not all(type(token) is int for token in ids):
-            form = "a token's id, a list of them, or null" if key == EOS else "a token's id or null"
+            form = "a token id, a list of token ids, or null" if key == EOS else "a token id or null"
             raise ConfigError(f"{where} {key} ({show_json(value)}) must be {form}.")
         tokens = [token for token in ids if 0 <= token < vocab_size]
         result[key] = None if not tokens else tokens if isinstance(value, list) else tokens[0]

@@ -1,8 +1,8 @@
-"""The tensors of a Hugging Face folder <-> our logical weights, by the rules of the model's family.
+"""Maps the tensors of a Hugging Face folder to our logical weights and back, by the rules of the model's family.
 
-transformers 5 keeps the experts of a layer in one tensor, and writes it so with
-save_pretrained(save_original_format=False): X.experts.gate_up_proj [E, 2F, H] has each expert's gate above its up
-projection, X.experts.down_proj [E, H, F] its down projection (E experts, F their width, H hidden size).
+transformers 5 stores the experts of a layer in one tensor, and writes it so with
+save_pretrained(save_original_format=False): X.experts.gate_up_proj [E, 2F, H] has each expert's gate projection above
+its up projection, X.experts.down_proj [E, H, F] its down projection (E experts, F their width, H hidden size).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs.schema import Config
 from configs.show import show
 from configs.weights import config_from
 from memory.read_only_file import BounceBuffers
-from models.blueprint import Weight, weights, whole_model
+from models.blueprint import weights, whole_model
 from models.folder import WEIGHT_DTYPES, Reader, read_json
 from models.huggingface import translate
 from models.huggingface.families.keys import HfConfig
@@ -38,33 +38,27 @@ from models.weight_files.stored_tensors import RowBlock, StoredMatrix, as_matrix
 FUSED = re.compile(r"(?:.*\.)?layers\.(?P<layer>\d+)\.\w+\.experts\.(?P<projection>gate_up_proj|down_proj)")
 HEAD = ("lm_head.", "output_layer.")  # prefixes of the logical names of the weights after the last layer
 FillBox = Callable[[str, torch.Tensor, tuple[int, ...]], None]
+DrawWeight = Callable[[str, torch.dtype], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class NewHead:
-    """Draws an output layer for a model without one, such as an encoder or a classifier, as a fresh run draws it."""
-
-    config: Config
-    weights: dict[str, Weight]
-
-    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return the initial values of a logical weight."""
-        from models.initial_weights import initial_weight  # imports Megatron-core, which takes seconds
-
-        return initial_weight(name, self.weights[name], self.config).to(dtype)
-
-
-def new_head(config: Config, seed: int) -> NewHead:
-    """Return the output layer with which a run of this `training.seed` would start."""
+def new_head(config: Config, seed: int) -> DrawWeight:
+    """Return a function that draws a random output layer by logical names, as a run of this `training.seed` would."""
     config = copy.deepcopy(config)
     config.training.seed = seed
     assert config.model.vocab_size is not None
-    return NewHead(config, dict(weights(config, config.model.vocab_size, whole_model(config))))
+    by_name = dict(weights(config, config.model.vocab_size, whole_model(config)))
+
+    def draw(name: str, dtype: torch.dtype) -> torch.Tensor:
+        from models.initial_weights import initial_weight  # imports Megatron-core, which takes seconds
+
+        return initial_weight(name, by_name[name], config).to(dtype)
+
+    return draw
 
 
 @dataclass(frozen=True)
 class HfFolder:
-    """An open Hugging Face folder, whose keys and tensors have all been checked."""
+    """An open Hugging Face folder, whose config.json and tensor names and shapes have been checked."""
 
     family: Family
     stated: HfConfig  # config.json, with its model_type
@@ -74,15 +68,15 @@ class HfFolder:
     reader: Reader  # of the folder's tensors
     _sources: dict[str, tuple[Rule, list[str]]]  # logical name -> its rule, and the tensors' names in this folder
     _shapes: dict[str, tuple[int, ...]]  # of the logical weights
-    _new_head: NewHead | None  # draws the weights that have no tensors in the folder
+    _new_head: DrawWeight | None  # draws the weights that have no tensors in the folder
 
     def names(self) -> Iterator[str]:
-        """The logical names of all weights."""
+        """Return the logical names of all weights."""
         return iter(self._sources)
 
     def weight(self, name: str) -> LogicalWeight:
-        """Return a logical weight as it is stored, with no blocks if it belongs to a new output layer. Its type is the
-        widest of its tensors' types."""
+        """Return the location of a logical weight in the files; it has no blocks if it belongs to a new output layer.
+        Its dtype is the widest dtype of its tensors."""
         rule, found = self._sources[name]
         if not found:
             return LogicalWeight(self._shapes[name], self.dtype, ())
@@ -91,17 +85,17 @@ class HfFolder:
         return LogicalWeight(self._shapes[name], functools.reduce(torch.promote_types, kinds), tuple(blocks))
 
     def get(self, name: str) -> torch.Tensor:
-        """Read a logical weight to the host, or draw it if it belongs to a new output layer."""
+        """Read a logical weight into host memory, or draw it at random if it belongs to a new output layer."""
         weight = self.weight(name)
         if self._new_head is not None and not weight.blocks:
-            return self._new_head.get(name, self.dtype)
+            return self._new_head(name, self.dtype)
         result = torch.empty(weight.shape, dtype=weight.dtype)
         fill(result.view(as_matrix(result.shape)), weight.blocks)
         return result
 
 
 def logical_blocks(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:
-    """Return the blocks of rows by which Hugging Face's tensors form one logical tensor."""
+    """Return the blocks of rows by which Hugging Face tensors form one logical tensor."""
     if layout.transposed:
         return [
             RowBlock(each, 0, each.num_rows, 0, tuple(runs), transposed=True)
@@ -115,12 +109,12 @@ def logical_blocks(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads)
 
 
 def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers | None = None) -> HfFolder:
-    """Check a Hugging Face folder and open it; only tied weights that it stores twice are read for the check. With a
-    `head_seed`, a folder without an output layer gets a new one. `bounce`: buffers to read through, past the kernel's
-    cache. Raises ConfigError."""
+    """Check a Hugging Face folder and open it. The check reads no weights, except tied weights that are stored twice.
+    With `head_seed`, a model without an output layer gets a random one. `bounce`: buffers for direct reads that bypass
+    the page cache. Raises ConfigError."""
     if not (path / "config.json").exists():
         old = path / "bert_config.json"
-        rename = f" {old.name} is read under that name: rename it." if old.is_file() else ""
+        rename = f" Rename {old.name} to config.json." if old.is_file() else ""
         raise ConfigError(
             f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.{rename}"
         )
@@ -134,7 +128,7 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
     if problem is not None:
         value = show(get(config, problem.key))
         raise ConfigError(
-            f"{path / 'config.json'} is of a model that is not supported: {problem.key} ({value}) {problem.rule}."
+            f"{path / 'config.json'} describes a model that is not supported: {problem.key} ({value}) {problem.rule}."
         )
     reader = open_weights(path, quantization, keys["dtype"], bounce)
     split_fused_experts(reader, family, config)
@@ -143,24 +137,24 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
         name for rule, there in sources.values() if rule.ours.startswith(HEAD) and not there for name in rule.theirs
     ]
     if head and head_seed is None:
-        tied = "if it is the embedding, set tie_word_embeddings to true; " if len(head) == 1 else ""
+        tied = " If it is the embedding, set tie_word_embeddings to true." if len(head) == 1 else ""
         raise ConfigError(
-            f"the Hugging Face folder has no tensor {head[0]} nor any other of an output layer, as a model saved as "
-            f"{show_key(stated.get('architectures'))} may have none: {tied}`python -m models.convert import FOLDER OUT "
-            "--new-head SEED` draws a new one."
+            f"the Hugging Face folder has no tensor {head[0]} and no other tensor of an output layer; a model saved as "
+            f"{show_key(stated.get('architectures'))} may lack one.{tied} `python -m models.convert import FOLDER OUT "
+            "--new-head SEED` draws a new output layer."
         )
     if head_seed is not None and not head:
         raise ConfigError(f"--new-head ({head_seed}) is for a model without an output layer, but {path} has one.")
     if head:
         notes.append(f"{path} has no output layer: {', '.join(head)} are new, drawn with seed {head_seed}")
     if left_out:
-        notes.append(f"left out, as of a head for another task: {', '.join(left_out)}")
+        notes.append(f"tensors of a head for another task are left out: {', '.join(left_out)}")
     dtype = reader.main_dtype(found)
     kind = str(dtype).removeprefix("torch.")
     if keys["dtype"] not in (None, kind):
         spelling = "dtype" if "dtype" in hf else "torch_dtype"
         raise ConfigError(
-            f"config.json {spelling} ({keys['dtype']}) is not that of the weights ({kind}): correct it, or remove it."
+            f"config.json {spelling} ({keys['dtype']}) is not the type of the weights ({kind}): correct or remove it."
         )
     return HfFolder(
         family,
@@ -176,8 +170,8 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
 
 
 def split_fused_experts(reader: Reader, family: Family, config: Config) -> None:
-    """Split tensors that hold all experts of a layer into tensors of single experts, with the names of the family's
-    rules. Raises ConfigError for a tensor of another shape than this model's."""
+    """Split tensors that hold all experts of a layer into tensors of single experts, named as in the family's rules.
+    Raises ConfigError if a tensor does not have the shape that this model needs."""
     rules: dict[str, Rule] = {
         "gate_up_proj" if len(rule.theirs) == 2 else "down_proj": rule for rule in family.rules if "{e}" in rule.ours
     }
@@ -204,7 +198,7 @@ def split_fused_experts(reader: Reader, family: Family, config: Config) -> None:
 
 
 def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
-    """Yield the family's rules for every layer and expert of this model."""
+    """Yield the family's tensor rules for every layer and expert of this model."""
     pattern = derived.moe_layer_pattern(config)
     for rule in family.rules:
         if not rule.when(config):
@@ -222,11 +216,11 @@ def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
 def _match(
     family: Family, config: Config, keys: HfConfig, reader: Reader
 ) -> tuple[dict[str, tuple[Rule, list[str]]], set[str], list[str]]:
-    """Match a folder's tensors to logical weights: return the tensors of each weight, the set of all matched tensors,
-    and the tensors of other tasks' heads. Weights of a missing output layer have no tensors.
+    """Match a folder's tensors to logical weights: return each weight's rule and tensors, the set of all matched
+    tensors, and the tensors that belong to other tasks' heads. Weights of a missing output layer have no tensors.
 
-    Raises ConfigError, with the tensor's name, for a tensor that is missing, there twice, left over, or of another
-    shape than config.json calls for.
+    Raises ConfigError with the name of a tensor that is missing, stored twice, left over, or not of the shape that
+    config.json requires.
     """
     names, lengths = reader.names(), sizes(config)
     sources: dict[str, tuple[Rule, list[str]]] = {}
@@ -256,8 +250,8 @@ def _match(
     left = [name for name in left if name not in of_others]
     if left:
         raise ConfigError(
-            f"{len(left)} tensors of the Hugging Face folder have no place in a {family.model_type} model as "
-            f"config.json describes it, the first: {left[0]}."
+            f"{len(left)} tensors of the Hugging Face folder do not belong to the {family.model_type} model "
+            f"that config.json describes; the first is {left[0]}."
         )
     for name, shape in shapes.items():
         if reader.shape(name) != shape:
@@ -268,14 +262,15 @@ def _match(
     for one, other in twins:
         if not reader.equal(one, other):
             raise ConfigError(
-                f"config.json tie_word_embeddings (true) says that tensors {one} and {other} are one, but they differ."
+                f"config.json tie_word_embeddings (true) requires that tensors {one} and {other} are equal, but they "
+                "differ."
             )
     return sources, set(shapes), of_others
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of a Hugging Face folder that consists of rows of a logical weight."""
+    """A tensor of a Hugging Face folder, which consists of rows of a logical weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -284,7 +279,7 @@ class ExportedTensor:
     runs: list[Run]
 
     def make(self, fill_box: FillBox, dtype: torch.dtype) -> torch.Tensor:
-        """Assemble the tensor, as `dtype`, by calls of `fill_box(logical name, target, index of its first number)`."""
+        """Assemble the tensor as `dtype` with calls of `fill_box(logical name, target, index of its first number)`."""
         result = torch.empty(self.shape, dtype=dtype)
         matrix_rows = result.t() if self.layout.transposed else result
         for there, ours, length in self.runs:
@@ -307,10 +302,12 @@ def _heads(config: Config) -> Heads:
 
 
 def _find(family: Family, name: str, names: set[str]) -> str | None:
-    """Return the name that a tensor has in this folder; None if it is missing. Raises ConfigError if it has two."""
+    """Return a tensor's name in this folder; None if it is missing. Raises ConfigError if it has two names."""
     candidates = [name] + [name.replace(now, before) for now, before in family.other_names if name.endswith(now)]
     candidates += [candidate.removeprefix(family.base_prefix) for candidate in candidates]
     found = [candidate for candidate in dict.fromkeys(candidates) if candidate in names]
     if len(found) > 1:
-        raise ConfigError(f"the Hugging Face folder has tensor {name} twice: as {found[0]} and as {found[1]}.")
+        raise ConfigError(
+            f"the Hugging Face folder has tensor {name} twice: as {found[0]} and as {found[1]}. Remove one."
+        )
     return found[0] if found else None

@@ -1,9 +1,9 @@
-"""The families of Hugging Face models: config.json <-> our config, the family of a folder, and the families that can
-hold a model. Each family is described by its file in families/; tensors.py has the tensors. Imports no torch, because
-the plan of a run needs families.
+"""Translates config.json to our config and back; finds the family of a folder, and the family that can represent a
+model. Each family has a file in families/; tensors.py maps its tensors. Imports no torch, because the plan of a run
+needs families.
 
-A config.json may lack its family, or the class whose heads its weights have. Both are then inferred, and every
-inference is checked: keys, names and shapes of all tensors must be those of the family.
+A config.json may lack its family, or the class whose heads its weights have. Both are then inferred and checked: keys,
+and names and shapes of all tensors must be those of the family.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ Names = Callable[[], set[str]]  # returns the names of the folder's tensors; cal
 
 
 def identify(hf: HfConfig, names: Names) -> tuple[HfConfig, list[str]]:
-    """Complete a config.json from the folder's tensors; return it with a note for the user on each inference. Raises
-    ConfigError if the family cannot be inferred."""
+    """Infer the family and class that a config.json lacks from the folder's tensors; return the completed keys, and a
+    note for the user on each inference. Raises ConfigError if the family cannot be inferred."""
     notes: list[str] = []
     if hf.get("model_type") is None:
         model_type, because = _model_type(hf, names)
@@ -81,14 +81,14 @@ def _model_type(hf: HfConfig, names: Names) -> tuple[str, str]:
             ((model_type, name),) = matches
             return model_type, f"tensor {name}"
     raise ConfigError(
-        f"config.json has no model_type, and neither architectures ({show(classes)}) nor the tensors' names say what "
-        f"the model is: add it. It must be one of {', '.join(FAMILIES)}."
+        f"config.json has no model_type, and neither architectures ({show(classes)}) nor the names of the tensors "
+        f"identify the model. Add model_type with one of {', '.join(FAMILIES)}."
     )
 
 
 def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
-    """Return the family of a config.json, the value of every key of the family's table, and our overrides. Raises
-    ConfigError for what is not supported."""
+    """Return the family of a config.json, the value of every key in the family's table, and the overrides for our
+    config. Raises ConfigError if the model is not supported."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
@@ -107,7 +107,7 @@ def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
     moe = overrides.get("moe", {})
     if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
         raise ConfigError(
-            "config.json num_experts_per_tok (1) is not supported with weights that sum to 1: it must be at least 2."
+            "config.json num_experts_per_tok (1) is not supported with weights that sum to 1: set it to at least 2."
         )
     model = overrides["model"]
     if model["position_embedding"] == "rope":
@@ -117,8 +117,8 @@ def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
 
 
 def write_config(config: Config) -> tuple[Family, HfConfig]:
-    """Return the family that can hold this model, and its config.json. Raises ConfigError if there is none, with the
-    differences from the nearest family."""
+    """Return the Hugging Face family that can represent this model, and its config.json. Raises ConfigError if there is
+    none, listing the differences from the nearest family."""
     vocab_size = config.model.vocab_size
     if vocab_size is None:
         raise ConfigError("model.vocab_size (null) must be set to export a model.")
@@ -157,13 +157,13 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
     differs = ", ".join(nearest or refused)
     if wanted is not None:
         raise ConfigError(
-            f"model.export_family ({wanted}) cannot hold this model: {differs}. Remove it to export in any family."
+            f"model.export_family ({wanted}) cannot represent this model: {differs}. Remove it to allow any family."
         )
-    raise ConfigError(f"no Hugging Face family of {', '.join(FAMILIES)} has this model: {differs}.")
+    raise ConfigError(f"no Hugging Face family ({', '.join(FAMILIES)}) has this model: {differs}.")
 
 
 def unexportable(config: Config, vocab_size: int) -> str | None:
-    """Return why no Hugging Face family can hold the model of a run with this vocabulary; None if one can."""
+    """Return the reason why no Hugging Face family can represent this model and vocabulary size; None if one can."""
     config = copy.deepcopy(config)
     config.model.vocab_size = config.model.vocab_size or vocab_size
     try:

@@ -1,10 +1,10 @@
-"""Keys of a config.json that are not in the family's table. Those that transformers' code for the family never reads
-are carried: named in one warning, kept, and written to config.json again by an export. The others are refused, all in
-one line.
+"""Keys of a config.json that are not in the family's table. Keys that transformers' code for the family never reads are
+carried over: an import prints them in one warning and stores them, and an export writes them again. Other keys may
+change the model and are rejected, all in one error.
 
-transformers_reads.yaml lists the keys that are read; benchmarks/kit/transformers_reads.py makes it from transformers'
-code. SWITCHES lists names by which models with code of their own change numbers. A key that is read, or that is such a
-switch, is refused unless its value does not change the model.
+transformers_reads.yaml lists the keys that transformers reads; benchmarks/kit/transformers_reads.py makes it from
+transformers' code. SWITCHES lists names with which models with custom code change numbers. A key in one of the two
+lists is rejected unless its value does not change the model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _off_or_one(value: Any, ours: Overrides) -> bool:
 
 
 def _is(of: Callable[[dict[str, Any], dict[str, Any]], Any], *more: Any) -> Harmless:
-    """Allow null, the value `of` our sections `model` and `moe`, or one of a few more values. True is not 1."""
+    """Return a check of config.json values: accepts null, the value that `of` takes from our `model` and `moe`, or
+    `more`."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         same = (of(ours["model"], ours["moe"]), *more)
@@ -62,7 +63,7 @@ def _bias(value: Any, ours: Overrides) -> bool:
 
 
 def _words(of: Callable[[dict[str, Any], dict[str, Any]], Any], words: dict[Any, str]) -> Harmless:
-    """Allow null, or one of the words that mean the value `of` our sections."""
+    """Return a check of config.json values: accepts null, or a word for the value that `of` takes from our config."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         means = words[of(ours["model"], ours["moe"])].split()
@@ -174,8 +175,8 @@ def reads(model_type: str) -> frozenset[str]:
 
 
 def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
-    """Return the keys that are not in the family's table and are harmless. Raises ConfigError, with all of them, for
-    keys that may change the model."""
+    """Return the keys that are not in the family's table and do not change the model. Raises ConfigError that lists all
+    keys that may change it."""
     model_type, unknown = family.model_type, {key: hf[key] for key in sorted(hf.keys() - family.spellings)}
     refused = {key: value for key, value in unknown.items() if not _is_harmless(key, value, model_type, ours)}
     if refused:
@@ -198,8 +199,8 @@ def _is_harmless(key: str, value: Any, model_type: str, ours: Overrides) -> bool
 
 
 def of_family(config: Config, family: Family) -> tuple[HfConfig, HfConfig]:
-    """Split the carried keys of a model into those that a config.json of this family may have, and those that it would
-    refuse. Raises ConfigError if `model.config_json` is not valid."""
+    """Split the carried-over keys of a model into keys that this family's config.json may have, and keys that it would
+    reject. Raises ConfigError if `model.config_json` is not valid."""
     carried, left_out = HfConfig(), HfConfig()
     ours = architecture(config, config.model.vocab_size or 0)
     for key, value in _from_text(config.model.config_json).items():
@@ -209,13 +210,13 @@ def of_family(config: Config, family: Family) -> tuple[HfConfig, HfConfig]:
 
 
 def warn(config: Config, model_type: str) -> None:
-    """Print one line to stderr with the keys of an opened model that neither transformers nor Mixtrain reads."""
+    """Print one line to stderr with the carried-over keys that neither transformers nor Mixtrain reads."""
     keys = _from_text(config.model.config_json)
     never_read = {key: value for key, value in keys.items() if key not in reads(model_type)}
     if never_read:
         print(
-            f"note: transformers' code for a {model_type} model never reads these keys of config.json, and no more "
-            f"does Mixtrain; an import keeps them for an export: {listed(never_read)}.",
+            f"note: neither transformers' code for a {model_type} model nor Mixtrain reads these keys of config.json; "
+            f"an import keeps them for an export: {listed(never_read)}.",
             file=sys.stderr,
             flush=True,
         )
@@ -227,7 +228,7 @@ def listed(keys: HfConfig) -> str:
 
 
 def to_text(keys: HfConfig) -> str | None:
-    """Return `model.config_json` for these keys, without a dollar, which a config would treat as a reference."""
+    """Return `model.config_json` for these keys, without dollar signs, which a config treats as references."""
     return json.dumps(keys, sort_keys=True).replace("$", "\\u0024") if keys else None
 
 
@@ -237,5 +238,7 @@ def _from_text(text: str | None) -> HfConfig:
     except (ValueError, RecursionError):
         keys = None
     if not isinstance(keys, dict):
-        raise ConfigError(f"model.config_json ({show(text)}) must be a JSON object in a text, as an import writes it.")
+        raise ConfigError(
+            f"model.config_json ({show(text)}) must be a text that contains a JSON object, as an import writes it."
+        )
     return keys

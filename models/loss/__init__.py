@@ -1,1 +1,1 @@
-"""The language-model loss: output layer, softmax and cross entropy in tiles of tokens, without the logits of all."""
+"""Language-model loss: output layer, softmax and cross entropy by tiles of tokens, without storing all logits."""

@@ -1,7 +1,8 @@
-"""The output layer of GPT and BERT: logits, or the loss without them, of the rows that predict something.
+"""The output layer of GPT and BERT: returns logits, or the loss without storing them, for the rows that predict a
+token.
 
-Rows are tokens in Megatron-core's order, `[s, b]` flattened. Those that predict are selected on the host, so that their
-number is known without waiting for the device.
+Rows are tokens in Megatron-core's order, `[s, b]` flattened. The rows that predict are selected on the host, so that
+their number is known without waiting for the device.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ LossOutput = tuple[torch.Tensor, torch.Tensor]  # the sum of the losses, and eac
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron-core's layer with masked padding and a loss. Its hooks run in either case, so that the layer waits for
-    pending updates of its weight."""
+    """Megatron-core's output layer with masked padding and a loss. Its hooks run for logits and for the loss, so that
+    it waits for pending updates of its weight."""
 
     vocabulary: VocabularyShard
     chosen_tile: int | None
@@ -27,8 +28,8 @@ class OutputLayer(ColumnParallelLinear):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor | None = None, targets: Targets | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return logits `[s, b, v]` of hidden states `[s, b, h]`, and None. With targets, the sum of the losses `[]`
-        and each token's `[b, s]`, both fp32, of this rank's rows `[m, h]` that predict."""
+        """Return logits `[s, b, v]` for hidden states `[s, b, h]`, and the bias. With targets, take this rank's rows
+        `[m, h]` that predict, and return the sum of the losses `[]` and the loss per token `[b, s]`, both fp32."""
         if targets is None:
             logits, bias = super().forward(hidden, weight=weight)
             mask_padding(logits.detach(), self.vocabulary.num_real)  # autograd would copy the gradient of all logits
@@ -38,13 +39,13 @@ class OutputLayer(ColumnParallelLinear):
         return token_loss(hidden, weight, self.bias, targets, self.vocabulary, tile)
 
     def select(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
-        """Return this rank's rows `[m, h]` of `[s, b, h]` that predict something."""
+        """Return this rank's rows `[m, h]` of hidden states `[s, b, h]` that predict a token."""
         rank = self.vocabulary.group.rank() if self.vocabulary.is_spread else 0
         return select_rows(hidden, targets.loss_rows, rank)
 
 
 def become_output_layer(layer: torch.nn.Module, vocab_size: int, chosen_tile: int | None) -> None:
-    """Turn Megatron-core's layer, which it builds itself, into an OutputLayer. `vocab_size` is the logical one."""
+    """Turn the output layer that Megatron-core built into an OutputLayer. `vocab_size` is without padding."""
     assert type(layer) is ColumnParallelLinear, type(layer)
     layer.__class__ = OutputLayer
     group, num_rows = layer.tp_group, layer.output_size_per_partition
@@ -55,10 +56,11 @@ def become_output_layer(layer: torch.nn.Module, vocab_size: int, chosen_tile: in
 
 
 def predicted_rows(loss_mask: torch.Tensor, ranks: int = 1) -> torch.Tensor | None:
-    """Return the rows where `loss_mask` (`[b, s]`, on the host) is not 0: int64 `[ranks, m]`; None if these are all.
+    """Return the rows where `loss_mask` (`[b, s]`, on the host) is not 0: int64 `[ranks, m]`; None if these are all
+    rows.
 
     Under sequence parallelism each of `ranks` tensor ranks holds a shard of the rows. All get the same number: a rank
-    with fewer predicting rows gets some that predict nothing.
+    with fewer predicting rows also gets rows that predict nothing.
     """
     predicts = (loss_mask.t().reshape(ranks, -1) != 0).to(torch.int8)
     counts = predicts.sum(dim=1)
@@ -71,7 +73,7 @@ def predicted_rows(loss_mask: torch.Tensor, ranks: int = 1) -> torch.Tensor | No
 
 
 def select_rows(hidden: torch.Tensor, loss_rows: torch.Tensor | None, rank: int) -> torch.Tensor:
-    """Return this rank's rows `[m, h]` of `[s, b, h]`: those of `loss_rows[rank]`, or all."""
+    """Return this rank's rows `[m, h]` of hidden states `[s, b, h]`: those in `loss_rows[rank]`, or all if None."""
     flat = hidden.flatten(0, 1)
     if loss_rows is None:
         return flat
@@ -80,7 +82,7 @@ def select_rows(hidden: torch.Tensor, loss_rows: torch.Tensor | None, rank: int)
 
 
 class _Select(torch.autograd.Function):
-    """Selects distinct rows of a matrix. Torch's own function adds the gradients, row by row."""
+    """Selects distinct rows of a matrix. The backward pass of torch's own function would add gradients row by row."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Size of the loss's tiles in tokens. Imports neither torch nor Megatron-core, for the simulator."""
+"""The size of the loss's tiles in tokens. Imports neither torch nor Megatron-core, because the simulator imports it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK_NUMBERS = 2**20  # elements of a half-precision weight's gradient that are
 
 
 def token_tile(tokens: int, chosen: int | None = None) -> int:
-    """Return the tokens of a tile for `tokens` per micro-batch, of all tensor ranks; `chosen`: training.token_tile."""
+    """Return the number of tokens in a tile of the loss, over all tensor ranks. `chosen`: training.token_tile."""
     if chosen is not None:
         return min(chosen, tokens)
     return tokens if tokens <= FEW_TOKENS else max(LEAST_TILE, tokens // MOST_TILES)

@@ -1,15 +1,15 @@
-"""The sum of the tokens' losses from hidden states, with logits of one tile of tokens at a time.
+"""Computes the sum of all tokens' losses from hidden states, with the logits of one tile of tokens at a time.
 
-For each tile logits, softmax and loss are computed, and immediately the gradients, which need only the gradient of the
-sum; that is known before the forward pass. So a pass keeps only the hidden states' gradient, as Liger-Kernel's fused
-linear cross entropy does (Hsu et al. 2024, arXiv:2410.10989, section 3.2); the weight's is added to its buffer tile by
-tile.
+For each tile logits, softmax, loss and immediately the gradients are computed. The gradients need only the gradient of
+the sum, which is known before the forward pass. So only the gradient of the hidden states is stored, as in
+Liger-Kernel's fused linear cross entropy (Hsu et al. 2024, arXiv:2410.10989, section 3.2); the weight's gradient is
+added to its buffer tile by tile.
 
-Over tensor ranks, which hold columns of the logits, a token's largest logit, sum of exponentials and label's logit are
-reduced (Shoeybi et al. 2019, section 3). Under sequence parallelism a tile has equally many rows of each rank: they are
-gathered, and their gradient is scattered again.
+Tensor ranks hold different columns of the logits, so a token's largest logit, sum of exponentials and label's logit are
+reduced over them (Shoeybi et al. 2019, section 3). Under sequence parallelism a tile has the same number of rows of
+each rank: they are gathered, and their gradient is scattered.
 
-Shapes: N rows that predict, of all tensor ranks; M of them on this rank (N without sequence parallelism); t rows of a
+Shapes: N rows that predict, over all tensor ranks; M of them on this rank (N without sequence parallelism); t rows of a
 tile; H hidden size; V padded vocabulary rows of this tensor rank; b samples, s tokens of each.
 """
 
@@ -27,9 +27,9 @@ from parallel.megatron.grad_buffers import open_buffer
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """The vocabulary rows of a tensor rank: `num_real` of them are tokens, the rest padding.
+    """The vocabulary rows of a tensor rank, starting at row `first`: `num_real` are tokens, the rest is padding.
 
-    `is_spread`: each tensor rank has its own share of the hidden states' rows.
+    `is_spread`: tensor ranks hold different rows of the hidden states (sequence parallelism).
     """
 
     group: dist.ProcessGroup
@@ -39,16 +39,16 @@ class VocabularyShard:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that have different rows."""
+        """Number of ranks that hold different rows of the hidden states."""
         return self.group.size() if self.is_spread else 1
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The targets of the output layer.
+    """The labels and masks from which the output layer computes the loss.
 
-    `labels` int64 and `loss_mask` fp32, `[b, s]`; `loss_rows`: see `output_layer.predicted_rows`; `loss_grad` fp32
-    `[]`: the gradient of the sum of losses, if it is known before the forward pass.
+    `labels` int64 and `loss_mask` fp32, `[b, s]`. `loss_rows`: from `output_layer.predicted_rows`. `loss_grad`: fp32
+    `[]`, the gradient of the sum of losses if it is known before the forward pass.
     """
 
     labels: torch.Tensor
@@ -58,7 +58,7 @@ class Targets:
 
 
 def targets_of(batch: dict[str, torch.Tensor]) -> Targets | None:
-    """Return a batch's targets; None without labels."""
+    """Return the labels and masks of a batch for the output layer; None if the batch has no labels."""
     if "labels" not in batch:
         return None
     return Targets(batch["labels"], batch["loss_mask"], batch.get("rows"), batch.get("loss_grad"))
@@ -72,15 +72,14 @@ def token_loss(
     shard: VocabularyShard,
     tile: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the losses of tokens whose `loss_mask` is 1, fp32 `[]`, and each loss, fp32 `[b, s]`, detached.
+    """Return the sum of the losses of tokens whose `loss_mask` is 1, fp32 `[]`, and the loss of each token, fp32 `[b,
+    s]`, detached.
 
     With `targets.loss_grad` gradients are computed from it, and the gradient that autograd passes is ignored. A weight
     with a `main_grad` then gets its gradient in the forward pass, unless a single tile has all tokens.
 
-    Args:
-        hidden: `[M, H]`, this rank's rows of `targets.loss_rows`.
-        weight: `[V, H]`; bias: `[V]` or None.
-        tile: tokens, of all tensor ranks.
+    Args: hidden `[M, H]`: this rank's rows of `targets.loss_rows`. weight `[V, H]`. bias `[V]` or None. tile: number of
+    tokens over all tensor ranks.
     """
     with_grads = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _TokenLoss.apply(hidden, weight, bias, targets, shard, tile, with_grads)  # type: ignore[no-any-return]
@@ -98,7 +97,9 @@ class _TokenLoss(torch.autograd.Function):
         tile: int,
         with_grads: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        labels, mask = (_in_rows(each, targets.loss_rows, shard.ranks) for each in (targets.labels, targets.loss_mask))
+        chosen = targets.loss_rows
+        flat = [each.t().reshape(-1) for each in (targets.labels, targets.loss_mask)]
+        labels, mask = (each.view(shard.ranks, -1) if chosen is None else each[chosen] for each in flat)  # [ranks, m]
         is_whole = tile >= targets.labels.numel()
         work = _Tiles(hidden, weight, bias, shard, max(1, tile // shard.ranks), is_whole)
         grads = None
@@ -132,14 +133,8 @@ class _TokenLoss(torch.autograd.Function):
         return grads.hidden, grads.for_autograd(), grads.bias, None, None, None, None
 
 
-def _in_rows(values: torch.Tensor, loss_rows: torch.Tensor | None, ranks: int) -> torch.Tensor:
-    """Select values `[b, s]` of predicting rows: `[ranks, m]`."""
-    flat = values.t().reshape(-1)
-    return flat.view(ranks, -1) if loss_rows is None else flat[loss_rows]
-
-
 def _of_samples(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """Scatter losses `[ranks, m]` to `[b, s]`, with 0 for other rows."""
+    """Scatter losses `[ranks, m]` to `[b, s]`, with 0 for rows that predict nothing."""
     samples, length = targets.labels.shape
     if targets.loss_rows is not None:
         whole = losses.new_zeros(samples * length)
@@ -148,10 +143,10 @@ def _of_samples(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 
 class _Tiles:
-    """Computes the forward pass tile by tile, in memory that the tiles share.
+    """Computes the forward pass of the loss tile by tile, in memory that all tiles share.
 
-    The gradients of the logits of a few tiles form a group, for one product: it is as fast as with one tile of that
-    size, and in half precision the group takes less memory than the logits of such a tile in fp32.
+    The logit gradients of a few tiles form a group, with one matmul for the weight's gradient. That is as fast as with
+    one tile of that size, and in half precision the group takes less memory than such a tile's logits in fp32.
     """
 
     def __init__(
@@ -176,24 +171,25 @@ class _Tiles:
         self.factor: torch.Tensor | None = None  # for this rank's exponentials
 
     def slices(self) -> list[slice]:
-        """Return this rank's rows of each tile."""
+        """Return for each tile the slice of this rank's rows."""
         end = len(self.hidden)
         return [slice(start, min(start + self.own_tile, end)) for start in range(0, end, self.own_tile)]
 
     @property
     def is_full(self) -> bool:
-        """Whether the last tile completes its group."""
+        """Whether the last computed tile completes its group."""
         return self.own.stop - self.own.start == self.own_group or self.own.stop == len(self.hidden)
 
     def take_group(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the group's gradients of logits and its hidden states, of all ranks, and start another group."""
+        """Return the logit gradients and the hidden states of the group, over all ranks, and start the next group."""
         own, self.own = self.own, slice(self.own.stop, self.own.stop)
         num_rows = (own.stop - own.start) * self.shard.ranks
         return self.logits[:num_rows], self.hidden[own] if self.gathered is None else self.gathered[:num_rows]
 
     def softmax(self, own: slice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return exponentials of a tile's logits less the largest of their row, fp32 `[t, V]`, the label's logit less
-        the same, and the sums of exponentials `[t]`, both over all ranks. The tile has this rank's rows `own`."""
+        """Return the exponentials of a tile's logits minus their row's largest logit, fp32 `[t, V]`; the label's logit
+        minus the same, and the sums of exponentials, both `[t]` and over all ranks. `own`: this rank's rows of the
+        tile."""
         shard = self.shard
         if self.is_full:
             self.own = slice(own.start, own.start)
@@ -225,10 +221,11 @@ class _Tiles:
         return wide, label_logits, sums
 
     def _reduced(self, *numbers: torch.Tensor) -> list[torch.Tensor]:
-        """Reduce the largest logits, label's logits and sums `[t]` over the ranks, with a single exchange.
+        """Reduce the largest logits, label's logits and sums of exponentials, `[t]` each, over the ranks with one
+        all-gather.
 
-        Returns the factor from this rank's exponentials to those relative to the largest logit of all ranks, the
-        label's logit less that logit, and the sums.
+        Returns the factor that rescales this rank's exponentials to the largest logit of all ranks, the label's logit
+        minus it, and the sums.
         """
         group, own = self.shard.group, torch.stack((*numbers, self.is_mine.float()))
         gathered = own.new_empty(group.size() * len(own), own.size(1))
@@ -243,7 +240,7 @@ class _Tiles:
         ]
 
     def logits_grad(self, exponentials: torch.Tensor, sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return (softmax - label) * scale of the last tile, in the weight's dtype and in the logits' memory."""
+        """Return (softmax - one-hot label) * scale of the last tile, in the weight's dtype and the logits' memory."""
         targets = self.is_mine.float()
         if self.is_whole:  # in the order of Megatron-core's loss
             exponentials.div_(sums.unsqueeze(1)).scatter_add_(1, self.column, -targets.unsqueeze(1))
@@ -257,7 +254,7 @@ class _Tiles:
 
 
 class _Gradients:
-    """Sums of the tiles' gradients: `hidden` has the rank's rows; `weight` is None if a buffer has its gradient."""
+    """Gradients summed over tiles: `hidden` for this rank's rows; `weight` is None if a buffer has its gradient."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_whole: bool, is_known: bool
@@ -279,7 +276,7 @@ class _Gradients:
             self.bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add_tile(self, own: slice, logits_grad: torch.Tensor, shard: VocabularyShard) -> None:
-        """Add a tile's gradients of hidden states and bias; the tile has this rank's rows `own`."""
+        """Add a tile's gradients of hidden states and bias. `own`: this rank's rows of the tile."""
         if shard.is_spread:
             whole = torch.mm(logits_grad, self.parameter)
             dist.reduce_scatter_tensor(self.hidden[own], whole, group=shard.group)
@@ -289,7 +286,7 @@ class _Gradients:
             self.bias += logits_grad.sum(dim=0, dtype=torch.float32)
 
     def add_group(self, logits_grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Add a group's gradient of the weight, logits_grad^T x; to a buffer of another type in blocks of rows."""
+        """Add a group's gradient of the weight, logits_grad^T x; if the buffer has another dtype, in blocks of rows."""
         buffer = self.buffer
         if buffer is None:
             if self.parameter.requires_grad:
@@ -310,7 +307,7 @@ class _Gradients:
         self.writes_over = False
 
     def finish(self, shard: VocabularyShard) -> None:
-        """Reduce and convert the gradients after the last tile."""
+        """Reduce the gradients over ranks and convert their dtypes, after the last tile."""
         if not shard.is_spread:
             _reduce(self.hidden, shard.group)
         if self.buffer is not None and self.writes_over:  # there was no tile
@@ -325,7 +322,7 @@ class _Gradients:
             self.weight = torch.zeros_like(self.parameter)
 
     def for_autograd(self) -> torch.Tensor | None:
-        """Return the weight's gradient for autograd, whose hooks wait for one."""
+        """Return the weight's gradient for autograd's hooks, or a dummy if the gradient buffer already has it."""
         if not self.to_buffer:
             return self.weight
         if getattr(self.parameter, "zero_out_wgrad", False):  # the embedding's comes
@@ -336,7 +333,7 @@ class _Gradients:
 
 
 def mask_padding(logits: torch.Tensor, num_real: int) -> None:
-    """Set logits of padding rows to the smallest number, so that their softmax and gradient are exactly 0."""
+    """Set the logits of padding rows to the smallest number, so that their softmax and gradient are exactly 0."""
     if num_real < logits.size(-1):
         logits[..., num_real:] = torch.finfo(logits.dtype).min
 

@@ -1,1 +1,1 @@
-"""Pointwise operations of a layer: each direction is one function of its inputs, which a GPU runs as one kernel."""
+"""Pointwise operations of a layer: forward and backward are one function each, which a GPU runs as a single kernel."""

@@ -1,12 +1,12 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864): frequencies, plain and stretched (configs/rotary.py), angles
-of positions, and the rotation of queries and keys.
+"""Rotary position embedding (Su et al., arXiv:2104.09864): frequencies, plain or scaled (configs/rotary.py), angles of
+positions, and the rotation of queries and keys.
 
-Frequencies and their products with positions are computed on the host in fp64, less whole turns, and then kept in fp32:
-in fp32 the last bit of a frequency is a hundredth of a radian at position 100,000. Stretched frequencies follow
+Frequencies and their products with positions are computed on the host in fp64, reduced to one turn, and then stored in
+fp32: in fp32 the last bit of a frequency is a hundredth of a radian at position 100,000. Scaled frequencies follow
 transformers' modeling_rope_utils.py.
 
-Megatron-core's rotation is some twenty operations on a GPU for each layer; here each direction is one function of its
-inputs, which a GPU runs as one kernel. The order of roundings is Megatron's.
+Megatron-core's rotation is about twenty operations on a GPU for each layer; here forward and backward are one function
+each, which a GPU runs as one kernel. The order of roundings is Megatron's.
 
 Shapes: s sequence, b batch, g key/value heads of this rank, r query heads for each of them, n = g * r, d channels of a
 head, of which the first ones rotate.
@@ -30,7 +30,7 @@ HOST = torch.device("cpu")
 
 
 class Rotary:
-    """The angles of a model's positions, cached for the last length and device."""
+    """The rotary angles of a model's positions, cached for the last length and device."""
 
     def __init__(self, config: Config) -> None:
         self.factor = attention_factor(config.model.rotary_scaling)  # of cosines and sines
@@ -39,12 +39,12 @@ class Rotary:
         self._kept: tuple[Any, torch.Tensor] | None = None
 
     def of_length(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return angles of the positions of a text of `length` tokens: fp32 `[length, 1, 1, rotating channels]`."""
+        """Return the angles of the positions in a text of `length` tokens: fp32 `[length, 1, 1, rotating channels]`."""
         return self._angles(device, (length, self.switches_at is not None and length > self.switches_at))
 
     def of_segments(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return angles for texts of at most `length` tokens: `[length or 2 * length, 1, 1, rotating channels]`. If
-        there are two sets of frequencies, those of texts longer than `switches_at` follow."""
+        """Return the angles for texts of at most `length` tokens: `[length or 2 * length, 1, 1, rotating channels]`. If
+        the model has a second set of frequencies for texts longer than `switches_at`, its angles follow."""
         sets = [(length, False)] if self.switches_at is None else [(length, False), (length, True)]
         return self._angles(device, *sets)
 
@@ -62,7 +62,8 @@ class Rotary:
 
 
 def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return angles of positions 0 to `length`, -pi to pi, fp32 `[length, n]` (host). frequencies: fp64 `[n]`."""
+    """Return angles of positions 0 to `length` - 1, in -pi to pi, fp32 `[length, n]` (host). frequencies: fp64
+    `[n]`."""
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     whole = torch.outer(positions, frequencies)
     return whole.sub_(whole.div(2 * math.pi).round_().mul_(2 * math.pi)).float()
@@ -100,8 +101,8 @@ def _stretched(powers: torch.Tensor, scaling: dict[str, Any], base: float, dim: 
 
 
 def _yarn(powers: torch.Tensor, scaling: dict[str, Any], base: float, dim: int) -> torch.Tensor:
-    """Keep channels that rotate more than `beta_fast` times within the first length, slow down those that rotate less
-    than `beta_slow` times, with a ramp between (arXiv:2309.00071, section 3.2)."""
+    """Return YaRN's frequencies (arXiv:2309.00071, section 3.2): unchanged for channels that rotate more than
+    `beta_fast` times within the original length, slowed down below `beta_slow` times, with a ramp between."""
 
     def channel(turns: float) -> float:
         return (dim * math.log(scaling[LENGTH] / (turns * 2 * math.pi))) / (2 * math.log(base))
@@ -122,15 +123,15 @@ def _yarn(powers: torch.Tensor, scaling: dict[str, Any], base: float, dim: int) 
 
 @functools.lru_cache(maxsize=8)
 def tables(angles: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines, and sines with a minus in the first half, `[s, 1, 1, 1, rotating channels]`, of angles `[s, 1, 1,
-    rotating channels]`, both times a factor. Cached, as Megatron-core caches angles."""
+    """Return cosines, and sines with the first half negated, of angles `[s, 1, 1, rotating channels]`: `[s, 1, 1, 1,
+    rotating channels]` each, times a factor. Cached, as Megatron-core caches angles."""
     sin = (torch.sin(angles) * factor).to(dtype)
     first, second = sin.chunk(2, dim=-1)
     return (torch.cos(angles) * factor).to(dtype).unsqueeze(2), torch.cat([-first, second], dim=-1).unsqueeze(2)
 
 
 def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Write x `[s, b, g, r, d]`, rotated, to `out`."""
+    """Rotate `x` `[s, b, g, r, d]` and write the result to `out`."""
     num_rotating = cos.size(-1)
     half = num_rotating // 2
     rotating, rotated = x[..., :num_rotating], out[..., :num_rotating]
@@ -144,8 +145,8 @@ def _rotate_into(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: tor
 
 
 def _empty_heads(x: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor for x `[s, b, g, r, d]`. On a CPU each head is contiguous, as its attention reads it:
-    otherwise the rows of a head are a power of two bytes from each other, in a few sets of the cache."""
+    """Return an uninitialized tensor like `x` `[s, b, g, r, d]`. On a CPU each head is contiguous for its attention
+    kernel; otherwise a head's rows are a power of two bytes apart and fall into few cache sets."""
     if x.device.type != "cpu":
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     s, b, g, r, d = x.shape
@@ -191,7 +192,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Saves only the tables."""
+    """Autograd function of `split_and_rotate`; saves only the tables of cosines and sines."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -205,7 +206,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Saves only the tables."""
+    """Autograd function of `rotate`; saves only the tables of cosines and sines."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -222,7 +223,7 @@ class _Rotate(torch.autograd.Function):
 def split_and_rotate(
     mixed: torch.Tensor, num_groups: int, head_dim: int, cos_sin: tuple[torch.Tensor, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split Megatron's fused query-key-value product `[s, b, g * (r + 2) * d]` (of each group r queries, key, value)
+    """Split Megatron's fused query-key-value projection `[s, b, g * (r + 2) * d]` (per group r queries, key, value)
     into query `[s, b, n, d]` and key `[s, b, g, d]`, both rotated, and value `[s, b, g, d]`."""
     s, b, _ = mixed.shape
     query, key, value = _SplitAndRotate.apply(mixed.view(s, b, num_groups, -1, head_dim), *cos_sin)
@@ -230,5 +231,5 @@ def split_and_rotate(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return heads `[s, b, n, d]`, rotated by `tables`."""
+    """Rotate heads `[s, b, n, d]` by cosines and signed sines from `tables`."""
     return _Rotate.apply(x.unsqueeze(3), cos, sin).flatten(2, 3)

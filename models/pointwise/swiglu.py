@@ -1,4 +1,4 @@
-"""SwiGLU (Shazeer, arXiv:2002.05202). The order of roundings is that of torch's own operations.
+"""SwiGLU (Shazeer, arXiv:2002.05202), with the order of roundings of torch's own operations.
 
 Shapes: ... tokens, f feed-forward width of this rank.
 """
@@ -16,14 +16,14 @@ from parallel.fused import fused, product_into
 
 @fused
 def swiglu_forward(preactivation: torch.Tensor) -> torch.Tensor:
-    """Return `[..., f]` for `[..., 2 f]`: gate and input."""
+    """Return silu(gate) * up, `[..., f]`, for the preactivation `[..., 2 f]` = [gate | up]."""
     gate, up = preactivation.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 @fused
 def swiglu_backward(preactivation: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of `preactivation` for the gradient `grad` of swiglu_forward's result."""
+    """Return the gradient of the preactivation `[..., 2 f]` for the gradient of silu(gate) * up, `[..., f]`."""
     gate, up = preactivation.chunk(2, dim=-1)
     result = torch.empty_like(preactivation)
     gate_grad, up_grad = result.chunk(2, dim=-1)
@@ -38,8 +38,8 @@ def swiglu_backward(preactivation: torch.Tensor, grad: torch.Tensor) -> torch.Te
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Saves only the preactivation. Autograd would keep its two halves and a copy of one, and concatenate the gradients
-    of the halves afterwards."""
+    """Saves only the preactivation. Plain autograd would save its two halves and a copy of one, and concatenate the
+    gradients of the halves."""
 
     @staticmethod
     def forward(ctx: Any, preactivation: torch.Tensor) -> torch.Tensor:
@@ -54,5 +54,5 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def swiglu(preactivation: torch.Tensor) -> torch.Tensor:
-    """Return `[..., f]` for `[..., 2 f]`: gate and input."""
+    """Return silu(gate) * up, `[..., f]`, for the preactivation `[..., 2 f]` = [gate | up], differentiable."""
     return _SwiGLU.apply(preactivation)

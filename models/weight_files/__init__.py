@@ -1,1 +1,1 @@
-"""Weight files: the choice of a folder's files, a reader for each format, and a writer of safetensors."""
+"""Weight files: the choice of a folder's weight files, a reader for each format, and a writer of safetensors."""

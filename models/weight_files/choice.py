@@ -1,4 +1,4 @@
-"""The choice of a folder's weight files: those that transformers would read, by name and in its order."""
+"""The choice of the weight files to read in a folder, in transformers' order of preference."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ VARIANT = re.compile(
 
 @dataclass(frozen=True)
 class WeightFileChoice:
-    """The single file or the index to read, and a note for the user if other files are ignored."""
+    """The weight file or index to read, and a note for the user if the folder has others that are ignored."""
 
     name: str
     note: str | None = None
 
     @property
     def suffix(self) -> str:
-        """The ending of the names of files that hold tensors."""
+        """The file name suffix of the files that hold the tensors."""
         return ".bin" if self.name in (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME) else ".safetensors"
 
 
 def choose(folder: Path, pickled: bool) -> WeightFileChoice:
-    """Return the file or index of a folder to read; with `pickled` torch.save's files too, if there are no safetensors.
+    """Return the weight file or index of a folder to read; with `pickled`, a file of torch.save if it has no
+    safetensors.
 
-    Raises ConfigError if there is none, or if two files of one format could be the model.
+    Raises ConfigError if there is no such file, or if two files of one format could be the model.
     """
     formats = [(SINGLE_NAME, INDEX_NAME), *([(PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME)] if pickled else [])]
     found = [[name for name in names if os.path.lexists(folder / name)] for names in formats]
@@ -47,18 +48,15 @@ def choose(folder: Path, pickled: bool) -> WeightFileChoice:
         raise ConfigError(f"folder {folder} must hold {', '.join(names)} or {last}{_instead(folder)}.")
     if len(there[0]) > 1:
         single, index = there[0]
-        raise ConfigError(f"folder {folder} holds {single} and {index}: keep only the one that belongs to the model.")
+        raise ConfigError(f"folder {folder} holds {single} and {index}: keep only the file that belongs to the model.")
     name = there[0][0]
     others = [other for names in there[1:] for other in names]
-    if others:
-        return WeightFileChoice(
-            name, f"{folder} holds {name} and {' and '.join(others)}: {name} is read, as transformers does"
-        )
-    return WeightFileChoice(name)
+    note = f"{folder} holds {name} and {' and '.join(others)}: {name} is read, as transformers does"
+    return WeightFileChoice(name, note if others else None)
 
 
 def _instead(folder: Path) -> str:
-    """Return what a folder without readable weights holds instead, and the way out, as the end of a message."""
+    """Return the end of an error message: the weight files that a folder has instead, and what to do."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     variants = [(name, match) for name in names if (match := VARIANT.fullmatch(name)) is not None]
     if variants:
@@ -66,6 +64,6 @@ def _instead(folder: Path) -> str:
         name, match = min(variants, key=lambda item: item[1]["index"] is None)
         plain = f"{match['index']}.json" if match["index"] else f"{match['stem']}.{match['suffix']}"
         variant = match["variant"] or match["of_index"]
-        return f"; it holds {name}, the variant {variant}, which is read under the name {plain}: rename it"
+        return f"; it has {name}, the variant {variant}: rename it to {plain}"
     like = [name for name in names if LIKE_WEIGHTS.fullmatch(name)]
     return f"; it holds {', '.join(like[:3])}{' and others' if len(like) > 3 else ''}" if like else ""

@@ -1,4 +1,4 @@
-"""A model's logical weights, from its config alone, and whether stored boxes make up one. Imports no torch."""
+"""Names and shapes of a model's logical weights, from its config, and a check that boxes cover a matrix. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Box = tuple[int, int, int, int]  # of a matrix: first row, first column, end of 
 
 
 def logical_shapes(config: Config, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every logical weight by its name, in the order of Megatron-core's modules; each routed
-    expert has entries of its own."""
+    """Return the shape of every logical weight by its name, in the order of Megatron-core's modules. Each routed expert
+    has its own entries."""
     found: dict[str, tuple[int, ...]] = {}
     for name, weight in weights(config, vocab_size, whole_model(config)):
         if weight.is_expert:
@@ -27,15 +27,17 @@ def logical_shapes(config: Config, vocab_size: int) -> dict[str, tuple[int, ...]
 
 
 def wrong_cover(boxes: Iterable[Box], num_rows: int, num_columns: int) -> str | None:
-    """Return why boxes do not cover each number of a matrix exactly once, for a message; None if they do."""
+    """Return the reason why boxes do not cover each number of a matrix exactly once, for a message; None if they do."""
     active: list[Box] = []
     covered = 0
     for box in sorted(box for box in boxes if box[0] < box[2] and box[1] < box[3]):
         if box[0] < 0 or box[1] < 0 or box[2] > num_rows or box[3] > num_columns:
-            return f"rows {box[0]} to {box[2]} and columns {box[1]} to {box[3]} lie outside [{num_rows}, {num_columns}]"
+            shape = f"[{num_rows}, {num_columns}]"
+            return f"rows {box[0]} to {box[2]} and columns {box[1]} to {box[3]} are outside its shape {shape}"
         active = [other for other in active if other[2] > box[0]]
         if any(box[1] < other[3] and other[1] < box[3] for other in active):
-            return f"row {box[0]} is there twice"
+            return f"row {box[0]} is stored twice"
         active.append(box)
         covered += (box[2] - box[0]) * (box[3] - box[1])
-    return None if covered == num_rows * num_columns else f"{covered} of its {num_rows * num_columns} numbers are there"
+    total = num_rows * num_columns
+    return None if covered == total else f"only {covered} of its {total} numbers are stored"

@@ -1,7 +1,7 @@
-"""The header of a safetensors file, read without torch: the type, the shape and the bytes of each tensor.
+"""Reads the header of a safetensors file without torch: the type, the shape and the location of each tensor.
 
-8 bytes of length, a JSON object, then the tensors' bytes without gaps (https://huggingface.co/docs/safetensors). Old
-files do not pad the header to a multiple of 8: a tensor may start at any byte.
+A file has 8 bytes with the header's length, a JSON object, then the tensors' bytes without gaps
+(https://huggingface.co/docs/safetensors). Old files do not pad the header: a tensor may start at any byte.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """The type of a tensor as safetensors names it, its shape, and its bytes in the file."""
+    """A tensor in a safetensors file: its type as safetensors spells it, its shape and its range of bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """The metadata and the tensors of a file."""
+    """The header of a safetensors file: its metadata and the location of each tensor."""
 
     metadata: dict[str, str]
     tensors: dict[str, TensorSpan]
@@ -43,7 +43,7 @@ class SafetensorsHeader:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Return the header of a file. Raises ValueError, with the reason, if the file does not match it; or OSError."""
+    """Return the header of a safetensors file. Raises ValueError with the reason if the file is damaged; or OSError."""
     with open(path, "rb") as stream:
         size = stream.seek(0, 2)
         stream.seek(0)
@@ -59,28 +59,28 @@ def read_header(path: Path) -> SafetensorsHeader:
             raise TypeError("__metadata__ must be texts by name")
         tensors = {name: _span(name, value, 8 + length) for name, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is none of safetensors ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its header is not a valid safetensors header ({type(error).__name__}: {error})") from error
     at = 8 + length
     for name, span in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if span.start != at or span.num_bytes != math.prod(span.shape) * ITEM_BYTES[span.dtype]:
-            raise ValueError(f"the bytes of {name} are not where its header says")
+            raise ValueError(f"the range of bytes of tensor {name} in its header is wrong")
         at += span.num_bytes
     if size != at:
-        raise ValueError(f"it has {size} bytes, but by its header {at}")
+        raise ValueError(f"it has {size} bytes, but its header describes {at}")
     return SafetensorsHeader(metadata, tensors, 8 + length)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        raise ValueError(f"it names {twice[0]} twice")
+        raise ValueError(f"the key {twice[0]} is there twice")
     return dict(pairs)
 
 
 def _span(name: str, value: dict[str, Any], body: int) -> TensorSpan:
     dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"{name} has type {dtype}, which is not known")
+        raise ValueError(f"tensor {name} has the unknown type {dtype}")
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError(f"{name} has shape {shape} at {start} to {end}")
+        raise ValueError(f"tensor {name} has shape {shape} and bytes {start} to {end}, which is not valid")
     return TensorSpan(dtype, tuple(shape), body + start, end - start)

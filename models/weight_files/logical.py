@@ -1,4 +1,4 @@
-"""A model's logical weights in files: any box of each is read by its layout-free name, without building the model."""
+"""Reads a model's logical weights from files: any box of a weight, by its name, without building the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from models.weight_files.stored_tensors import RowBlock, as_matrix, fill
 
 @dataclass(frozen=True)
 class LogicalWeight:
-    """One logical tensor: its shape, the type that it is read as, and the stored blocks that hold it."""
+    """One logical weight: its shape, the dtype that it is read as, and the stored blocks that contain it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,19 +26,19 @@ class LogicalWeight:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its numbers once they are read."""
+        """The size of the weight in bytes in the dtype that it is read as."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LogicalTensors:
-    """Reads a model's tensors by their logical names (models/weights.py). Several threads may read at once. Files stay
+    """Reads a model's weights by their logical names (models/weights.py). Several threads may read at once. Files stay
     open, so that a file that is deleted meanwhile can still be read."""
 
     def __init__(
         self, folder: Path, weights: Mapping[str, LogicalWeight], expected: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`expected`: the shape of every weight that the model has. Raises ConfigError for a weight that is missing,
-        stored twice, incomplete, or of another shape."""
+        """`expected`: the shape of every weight of the model. Raises ConfigError if a weight is missing, stored twice,
+        incomplete, or of another shape."""
         self.folder = folder
         self._weights = weights
         for name in [*expected, *(name for name in weights if name not in expected)]:
@@ -46,62 +46,62 @@ class LogicalTensors:
                 raise ConfigError(f"{folder} has no tensor {name}, which its config calls for.")
             shape = weights[name].shape
             if shape != expected.get(name):
-                wanted = f"calls for {list(expected[name])}" if name in expected else "has none"
+                wanted = f"calls for {list(expected[name])}" if name in expected else "has no such tensor"
                 raise ConfigError(f"tensor {name} of {folder} has shape {list(shape)}, but its config {wanted}.")
             boxes = (box for block in weights[name].blocks for box in block.boxes())
             problem = wrong_cover(boxes, *as_matrix(shape))
             if problem is not None:
-                raise ConfigError(f"tensor {name} of {folder} is not whole: {problem}.")
+                raise ConfigError(f"tensor {name} of {folder} is not stored exactly once: {problem}.")
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The type of most of the numbers."""
+        """The dtype of most of the numbers."""
         sizes: Counter[torch.dtype] = Counter()
         for weight in self._weights.values():
             sizes[weight.dtype] += math.prod(weight.shape)
         return max(sorted(sizes, key=str), key=lambda dtype: sizes[dtype])
 
     def names(self) -> tuple[str, ...]:
-        """The logical names of all tensors, in the order of Megatron-core's modules or of a family's rules."""
+        """Return the logical names of all weights, in the order of Megatron-core's modules or of a family's rules."""
         return tuple(self._weights)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a weight."""
         return self._weights[name].shape
 
     def dtype(self, name: str, wanted: torch.dtype | None = None) -> torch.dtype:
-        """Return the type that a tensor is read as; for a quantised tensor, that of its products. With `wanted`, the
-        type asked for most tensors, return this tensor's type under it: FP32_NAMES keep their own."""
+        """Return the dtype that a weight is read as (for a quantised weight, after dequantisation). With `wanted`,
+        return the dtype of this weight when most weights are converted to `wanted`: FP32_NAMES keep their own."""
         own = self._weights[name].dtype
         return own if wanted is None or name.endswith(FP32_NAMES) else wanted
 
     def num_bytes(self, name: str) -> int:
-        """The bytes of a tensor of that type."""
+        """Return the size of a weight in bytes in the dtype that it is read as."""
         return self._weights[name].num_bytes
 
     def file_of(self, name: str) -> Path:
-        """The file that holds the tensor's first block; the folder if the block is not read from a file."""
+        """Return the file that holds the weight's first block; the folder if the block is not in a file."""
         source = self._weights[name].blocks[0].stored.source
         return source.path if isinstance(source, ReadOnlyFile) else self.folder
 
     def fill(self, name: str, target: torch.Tensor, at: Sequence[int] | None = None) -> None:
-        """Fill a tensor on the host, which may be strided and of any float type, with the box of the logical tensor
-        that begins at `at` (its first number by default) and has the target's shape.
+        """Fill `target`, a host tensor of any strides and float dtype, with the box of a logical weight that begins at
+        index `at` (None: its first number) and has the target's shape.
 
-        Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError for a box outside
-        the tensor.
+        Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError if the box is outside
+        the weight.
         """
         shape = self.shape(name)
         first = tuple(at) if at is not None else (0,) * len(shape)
         if not len(shape) == len(first) == target.dim() or not all(
             0 <= o and o + n <= size for o, n, size in zip(first, target.shape, shape)
         ):
-            raise ValueError(f"a box {list(target.shape)} at {list(first)} lies outside {name} {list(shape)}")
+            raise ValueError(f"a box {list(target.shape)} at {list(first)} is outside {name} {list(shape)}")
         matrix = target if target.dim() == 2 else target.unsqueeze(-1)
         fill(matrix, self._weights[name].blocks, (first[0], first[1] if len(first) == 2 else 0))
 
     def get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Read a whole tensor, as `dtype` (None: its own type). Raises ConfigError."""
+        """Read a whole weight as `dtype` (None: its own dtype). Raises ConfigError."""
         result = torch.empty(self.shape(name), dtype=dtype or self.dtype(name))
         self.fill(name, result)
         return result

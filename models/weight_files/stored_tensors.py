@@ -1,8 +1,8 @@
-"""Tensors as they are stored in files, and one function that fills any box of a logical tensor from them.
+"""Tensors as files store them, and one function that fills any box of a logical tensor from them.
 
 A logical tensor is treated as a matrix [rows, columns]; a vector has one column. Files hold it as blocks of rows, each
 with its position in the logical matrix. Only the rows that a box needs are read. Blocks that are transposed, strided,
-quantised or of another type pass through a scratch buffer of a few MiB: there is never a second whole tensor.
+quantised or of another dtype pass through a scratch buffer of a few MiB, so that a tensor is never in memory twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Source = ReadOnlyFile | Callable[[], torch.Tensor]  # a file, or a function that
 
 @dataclass(frozen=True, eq=False)
 class StoredMatrix:
-    """A whole tensor in a file or in memory, row after row; a vector has one column."""
+    """The location of a whole tensor in a file or in memory, as a row-major matrix; a vector has one column."""
 
     name: str  # for messages
     source: Source
@@ -40,11 +40,11 @@ class StoredMatrix:
 
     @property
     def read_as(self) -> torch.dtype:
-        """The type of the numbers once they have been read."""
+        """The dtype of the numbers after reading."""
         return self.dtype if self.scale is None else self.scale.dtype
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
-        """Return `count` rows from row `first` on as a matrix of their own, which is stored in the same bytes."""
+        """Return `count` rows from row `first` on as a separate matrix that is stored in the same bytes."""
         assert self.scale is None and first + count <= self.num_rows
         source, columns = self.source, self.num_columns
         if isinstance(source, ReadOnlyFile):
@@ -55,16 +55,16 @@ class StoredMatrix:
 
 @dataclass(frozen=True, eq=False)
 class BlockScale:
-    """The scales of a quantised matrix: one for each block of it, which multiplies the block's numbers. The last block
-    of a row or column may be partial."""
+    """The scales of a quantised matrix: each multiplies the numbers of one block. The last block of a row or column may
+    be partial."""
 
     stored: StoredMatrix
     block: tuple[int, int] | None  # rows and columns; None: one scale for the whole matrix
     dtype: torch.dtype  # of the products
 
     def scaled(self, rows_NK: torch.Tensor, scales: torch.Tensor, first_row: int, first_column: int) -> torch.Tensor:
-        """Multiply a part of the matrix, which begins at `first_row` and `first_column`, by the scale of each number's
-        block: the product in fp32, rounded once. `scales` are those of the whole matrix."""
+        """Multiply a part of the matrix that begins at `first_row` and `first_column` by the scale of each number's
+        block, in fp32, rounded once. `scales` are those of the whole matrix."""
         num_rows, num_columns = rows_NK.shape
         grid = scales.to(torch.float32)
         if self.block is None:
@@ -81,7 +81,7 @@ class BlockScale:
 class RowBlock:
     """Rows of a stored matrix, and their position in the logical matrix.
 
-    Stored row `source_row + i` is logical row `target_row + i`; `runs` maps its columns: (first column of the stored
+    Stored row `source_row + i` is logical row `target_row + i`. `runs` maps its columns: (first column of the stored
     row, first column of the logical row, length). In a transposed block, stored rows are logical columns.
     """
 
@@ -101,8 +101,8 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The numbers that a block and a box share: stored rows [row, row + num_rows) fill `target` [num_rows, ...], their
-    columns by `runs`."""
+    """The numbers that a block and a requested box share: stored rows [row, row + num_rows) go to `target` [num_rows,
+    ...], with their columns mapped by `runs`."""
 
     stored: StoredMatrix
     row: int
@@ -112,23 +112,23 @@ class _Overlap:
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a tensor of any shape."""
+    """Return the number of rows and columns of a tensor of this shape when it is treated as a matrix."""
     return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the host, in the tensor's own memory."""
+    """Return a view of the bytes of a contiguous host tensor."""
     dense = tensor.detach().as_strided((tensor.numel(),), (1,))  # one number may have any stride
     return memoryview(dense.view(torch.uint8).numpy())
 
 
 def whole(stored: StoredMatrix) -> RowBlock:
-    """A block of all rows of a stored matrix, which is the whole logical matrix."""
+    """Return a block that covers the whole logical matrix with all rows of a stored matrix."""
     return RowBlock(stored, 0, stored.num_rows, 0, ((0, 0, stored.num_columns),))
 
 
 def bands_of(stored: StoredMatrix) -> Iterator[torch.Tensor]:
-    """Yield the rows of a matrix, a few MiB at a time; each band overwrites the one before. Raises ConfigError."""
+    """Yield the rows of a matrix, a few MiB at a time; each band overwrites the previous one. Raises ConfigError."""
     size = max(1, SCRATCH_BYTES // max(1, stored.num_columns * stored.read_as.itemsize))
     held = torch.empty(min(size, stored.num_rows), stored.num_columns, dtype=stored.read_as)
     for first in range(0, stored.num_rows, size):
@@ -139,8 +139,8 @@ def bands_of(stored: StoredMatrix) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, blocks: Iterable[RowBlock], at: tuple[int, int] = (0, 0)) -> None:
-    """Fill a matrix on the host, which may be strided and of another type, with the box of the logical matrix that
-    begins at `at` and has its shape.
+    """Fill `target`, a host matrix of any strides and dtype, with the box of the logical matrix that begins at `at` and
+    has the target's shape.
 
     Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError if the blocks do not
     cover the box.
@@ -148,7 +148,7 @@ def fill(target: torch.Tensor, blocks: Iterable[RowBlock], at: tuple[int, int] =
     overlaps = [overlap for block in blocks if (overlap := _overlap(target, block, at)) is not None]
     found = sum(each.num_rows * sum(length for _, _, length in each.runs) for each in overlaps)
     if found != target.numel():
-        raise ValueError(f"{found} of the {target.numel()} numbers of the box at {list(at)} are there")
+        raise ValueError(f"the blocks have only {found} of the {target.numel()} numbers of the box at {list(at)}")
     reader = _BandReader()
     for each in overlaps:
         try:
@@ -172,14 +172,14 @@ def _overlap(target: torch.Tensor, block: RowBlock, at: tuple[int, int]) -> _Ove
 
 
 class _BandReader:
-    """Reads overlaps of blocks with a box, with one scratch buffer for all of them."""
+    """Reads the parts of stored blocks that a box needs, through one scratch buffer that they share."""
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: tuple[BlockScale, torch.Tensor] | None = None  # the last ones that were read
 
     def read(self, overlap: _Overlap) -> None:
-        """Read an overlap into its target."""
+        """Read the numbers of an overlap into its target."""
         stored = overlap.stored
         if stored.scale is None and isinstance(stored.source, ReadOnlyFile) and len(overlap.runs) == 1:
             ((source, column, length),) = overlap.runs
@@ -201,7 +201,7 @@ class _BandReader:
                     )
 
     def _numbers(self, stored: StoredMatrix, band: range, columns: range) -> torch.Tensor:
-        """Some rows and columns of a stored matrix, scaled; the next call may overwrite them."""
+        """Return some rows and columns of a stored matrix, dequantised; the next call may overwrite them."""
         if isinstance(stored.source, ReadOnlyFile):
             # whole rows are adjacent in the file; a part of a row is read alone
             size = len(band) * len(columns) * stored.dtype.itemsize
@@ -223,8 +223,8 @@ class _BandReader:
 
 
 def _copy_band(band: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a band. Equal types are copied by numpy, on this thread alone: torch's threads would spend more time waiting
-    for each other than copying, and delay threads that compute meanwhile."""
+    """Copy a band of rows. Equal dtypes are copied with numpy in this thread: torch's threads would wait for each other
+    longer than they copy, and slow down other threads that compute."""
     is_transposed = target.stride(0) == 1 and target.size(1) > 1
     if band.dtype != target.dtype and not is_transposed:
         target.copy_(band)
@@ -237,8 +237,8 @@ def _copy_band(band: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _bands(overlap: _Overlap) -> Iterator[tuple[range, range]]:
-    """Yield the rows and columns of the stored matrix that are read at once: whole rows, or parts of a row that is
-    longer than the scratch buffer."""
+    """Yield the rows and columns of the stored matrix to read at once: whole rows, or parts of a row that is longer
+    than the scratch buffer."""
     stored = overlap.stored
     most = max(1, (SCRATCH_BYTES if stored.scale is None else SCALED_BYTES) // stored.dtype.itemsize)
     stored_rows = range(overlap.row, overlap.row + overlap.num_rows)

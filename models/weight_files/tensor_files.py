@@ -1,8 +1,8 @@
-"""The two formats of weight files: safetensors, and torch.save's (pytorch_model.bin), read as tensors by name.
+"""Readers for the two formats of weight files: safetensors, and files of torch.save (pytorch_model.bin).
 
-A file of torch.save is read as tensors alone: torch refuses whatever else a pickle could do. A file of torch 1.6 or
-later is mapped, so that only the tensors in use take memory. An older one cannot be mapped: it is read whole, and one
-such file is held at a time.
+From a file of torch.save only tensors are loaded: torch rejects anything else that a pickle could do. A file of torch
+1.6 or later is memory-mapped, so that only the tensors in use take memory. An older file cannot be mapped: it is read
+whole, and only one such file is in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ Tensors = dict[str, torch.Tensor]
 
 
 class TensorType(NamedTuple):
-    """The type of a tensor's numbers, as safetensors names it (F32, BF16, I64, ...), and the tensor's shape."""
+    """The type of a tensor's numbers, as safetensors spells it (F32, BF16, I64, ...), and the tensor's shape."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class SafetensorsFile:
-    """A safetensors file: `types` has the type of every tensor, from the header. Raises ConfigError if the file is
-    missing or broken, or was written for another framework than torch."""
+    """A safetensors file; `types` has the type and shape of every tensor. Raises ConfigError if the file is missing or
+    damaged, or was written for another framework than torch."""
 
     def __init__(self, path: Path, bounce: BounceBuffers | None = None) -> None:
         _check_file(path)
@@ -45,30 +45,32 @@ class SafetensorsFile:
             header = read_header(path)
             self._file = ReadOnlyFile(path, bounce)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is no whole safetensors file ({one_line(error)}); copy it again.") from error
+            raise ConfigError(
+                f"{path} is not a complete safetensors file ({one_line(error)}). Copy it again."
+            ) from error
         written_by = header.metadata.get("format", "pt")
         if written_by not in ("pt", "mlx"):
             raise ConfigError(
-                f"{path} has format ({written_by}) in its metadata: it must be pt, as torch's models are saved."
+                f"{path} has format ({written_by}) in its metadata: it must be pt, the format of torch models."
             )
         self._spans = header.tensors
         self.types = {name: TensorType(span.dtype, span.shape) for name, span in header.tensors.items()}
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return a tensor as it is stored, unread. Raises ConfigError for a type that torch does not have."""
+        """Return where a tensor is stored, without reading it. Raises ConfigError if torch lacks its dtype."""
         span = self._spans[name]
         if span.dtype not in TORCH_DTYPES:
             raise ConfigError(f"tensor {name} of {self._file.path} has type {span.dtype}, which torch does not have.")
         return StoredMatrix(name, self._file, span.start, TORCH_DTYPES[span.dtype], *as_matrix(span.shape))
 
     def close(self) -> None:
-        """Close the file; its tensors cannot be read afterwards."""
+        """Close the file. Its tensors cannot be read afterwards."""
         self._file.close()
 
 
 @dataclass
 class HeldFile:
-    """The one file of before torch 1.6 whose tensors are in memory."""
+    """Cache for the tensors of a single file written before torch 1.6, which must be read whole."""
 
     path: Path | None = None
     tensors: Tensors = field(default_factory=dict)
@@ -76,8 +78,8 @@ class HeldFile:
 
 
 class PickledFile:
-    """A file of torch.save: `types` has the type of every tensor. Raises ConfigError if the file is missing or broken,
-    or holds anything but tensors by name."""
+    """A file of torch.save; `types` has the type and shape of every tensor. Raises ConfigError if the file is missing
+    or damaged, or contains anything but tensors by name."""
 
     def __init__(self, path: Path, held: HeldFile) -> None:
         _check_file(path)
@@ -93,13 +95,13 @@ class PickledFile:
         }
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return a tensor, mapped or held. It may share its numbers with another tensor, and have any strides."""
+        """Return a mapped or loaded tensor, which may share memory with another tensor and have any strides."""
         return StoredMatrix(
             name, lambda: self._tensors()[name], 0, self._dtypes[name], *as_matrix(self.types[name].shape)
         )
 
     def close(self) -> None:
-        """Drop the mapping; no tensor can be read afterwards."""
+        """Drop the memory mapping. No tensor can be read afterwards."""
         self._mapped = {}
 
     def _tensors(self) -> Tensors:
@@ -120,16 +122,16 @@ def _load(path: Path, mapped: bool) -> Tensors:
         message = str(error)
         if type(error).__name__ != "UnpicklingError":  # by its name: nothing here imports pickle
             cause = f"{type(error).__name__}: {_first_sentence(message)}".removesuffix(": ")
-            raise ConfigError(f"{path} is no whole file of torch.save ({cause}); copy it again.") from error
+            raise ConfigError(f"{path} is not a complete file of torch.save ({cause}). Copy it again.") from error
         called = re.search(r"GLOBAL (\S+)", message)
         if called is None:  # not a pickle, or one of another kind
             cause = _first_sentence(message.rpartition("WeightsUnpickler error: ")[2])
             raise ConfigError(
-                f"{path} is no whole file of torch.save, or not one of tensors alone ({cause}); copy it again."
+                f"{path} is not a complete file of torch.save that holds only tensors ({cause}). Copy it again."
             ) from error
         raise ConfigError(
-            f"{path} is not read: its pickle calls {called[1]}, and code in a file of weights is never run. "
-            "Take the model as safetensors."
+            f"{path} was not read: its pickle calls {called[1]}, and code in a weight file is never run. "
+            "Use the safetensors files of the model."
         ) from error
     rule = "it must hold tensors by name, as a state_dict does"
     if not isinstance(content, dict):
@@ -138,29 +140,29 @@ def _load(path: Path, mapped: bool) -> Tensors:
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{path} holds a {type(tensor).__name__} at {name!r:.80}: {rule}.")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise ConfigError(f"tensor {name} of {path} must be a plain one, neither sparse nor quantized.")
+            raise ConfigError(f"tensor {name} of {path} must be a plain tensor, neither sparse nor quantized.")
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
 def _first_sentence(message: str) -> str:
-    """The first sentence of an error's message: torch appends pages of advice."""
+    """Return the first sentence of an error's message, because torch appends pages of advice."""
     return one_line(message).split(". ")[0].partition(" Check the documentation")[0][:120]
 
 
 def _check_file(path: Path) -> None:
-    """Raise ConfigError unless `path` is a file with content of its own."""
+    """Raise ConfigError unless `path` is a readable file that is not a Git LFS pointer."""
     if not path.is_file():
-        what = "is missing" if not os.path.lexists(path) else "is no file"
-        raise ConfigError(f"{path} {what}; copy the folder again.")
+        what = "is missing" if not os.path.lexists(path) else "is not a file"
+        raise ConfigError(f"{path} {what}. Copy the folder again.")
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     if start == LFS_POINTER:
-        raise ConfigError(f"{path} is a pointer of Git LFS, not the weights: run `git lfs pull` in its folder.")
+        raise ConfigError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder.")
 
 
 def one_line(error: object) -> str:
-    """The message of an error on one line, without its full stop."""
+    """Return the message of an error on one line, without a full stop at its end."""
     return " ".join(str(error).split()).removesuffix(".")

@@ -1,5 +1,5 @@
-"""A streaming writer of safetensors. All tensors are announced first, so each file begins with its header, and each
-tensor is written at its offset as it is added. Memory holds one tensor; written pages leave the kernel's cache."""
+"""A streaming writer of safetensors. All names and shapes are given first, so that each file begins with its header and
+each tensor is written at its offset. Memory holds one tensor; written pages are dropped from the page cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FLUSH_BYTES = 16 * 1024**2  # written between two flushes to the disk
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, type and shape of a tensor that will be written."""
+    """Name, dtype and shape of a tensor that will be written."""
 
     name: str
     dtype: torch.dtype
@@ -33,18 +33,18 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of its numbers."""
+        """The size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Writer:
-    """Writes the tensors of `specs`, in any order, to model.safetensors of a folder, or to several files of at most
-    `max_file_bytes` with an index; a larger tensor has a file of its own. Raises OSError."""
+    """Writes the tensors of `specs`, in any order, to a folder's model.safetensors, or to several files of at most
+    `max_file_bytes` with an index; a larger tensor gets its own file. Raises OSError."""
 
     def __init__(
         self, folder: Path, specs: Iterable[TensorSpec], max_file_bytes: int = MAX_FILE_BYTES, shown: bool = False
     ) -> None:
-        """`shown`: display a progress bar on standard error."""
+        """`shown`: show a progress bar on standard error."""
         folder.mkdir(parents=True, exist_ok=True)
         planned: list[list[TensorSpec]] = [[]]
         size = 0
@@ -65,7 +65,7 @@ class Writer:
         self._bar = progress.bar(self._total_bytes, f"writing {folder.name.partition('.partial-')[0]}", shown=shown)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor, of any device and strides."""
+        """Write one tensor, which may be on any device and have any strides."""
         try:
             self._file_of.pop(name).write(name, tensor.detach().cpu().contiguous())
         except OSError:
@@ -74,8 +74,8 @@ class Writer:
         self._bar.update(tensor.nbytes)
 
     def close(self) -> None:
-        """Write the index; all files are on the disk afterwards."""
-        assert not self._file_of, f"{min(self._file_of)} was promised, and never came"
+        """Write the index. All files are on disk afterwards."""
+        assert not self._file_of, f"tensor {min(self._file_of)} was announced but never added"
         for file in self._files:
             file.close()  # for a file without tensors
         self._bar.close()
@@ -86,7 +86,7 @@ class Writer:
 
 
 class _StreamedFile:
-    """One file, open from its first tensor to its last."""
+    """One safetensors file, which is open from its first tensor to its last."""
 
     def __init__(self, path: Path, specs: list[TensorSpec]) -> None:
         # wide types first, so that every tensor is aligned
@@ -113,9 +113,11 @@ class _StreamedFile:
             os.close(self._descriptor)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor on the host at its offset. Raises WriteError."""
+        """Write a host tensor at its offset. Raises WriteError."""
         spec = self.specs[name]
-        assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), f"{name} is not as it was promised"
+        assert (tensor.dtype, tuple(tensor.shape)) == (spec.dtype, spec.shape), (
+            f"tensor {name} has another dtype or shape than announced"
+        )
         with writing(self._shown):
             if self._descriptor < 0:
                 self._open()
@@ -127,7 +129,7 @@ class _StreamedFile:
             self.close()
 
     def close(self) -> None:
-        """Flush the file to the disk and close it. Raises WriteError."""
+        """Flush the file to disk and close it. Raises WriteError."""
         with writing(self._shown):
             if self._descriptor < 0 and not self.specs:
                 self._open()
@@ -151,7 +153,7 @@ class _StreamedFile:
                 self._flush()
 
     def _flush(self) -> None:
-        """Flush to the disk and empty the kernel's cache: a model's dirty pages would fill a small cgroup."""
+        """Flush the file to disk and drop its page cache: a model's dirty pages would fill a small cgroup."""
         os.fdatasync(self._descriptor)
         os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # the whole file: a page may hold two tensors
         self._unflushed = 0

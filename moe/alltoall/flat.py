@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +19,10 @@ MAX_TAG = 2**20
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """One exchange's numbers of rows: `send[i]` to rank i and `receive[i]` from it, this rank's own included.
+    """The numbers of rows in an all-to-all: `send[i]` to rank i and `receive[i]` from rank i, this rank included.
 
-    `relay` has the further numbers of an exchange with relays; `back`: the exchange is a combine, not a dispatch.
+    `relay`: the numbers of rows that this rank forwards, in a hierarchical all-to-all. `back`: the all-to-all is a
+    combine, not a dispatch.
     """
 
     send: list[int]
@@ -33,59 +33,61 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class ExchangeCounts:
-    """Result of `AllToAll.count`: numbers [rank][column] that this rank sends and receives."""
+    """Counts that this rank has exchanged with each rank, [rank][column]; a column is e.g. the rows of one chunk."""
 
     sent: list[list[int]]
     received: list[list[int]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """Return the sizes of an exchange of the rows in these columns; `back`: of their combine."""
+        """Return the split sizes of the dispatch of the rows that `columns` count; with `back` of its combine."""
         sent, received = add_columns(self.sent, columns), add_columns(self.received, columns)
         return SplitSizes(received, sent, back=True) if back else SplitSizes(sent, received)
 
 
 class Handle(Protocol):
-    """One exchange: call `send`, `wait` and `finish` once each. The sent rows must not change until `finish`."""
+    """An all-to-all in flight: call `send`, `wait` and `finish` once each. Sent rows must not change until `finish`."""
 
     def send(self, token_rows: torch.Tensor, own: bool = True) -> None:
-        """Start sending rows, sorted by rank. Without `own` this rank's rows are missing: they are in the receive
-        buffer already."""
+        """Start sending rows that are sorted by destination rank.
+
+        If `own` is false, the rows from this rank to itself are missing in `token_rows`, as they are in the receive
+        buffer already.
+        """
 
     def wait(self) -> torch.Tensor:
-        """Return the filled receive buffer, and drop the reference to it; on a GPU the current stream waits."""
+        """Return the filled receive buffer, and drop the reference to it; on a GPU only the current stream waits."""
 
     def finish(self) -> None:
-        """Wait until everything is sent. Separate from `wait`, so that a rank can compute with the received rows while
-        it still sends."""
+        """Wait until all rows are sent. Separate from `wait`, so that a rank can use received rows before that."""
 
 
 class AllToAll(Protocol):
-    """Exchanges over a group, whose ranks all call these methods in the same order."""
+    """An all-to-all over a group. All ranks of the group must call its methods in the same order."""
 
     rank: int
     size: int
 
     def count(self, counts: torch.Tensor) -> ExchangeCounts:
-        """Send each rank its row of `counts` [ranks, columns] (int64): a small exchange that the host waits for."""
+        """Send row i of `counts` [ranks, columns] (int64) to rank i, and return all counts. The host waits for them."""
 
     def expect(self, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
-        """Prepare to receive into a contiguous buffer, in the order of ranks."""
+        """Prepare an all-to-all that receives into a contiguous buffer, sorted by source rank."""
 
 
 def start(exchange: AllToAll, token_rows: torch.Tensor, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
-    """Start an exchange: prepare to receive, and send."""
+    """Start an all-to-all: prepare to receive into `buffer`, and send `token_rows`."""
     handle = exchange.expect(buffer, split_sizes)
     handle.send(token_rows)
     return handle
 
 
 def add_columns(counts: Sequence[Sequence[int]], columns: Sequence[int]) -> list[int]:
-    """Return the sum of these columns for each rank."""
+    """Return for each rank the sum of its counts in the given columns."""
     return [sum(of_rank[column] for column in columns) for of_rank in counts]
 
 
 class FlatAllToAll:
-    """Every rank exchanges with every other directly."""
+    """An all-to-all in which every rank sends to every other rank directly."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -109,7 +111,7 @@ class _FlatHandle:
     def __init__(self, exchange: FlatAllToAll, buffer: torch.Tensor, split_sizes: SplitSizes, tag: int) -> None:
         self._exchange, self._split_sizes, self._tag = exchange, split_sizes, tag
         self._buffer: torch.Tensor | None = buffer
-        self._receive_views = _split(buffer, split_sizes.receive)
+        self._receive_views = list(buffer.split(split_sizes.receive))
         self._receives: list[Any] = []
         self._sends: list[Any] = []
         self._sent: torch.Tensor | None = None
@@ -122,7 +124,7 @@ class _FlatHandle:
         exchange, counts = self._exchange, list(self._split_sizes.send)
         if not own:
             counts[exchange.rank] = 0
-        send_views = _split(token_rows, counts)
+        send_views = token_rows.split(counts)
         self._sent = token_rows  # alive until `finish`
         if exchange.pairwise:
             for rank in _others(exchange):
@@ -154,9 +156,3 @@ class _FlatHandle:
 def _others(exchange: FlatAllToAll) -> list[int]:
     # Each rank begins with its successor, so that no rank is everybody's first.
     return [(exchange.rank + step) % exchange.size for step in range(1, exchange.size)]
-
-
-def _split(buffer: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    ends = list(accumulate(counts))
-    assert len(buffer) == (ends[-1] if ends else 0), (len(buffer), list(counts))
-    return [buffer[end - count : end] for end, count in zip(ends, counts, strict=True)]

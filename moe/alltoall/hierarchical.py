@@ -1,12 +1,12 @@
-"""All-to-all in two stages: rows for another node are gathered inside the node first, so that a rank sends one message
-to each other node (SE-MoE, Shen et al., 2022, section 4.2).
+"""All-to-all in two stages: inside a node, then between nodes, where a rank sends one message to each other node.
 
-Rank (n, l) is the l-th of node n. Rows from (n, l) to (m, k) are sent through (n, k), their relay: inside the node,
-then between ranks of the same local number. Combined rows return through the same relay, between nodes first, so that
-one exchange of counts serves both directions. Rows within a node are sent directly.
+After SE-MoE (Shen et al., 2022, section 4.2). Rank (n, l) is the l-th of node n. Rows from (n, l) to (m, k) are sent
+through (n, k), their relay: inside the node, then between ranks of the same local number (peers). Combined rows return
+through the same relay, between nodes first, so that one exchange of counts serves both directions. Rows within a node
+are sent directly.
 
-Nothing is repacked: a relay receives its mates' rows at their offsets in its message to each node, and the receiver's
-buffer is contiguous in these messages. Only the relay's own rows are copied.
+Nothing is repacked: a relay receives the rows of the other ranks of its node (its mates) at their offsets in its
+message to each node, and the receiver's buffer is contiguous in these messages. Only the relay's own rows are copied.
 
 On gloo all receives of both stages are posted first, and a thread starts the second stage when the first has arrived.
 On NCCL the stages are two groups of sends and receives, one after the other on the communicator's stream.
@@ -33,9 +33,9 @@ from moe.alltoall.flat import MAX_TAG, AllToAll, ExchangeCounts, FlatAllToAll, S
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int | None:
-    """Return the number of ranks of the group on each node; None if it differs, or a node's ranks are not consecutive.
+    """Return the number of the group's ranks on each node; None if it differs, or a node's ranks are not consecutive.
 
-    `HierarchicalAllToAll` cannot run then. Collective over the group; all its ranks get the same answer.
+    With None a hierarchical all-to-all is impossible. Collective over the group; all its ranks get the same answer.
     """
     # Nodes that are emulated on one host share its name: there the launcher's numbers distinguish them.
     local_rank = launched().local_rank
@@ -50,23 +50,25 @@ def ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 @dataclass(frozen=True)
 class HierarchicalCounts(ExchangeCounts):
-    """Exchange counts, and the numbers [node][local rank][column] of rows that this rank relays between a mate and its
-    own peer in another node."""
+    """Exchange counts, and in `relayed` [node][local rank][column] the counts of rows that this rank relays.
+
+    They are the rows between that local rank of this node and this rank's peer in the other node.
+    """
 
     relayed: list[list[list[int]]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """Return sizes as ExchangeCounts does, with `relay` as [node][local rank]."""
+        """Return the split sizes as in the base class, with the relayed rows as `relay`, [node][local rank]."""
         return replace(
             super().split_sizes(columns, back), relay=[add_columns(of_node, columns) for of_node in self.relayed]
         )
 
 
 class HierarchicalAllToAll:
-    """An AllToAll over nodes of `ranks_per_node` consecutive ranks each.
+    """An all-to-all in two stages, inside and between nodes of `ranks_per_node` consecutive ranks.
 
-    Split sizes must be from this exchange's own `count`. Raises ValueError if the nodes do not divide the group.
-    Layers should share one: on gloo it has two threads, which relay rows while the program computes.
+    Its split sizes must be from its own `count`. Layers should share one object: on gloo it has two threads, which
+    relay rows during computation. Raises ValueError if `ranks_per_node` does not divide the group's size.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
@@ -86,7 +88,7 @@ class HierarchicalAllToAll:
         self._relays = (_Worker(), _Worker()) if self.pairwise else None
 
     def count(self, counts: torch.Tensor) -> HierarchicalCounts:
-        """Exchange counts as AllToAll says. Each rank gets one row, so a relay sees the numbers that it will relay."""
+        """Exchange counts [ranks, columns] over the same relays as rows, so each relay learns what it will forward."""
         ones, received = [1] * self.size, torch.empty_like(counts)
         relay = [[int(node != self.node)] * self.ranks_per_node for node in range(self.num_nodes)]
         handle = self.expect(received, SplitSizes(ones, ones, relay))
@@ -105,7 +107,7 @@ class HierarchicalAllToAll:
         return _HierarchicalHandle(self, buffer, split_sizes, self._next * self.num_nodes)
 
     def relay(self, job: Callable[[], list[Any]], back: bool) -> Future[list[Any]]:
-        """Run a job in the thread of this direction, after earlier jobs."""
+        """Queue a job for the thread that relays dispatches, or with `back` combines; return the job's future."""
         assert self._relays is not None
         return self._relays[back].submit(job)
 
@@ -117,10 +119,11 @@ class _Message(NamedTuple):
 
 
 class _HierarchicalHandle:
-    """One exchange and its four kinds of messages; `back` reverses the direction of each kind.
+    """An all-to-all in flight, with four kinds of messages; in a combine (`back`) each kind has the reverse direction.
 
-    As a relay (`passing`) it exchanges `inside` with its mates and `between` with its peers in other nodes. Its own
-    rows (`mine`) are in messages of the same two kinds. A message's tag is the node that is not the relay's.
+    As a relay this rank forwards rows (`passing`) between its mates, the other ranks of its node (`inside`), and its
+    peers, the ranks of its local number in other nodes (`between`). Its own rows (`mine`) are in messages of the same
+    two kinds, which others relay. A message's tag is the number of the node that is not the relay's.
     """
 
     def __init__(self, exchange: HierarchicalAllToAll, buffer: torch.Tensor, split_sizes: SplitSizes, tag: int) -> None:
@@ -136,11 +139,10 @@ class _HierarchicalHandle:
         between = {node: [_Message(of_nodes[node], self._rank(node), tag + node)] for node in exchange.others}
         self._taken, self._passed_on = (between, inside) if split_sizes.back else (inside, between)  # {node: messages}
         self._direct = self._inside(exchange.node, self._of_node(self._receive_views, exchange.node))
-        self._last = (
-            self._mine_inside(self._receive_views)
-            if split_sizes.back
-            else self._mine_between(buffer, split_sizes.receive)
-        )
+        if split_sizes.back:
+            self._last = self._mine_inside(self._receive_views)
+        else:
+            self._last = self._mine_between(buffer, split_sizes.receive)
         self._receives: list[Any] = []
         self._sends: list[Any] = []
         self._sent: torch.Tensor | None = None
@@ -175,9 +177,8 @@ class _HierarchicalHandle:
             taken, passed_on = (
                 [m for node in exchange.others for m in of[node]] for of in (self._taken, self._passed_on)
             )
-            self._receives = self._batch([*first, *direct], [*taken, *self._direct]) + self._batch(
-                passed_on, self._last
-            )
+            self._receives = self._batch([*first, *direct], [*taken, *self._direct])
+            self._receives += self._batch(passed_on, self._last)
         if own:
             self._receive_views[exchange.rank].copy_(send_views[exchange.rank])
 
@@ -202,7 +203,7 @@ class _HierarchicalHandle:
         self._passing = self._sent = None
 
     def relayed(self) -> torch.Tensor:
-        """Wait for the rows that this rank relays: by node and local rank, without this rank's node."""
+        """Wait for the rows that this rank relays, and return them sorted by other node, then local rank."""
         assert self._passing is not None
         if self._relay is not None:
             self._relay.result()
@@ -218,16 +219,16 @@ class _HierarchicalHandle:
         return views[first : first + self._exchange.ranks_per_node]
 
     def _inside(self, node: int, views: Sequence[torch.Tensor]) -> list[_Message]:
-        """Return the messages with the mates of rows from or to a node; `views` by local rank."""
+        """Return one message per other rank of this node, for rows from or to `node`; `views`: one per local rank."""
         first = self._exchange.node * self._exchange.ranks_per_node
         return [_Message(views[mate], first + mate, self._tag + node) for mate in self._exchange.mates]
 
     def _mine_inside(self, views: Sequence[torch.Tensor]) -> list[_Message]:
-        """Return the messages with this rank's own rows that mates relay; `views` by rank."""
+        """Return the messages inside this node with this rank's own rows, which others relay; `views`: one per rank."""
         return [message for node in self._exchange.others for message in self._inside(node, self._of_node(views, node))]
 
     def _mine_between(self, token_rows: torch.Tensor, counts: Sequence[int]) -> list[_Message]:
-        """Return the messages with this rank's own rows that its peers in other nodes relay."""
+        """Return the messages to or from other nodes with this rank's own rows, which its peers there relay."""
         exchange, step = self._exchange, self._exchange.ranks_per_node
         of_nodes = token_rows.split([sum(counts[first : first + step]) for first in range(0, exchange.size, step)])
         return [_Message(of_nodes[node], self._rank(node), self._tag + exchange.node) for node in exchange.others]
@@ -253,8 +254,7 @@ class _HierarchicalHandle:
         return dist.batch_isend_irecv(ops) if ops else []
 
     def _pass_on(self) -> list[Any]:
-        """Send the relay's second stage, node by node as the messages of the first arrive. Runs in a thread of the
-        exchange."""
+        """Forward the relayed rows, node by node as they arrive, and return the sends. Runs in a relay thread."""
         sends: list[Any] = []
         for node in self._exchange.others:
             for work in self._relay_receives[node]:
@@ -263,7 +263,7 @@ class _HierarchicalHandle:
         return sends
 
     def _take_own(self) -> None:
-        """Copy the combined rows that this rank relayed to itself."""
+        """Copy the combined rows that this rank relayed for itself to its receive buffer."""
         if self._split_sizes.back and not self._own_taken:
             for node in self._exchange.others:
                 self._receive_views[self._rank(node)].copy_(self._passing_views[node][self._exchange.local])
@@ -271,7 +271,7 @@ class _HierarchicalHandle:
 
 
 class _Worker:
-    """A thread that runs jobs in order. It starts at the first job, and ends with this object or the program."""
+    """A daemon thread that runs jobs in order. It starts with the first job and ends with this object."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[Any]]] | None] = queue.SimpleQueue()
@@ -279,7 +279,7 @@ class _Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], list[Any]]) -> Future[list[Any]]:
-        """Queue a job; its exception is raised by the future."""
+        """Queue a job, and return a future of its result or exception."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="relay").start()
             self._started = True
@@ -305,9 +305,10 @@ _exchanges: weakref.WeakValueDictionary[tuple[int, str], FlatAllToAll | Hierarch
 
 
 def shared_exchange(group: dist.ProcessGroup, kind: str) -> AllToAll:
-    """Return a group's exchange of a kind (flat or hierarchical), which its layers share; all its ranks call this.
+    """Return the all-to-all of a kind ("flat" or "hierarchical") over a group, one object for all layers. Collective.
 
-    Raises ConfigError if ranks do not share nodes evenly, or all share one, so that there is no hierarchy.
+    Raises ConfigError for "hierarchical" unless the group has the same number of ranks, at least 2, on each of several
+    nodes.
     """
     exchange = _exchanges.get((id(group), kind))
     if exchange is None or exchange.group is not group:
@@ -317,19 +318,19 @@ def shared_exchange(group: dist.ProcessGroup, kind: str) -> AllToAll:
             exchange = HierarchicalAllToAll(group, mates)
         else:
             raise ConfigError(
-                "moe.all_to_all (hierarchical) needs an expert parallel group with several ranks on each of several "
-                f"nodes, evenly; this one has {group.size()} ranks. Try moe.all_to_all=flat."
+                "moe.all_to_all (hierarchical) needs an expert parallel group with the same number of ranks, at least "
+                f"2, on each of several nodes; its {group.size()} ranks are not so here. Try moe.all_to_all=flat."
             )
         _exchanges[id(group), kind] = exchange
     return exchange
 
 
 def exchange_kinds(group: dist.ProcessGroup) -> list[str]:
-    """Return the names of the all-to-alls that are useful for a group. Collective."""
+    """Return ["flat"], or ["flat", "hierarchical"] if the group has several ranks on several nodes. Collective."""
     return ["flat"] if _ranks_of_hierarchy(group) is None else ["flat", "hierarchical"]
 
 
 def _ranks_of_hierarchy(group: dist.ProcessGroup) -> int | None:
-    """Return the number of ranks of each node; None if there is no hierarchy of nodes."""
+    """Return the number of ranks per node; None if a group has no hierarchy, e.g. if it is on one node."""
     mates = ranks_per_node(group)
     return mates if mates is not None and 1 < mates < group.size() else None

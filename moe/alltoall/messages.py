@@ -13,11 +13,14 @@ RankTensors = Mapping[int, Sequence[torch.Tensor]]
 
 
 class Messages:
-    """An exchange in flight: each message packs the tensors for one rank."""
+    """Point-to-point messages in flight between ranks; each message packs all tensors for one rank."""
 
     def __init__(self, group: dist.ProcessGroup, sends: RankTensors, receives: RankTensors) -> None:
-        """Start sending and receiving. Both sides list the same sizes in the same order; the ranks of a message make
-        these calls in the same order. Sent tensors must not change until `wait`."""
+        """Start sending and receiving.
+
+        Sender and receiver list tensors of the same sizes in the same order, and make these calls in the same order.
+        Sent tensors must not change until `wait`.
+        """
         self._arriving: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
         self._sent = [
             (_flat(tensors[0]) if len(tensors) == 1 else torch.cat([_flat(each) for each in tensors]), rank)
@@ -40,14 +43,14 @@ class Messages:
         self._num_received = len(operations) - len(self._sent)
 
     def wait(self) -> None:
-        """Wait until everything is sent and received; on a GPU the current stream waits."""
+        """Wait until all messages are sent and received; on a GPU only the current stream waits."""
         self.wait_received()
         for work in self._works:
             work.wait()
         self._works, self._sent = [], []
 
     def wait_received(self) -> None:
-        """Wait until everything is received; sent tensors must not change until `wait`."""
+        """Wait until all messages are received; sent tensors must not change until `wait`."""
         each_has_one = len(self._works) == self._num_received + len(self._sent)  # NCCL has one work for all
         number = self._num_received if each_has_one else len(self._works)
         for work in self._works[:number]:

@@ -21,7 +21,7 @@ from moe.experts.weights import Slab, SlabGrads, SlabWork, WeightGrads, Weights,
 
 
 class ExpertBlock(NamedTuple):
-    """Consecutive assignments of one expert."""
+    """A block: the consecutive assignments [start, end) of one expert."""
 
     expert: int
     start: int
@@ -39,7 +39,10 @@ def cut(counts: list[int]) -> Iterator[ExpertBlock]:
 
 
 def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator[ExpertBlock]:
-    """Cut each group's `counts` assignments into consecutive blocks of `block_rows`, the last of a group shorter."""
+    """Cut each group's `counts` assignments into blocks of `block_rows`; a group's last block may be shorter.
+
+    A group is the assignments of one expert from one source rank; all experts have the same number of groups.
+    """
     start = 0
     for group, count in enumerate(counts):
         for first in range(start, start + count, block_rows):
@@ -48,26 +51,22 @@ def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
-    """Return the rows to compute for a block of `count`: in half precision a multiple of STEP_ROWS.
+    """Return the number of rows to compute for a block of `count` rows: in half precision a multiple of STEP_ROWS.
 
-    For each new size oneDNN compiles a kernel: 1.7 to 2.3 ms against 0.2 to 0.5 ms for the product itself (512 x 512
-    bf16). Counts change with every step, so that a layer would mostly compile. There are 64 sizes up to 1024 rows.
+    For each new size oneDNN compiles a kernel, in 1.7 to 2.3 ms; the matmul itself takes 0.2 to 0.5 ms (512 x 512
+    bf16). As counts change with every step, a layer would mostly compile. With padding there are only 64 sizes up to
+    1024 rows.
     """
     return -(-count // STEP_ROWS) * STEP_ROWS if dtype in (torch.bfloat16, torch.float16) else count
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Activation functions that write into given memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def hidden_factor(activation: str) -> int:
-    """Return G / F: 2 if the first matrix makes a gate and a value, else 1."""
+    """Return an activation's input columns per output column: 2 for SwiGLU, which reads a gate and a value, else 1."""
     return 2 if activation == "swiglu" else 1
 
 
 def approximate(activation: str) -> str:
-    """Return the argument `approximate` of torch's GELU for this activation."""
+    """Return the argument `approximate` of torch's GELU for an activation."""
     return "tanh" if activation == "gelu_tanh" else "none"
 
 
@@ -90,11 +89,10 @@ def activate_backward(
     out: torch.Tensor,
     activated: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the gradients of `activate` and of the multiplication by the assignment's weight after it.
+    """Compute the gradients of `activate` followed by the multiplication by each assignment's probability.
 
-    `grad` [n, F] is the gradient after the weight; it may be overwritten. Fills `out` [n, G] with the gradient of
-    `preactivation` and `activated` [n, F] with the activation times the weight. Returns the weights' gradient [n], in
-    fp32 or wider.
+    `grad` [n, F] is the gradient of the product; it may be overwritten. Fills `out` [n, G] with the gradient of
+    `preactivation` and `activated` [n, F] with the product. Returns the gradient of `probs` [n], in fp32 or wider.
     """
     if kernels.has(out):
         return kernels.activate_backward(activation, preactivation, grad, probs, out, activated)
@@ -119,20 +117,15 @@ def activate_backward(
     return probs_grad
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The blocks of one call
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
-    """Whether the compiled kernels compute blocks of experts of these sizes by tiles."""
+    """Whether the compiled kernels compute experts of these sizes in bf16 tiles (AMX, or AVX-512 with bf16)."""
     return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
 
 
 def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
-    """Return the blocks of assignments that read rows of `source` [.., H], as a context that holds their memory.
+    """Return a context that computes experts in blocks of assignments, and holds their scratch memory until it exits.
 
-    The assignments are sorted by expert or group; `counts` has the number of each.
+    The assignments read rows of `source` [.., H] and are sorted by expert or group; `counts` has the number of each.
     """
     if weights.block_rows is None:
         return of_blocks(weights, source, list(cut(counts)))
@@ -140,14 +133,14 @@ def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
 
 
 def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
-    """Return the listed blocks as a context that holds their memory."""
+    """Return a context that computes the given blocks, with the compiled kernels if these accept the tensors."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
     return kind(weights, source, blocks)
 
 
 class Blocks(ABC):
-    """Blocks of a slab, with scratch memory: forward pass, input gradients and weight gradients over all blocks."""
+    """A context that computes blocks of assignments with a slab's experts, and holds their scratch memory."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         self.weights, self.source, self._blocks = weights, source, blocks
@@ -165,7 +158,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Write `output`, and `preactivation` if given; `token_rows` are the rows of `source` that are read."""
+        """Compute the experts on the rows `token_rows` of the source; write `output` and, if given, `preactivation`."""
 
     @abstractmethod
     def input_grads(
@@ -176,25 +169,25 @@ class Blocks(ABC):
         input_grad: torch.Tensor,
         grads: SlabGrads | None,
     ) -> None:
-        """Write `probs_grad` and `input_grad`; `preactivation` is the one of `forward`, None computes it again.
+        """Compute the gradients of probabilities and inputs, and write them to `probs_grad` and `input_grad`.
 
-        Without `grads` `work` is written too; with them the weight gradients are added now, and `work` has memory for
-        one block.
+        `preactivation` is the one that `forward` wrote; None: recompute it. With `grads` the weight gradients are added
+        at once, and `work` is memory for one block; without, `work` is filled for `weight_grads`.
         """
 
     @abstractmethod
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
-        """Add the blocks' weight gradients to `grads`."""
+        """Add the weight gradients of all blocks to `grads`; `work` was filled by `input_grads`."""
 
     def __iter__(self) -> Iterator[ExpertBlock]:
         return iter(self._blocks)
 
     def rows_of_work(self, later: bool) -> int:
-        """Return the number of rows of `work`; `later`: the weight gradients are not computed at once."""
+        """Return the number of rows that the buffers of a `SlabWork` need; `later`: for a separate `weight_grads`."""
         return sum(block.end - block.start for block in self._blocks) + SPARE_ROWS if later else self.longest
 
     def _scratch_rows(self, name: str, columns: int) -> torch.Tensor:
-        """Return scratch memory [longest block, columns] of this name."""
+        """Return the scratch buffer [longest block, columns] of this name, allocated at its first use."""
         if name not in self._scratch:
             self._scratch[name] = WORKSPACE.take((self.longest, columns), self.source)
         return self._scratch[name]
@@ -209,14 +202,14 @@ def _linear(
 
 
 class TorchBlocks(Blocks):
-    """Blocks computed by torch's operations, on any host and in any precision."""
+    """Computes blocks with torch's operations, on any host and in any precision."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
         self._fc1, self._fc2 = weights.fc1.unbind(0), weights.fc2.unbind(0)
 
     def _gather(self, name: str, source: torch.Tensor, token_rows: torch.Tensor) -> torch.Tensor:
-        """Return these rows of `source`, padded with zeros."""
+        """Gather rows of `source` into the scratch buffer `name`, and pad them with zero rows."""
         scratch, length = self._scratch_rows(name, source.size(1)), padded(len(token_rows), source.dtype)
         torch.index_select(source, 0, token_rows, out=scratch[: len(token_rows)])
         if length > len(token_rows):
@@ -252,16 +245,15 @@ class TorchBlocks(Blocks):
             count, length = end - start, padded(end - start, self.source.dtype)
             first = start if grads is None else 0
             dh_nG, a_nF = work.preactivation_grad[first : first + length], work.activated[first : first + length]
-            if length > count:  # the products with zero rows must be zero, not NaN
+            if length > count:  # the matmuls with zero rows must add zero, not NaN
                 dh_nG[count:].zero_()
                 a_nF[count:].zero_()
             if preactivation is None or grads is not None:
                 x_nH = self._gather("x", self.source, work.inputs.assignments.token_rows[start:end])
-            h_nG = (
-                self._preactivation(x_nH, expert, self._scratch_rows("preactivation", dh_nG.size(1)))[:count]
-                if preactivation is None
-                else preactivation[start:end]
-            )
+            if preactivation is None:
+                h_nG = self._preactivation(x_nH, expert, self._scratch_rows("preactivation", dh_nG.size(1)))[:count]
+            else:
+                h_nG = preactivation[start:end]
             dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
             grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._scratch_rows("grad", a_nF.size(1))[:length])
             probs = work.inputs.assignments.probs[start:end]
@@ -289,36 +281,32 @@ class TorchBlocks(Blocks):
 
 
 class CompiledBlocks(Blocks):
-    """Blocks computed by the compiled kernels, all in one call."""
+    """Computes all blocks in one call of the compiled kernels."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
         self._tiled = kernels.has_tiles(source, source.size(1), weights.fc2.size(2))
         self._tile = STEP_ROWS if self._tiled else 1
         self._matrices = weights.fc1, weights.fc1_bias, weights.fc2, weights.fc2_bias, weights.activation
+        self._sizes = source.size(1), weights.fc2.size(2), weights.fc1.size(1)  # H, F, G
 
     def rows_of_work(self, later: bool) -> int:
-        """Return 0 with tiles if the gradients are added at once: the kernels hold them, unless biases need them."""
+        """Return the rows of `SlabWork` buffers; 0 if the kernels need none: in tiles, not `later`, without biases."""
         return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
     def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
-        """Return scratch memory [longest block, columns], or the bytes that computation by tiles needs."""
-        size, width, outer = self.source.size(1), self.weights.fc2.size(2), self.weights.fc1.size(1)
+        """Return scratch memory: [longest block, columns], or with tiles the bytes that `num_bytes` computes."""
         if not self._tiled:
             return self._scratch_rows("memory", columns)
-        self._scratch["memory"] = WORKSPACE.take(
-            (num_bytes(self.longest, size, width, outer, *variant),), self.source, torch.uint8
-        )
+        size = num_bytes(self.longest, *self._sizes, *variant)
+        self._scratch["memory"] = WORKSPACE.take((size,), self.source, torch.uint8)
         return self._scratch["memory"]
 
     def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
-        columns = (
-            self.source.size(1) + self.weights.fc2.size(2) + (self.weights.fc1.size(1) if preactivation is None else 0)
-        )
-        memory = self._memory(columns, kernels.forward_bytes)
-        kernels.forward_blocks(
-            _numbers(self._blocks), self._tile, self.source, token_rows, *self._matrices, preactivation, output, memory
-        )
+        size, width, outer = self._sizes
+        memory = self._memory(size + width + outer * (preactivation is None), kernels.forward_bytes)
+        inputs = self.source, token_rows, *self._matrices
+        kernels.forward_blocks(_numbers(self._blocks), self._tile, *inputs, preactivation, output, memory)
 
     def input_grads(
         self,
@@ -329,21 +317,11 @@ class CompiledBlocks(Blocks):
         grads: SlabGrads | None,
     ) -> None:
         again, now = preactivation is None, grads is not None
-        columns = (
-            self.source.size(1) * (2 if again or now else 1)
-            + self.weights.fc2.size(2)
-            + (self.weights.fc1.size(1) if again else 0)
-        )
-        memory = self._memory(columns, kernels.backward_bytes, again, now)
-        inputs = (
-            self.source,
-            work.inputs.assignments.token_rows,
-            work.sums_grad_RH,
-            work.sums_rows_n,
-            work.inputs.assignments.probs,
-            *self._matrices,
-            preactivation,
-        )
+        size, width, outer = self._sizes
+        memory = self._memory(size * (1 + (again or now)) + width + outer * again, kernels.backward_bytes, again, now)
+        given = work.inputs.assignments
+        read = self.source, given.token_rows, work.sums_grad_RH, work.sums_rows_n, given.probs
+        inputs = *read, *self._matrices, preactivation
         kept = (work.preactivation_grad, work.activated) if len(work.preactivation_grad) else (None, None)
         outputs = *kept, probs_grad, input_grad, *((None, None) if grads is None else (grads.fc1, grads.fc2)), memory
         if grads is None or grads.fc1_bias is None:
@@ -354,16 +332,10 @@ class CompiledBlocks(Blocks):
             self._add_biases(block, work, work.preactivation_grad, grads)
 
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
-        inputs = (
-            self.source,
-            work.inputs.assignments.token_rows,
-            work.sums_grad_RH,
-            work.sums_rows_n,
-            work.preactivation_grad,
-            work.activated,
-        )
+        inputs = self.source, work.inputs.assignments.token_rows, work.sums_grad_RH, work.sums_rows_n
         memory = self._memory(2 * self.source.size(1), kernels.weights_bytes)
-        kernels.weights_blocks(_numbers(self._blocks, grads), self._tile, *inputs, grads.fc1, grads.fc2, memory)
+        factors = work.preactivation_grad, work.activated, grads.fc1, grads.fc2, memory
+        kernels.weights_blocks(_numbers(self._blocks, grads), self._tile, *inputs, *factors)
         for block in self._blocks if grads.fc1_bias is not None else ():
             self._add_biases(block, work, work.preactivation_grad[block.start :], grads)
 
@@ -377,32 +349,31 @@ class CompiledBlocks(Blocks):
 
 
 def _numbers(blocks: list[ExpertBlock], grads: SlabGrads | None = None) -> list[int]:
-    """Return the kernels' list of blocks; with `grads`, for contributions that are added now."""
+    """Return the kernels' flat list of blocks: expert, start, end, and whether to add to an earlier gradient.
+
+    With `grads` the experts' gradients are marked as written.
+    """
     return [number for block in blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weight gradients by block
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 and biases, if there are any
 
 
 class BlockGrads(WeightGrads):
-    """Gradients of one layer's experts, added block by block: the same bits whichever rank computes which block.
+    """Weight gradients added block by block: their bits do not depend on which rank computes which block.
 
-    Sums are in fp32 or wider. Gradients of experts with blocks on other ranks are kept by block until all are received.
+    Sums are in fp32 or wider. The gradients of experts with blocks on other ranks are stored per block until all are
+    received.
     """
 
     def __init__(self, weights: Weights, shared: Collection[int] = ()) -> None:
-        """shared: experts whose gradients are kept by block."""
+        """`shared`: the experts whose gradients are stored per block, as other ranks compute some of their blocks."""
         self._weights, self._tensors = weights, weights.primaries.tensors
         self._sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in self._tensors]
         self.partials: dict[int, list[Partial]] = {expert: [] for expert in shared}
 
     def add_blocks(self, work: SlabWork) -> None:
-        """Add the gradients of a slab's blocks in a chunk."""
+        """Compute and add the weight gradients of a slab's blocks in one chunk."""
         inputs = work.inputs
         first = sum(map(len, self._weights.slabs[: inputs.index]))
         with of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
@@ -424,7 +395,7 @@ class BlockGrads(WeightGrads):
         return [torch.empty_like(each[0]) for each in self._tensors]
 
     def add_partial(self, expert: int, partial: Partial) -> None:
-        """Add one block's gradients to those of a primary on this rank."""
+        """Add one block's gradients to the sums of an expert whose primary is on this rank."""
         for total, grad in zip(self._sums, partial, strict=True):
             total[expert] += grad
 

@@ -1,7 +1,7 @@
 """Routed experts with stacked weights: a forward pass, and a backward pass in two steps.
 
-Input gradients and weight gradients are separate steps, so that a schedule can send the former before it computes the
-latter. Assignments are sorted by expert; nothing is padded, and an expert without rows costs nothing.
+Input gradients and weight gradients are separate steps, so that a schedule can send input gradients before it computes
+weight gradients. Assignments are sorted by expert; nothing is padded, and an expert without rows costs nothing.
 
 Shapes: N rows of a buffer, n assignments of a row and an expert, R rows of weighted sums, H hidden size, F width of
 this rank's shard of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank.
@@ -32,26 +32,23 @@ from moe.experts.weights import (
 )
 from parallel.fused import fused
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Grouped products
-# ---------------------------------------------------------------------------------------------------------------------
-
-GROUPED_CAPABILITIES = (9, 10)  # of cards on which torch's grouped product is one kernel
+# Major compute capabilities of the GPUs on which torch's grouped_mm is one kernel.
+GROUPED_CAPABILITIES = (9, 10)
 
 
 def grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute one matrix product per group on a GPU; group i ends at row `ends[i]` (int32, on the device)."""
+    """Compute one matmul per group in a single call on a GPU; group i ends at row `ends[i]` (int32, on the device)."""
     function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     return function(left, right, offs=ends)
 
 
 def is_grouped(weights: Slab) -> bool:
-    """Whether one product computes all experts, instead of one product per block of rows of an expert.
+    """Whether one grouped matmul computes all experts, instead of one matmul per block of an expert's rows.
 
-    On a GPU it does. On the host a loop over blocks that stay in the cache is faster than any one call over all rows:
-    bf16, 32 experts of width 256 and 4096 tokens, top 4, one thread: grouped_mm 10.2 ms, one mm per expert 11.2 ms, bmm
-    (equal counts only) 9.3 ms for the first product alone; but it leaves the activations in main memory (see
-    BLOCK_ROWS).
+    This is so on a GPU. On the host a loop over blocks that stay in the cache is faster than any one call over all
+    rows: bf16, 32 experts of width 256 and 4096 tokens, top 4, one thread: grouped_mm 10.2 ms, one mm per expert 11.2
+    ms, bmm (equal counts only) 9.3 ms for the first matmul alone; but a call over all rows leaves the activations in
+    main memory (see BLOCK_ROWS).
     """
     return weights.fc1.device.type != "cpu" and weights.block_rows is None
 
@@ -59,8 +56,8 @@ def is_grouped(weights: Slab) -> bool:
 def needs_host_ends(weights: Slab) -> bool:
     """Whether the host must know the experts' numbers of assignments.
 
-    It need not on a GPU whose grouped product is a single kernel: in bf16, with rows of a multiple of 16 bytes.
-    Otherwise torch's own loop would wait for the device in each product.
+    This is not needed on a GPU whose grouped matmul is a single kernel: in bf16, with rows of a multiple of 16 bytes.
+    Otherwise torch's own loop would wait for the device in each matmul.
     """
     weight = weights.fc1
     if weight.device.type == "cpu" or weights.block_rows is not None:
@@ -70,8 +67,8 @@ def needs_host_ends(weights: Slab) -> bool:
     return not (is_one and aligned and weight.dtype is torch.bfloat16)
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
-    """Multiply rows of `left` [n, K] by their expert's matrix in `right` [E, K, M]: [n, M]."""
+def _expert_matmul(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
+    """Multiply each row of `left` [n, K] by the matrix of its expert in `right` [E, K, M]; return [n, M]."""
     if assignments.host_ends is None:
         return grouped_mm(left, right, assignments.ends)
     result = left.new_empty(len(left), right.size(2))
@@ -82,7 +79,7 @@ def _product(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) 
 
 
 def _outer_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], assignments: Assignments) -> list[torch.Tensor]:
-    """Return for each pair of `left` [n, K] and `right` [n, M] the outer products summed per expert [E, K, M].
+    """Return for each pair (`left` [n, K], `right` [n, M]) the rows' outer products, summed per expert: [E, K, M].
 
     The sum of an expert without rows is zero.
     """
@@ -104,9 +101,7 @@ def _without_rows(ends: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(ends[:-1], (1, 0)) == ends
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Activation functions of all experts' assignments, with their probabilities: in fp32 for rows of any dtype
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _activated(activation: str, wide: torch.Tensor) -> torch.Tensor:
@@ -127,8 +122,10 @@ def weighted_activation(activation: str, preactivation: torch.Tensor, probs: tor
 def weighted_activation_backward(
     activation: str, preactivation: torch.Tensor, grad: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `preactivation` [n, G] and of `probs` [n] for the output gradient `grad` [n, F], and the
-    output of `weighted_activation`."""
+    """Return the gradients of `preactivation` [n, G] and `probs` [n], and the output of `weighted_activation` [n, F].
+
+    `grad` [n, F] is the gradient of that output.
+    """
     wide, grad, column = preactivation.to(probs.dtype), grad.to(probs.dtype), probs.unsqueeze(1)
     activated = _activated(activation, wide)
     probs_grad, grad = (grad * activated).sum(dim=1), grad * column
@@ -142,15 +139,10 @@ def weighted_activation_backward(
     return wide_grad.to(preactivation.dtype), probs_grad, (activated * column).to(preactivation.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward and backward
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class ExpertCompute:
-    """Computes a chunk's experts, slab by slab; a benchmark may replace it.
+    """Computes the experts of a chunk, one slab (stacked weights) after the other; a benchmark may replace it.
 
-    `link` copies offloaded activations. `streamed`: the experts, if their weights are offloaded.
+    `link` copies offloaded activations. `streamed`: the layer's streamed experts, if their weights are offloaded.
     """
 
     link: HostLink | None = None
@@ -159,11 +151,11 @@ class ExpertCompute:
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each assignment's expert output, in the first n rows of a tensor [at least n, H] from the workspace,
-        and the preactivations.
+        """Return each assignment's expert output, and the preactivations.
 
-        Grouped experts multiply the output by the assignment's probability. The preactivations are written to
-        `preactivation` [n + SPARE_ROWS, G], if given, else returned in a tensor [n, G] that the products have made.
+        The outputs are the first n rows of a workspace tensor [at least n, H]; grouped experts multiply them by the
+        assignment's probability. The preactivations are written to `preactivation` [n + SPARE_ROWS, G], if given; else
+        grouped experts return them in a new tensor [n, G].
         """
         source_NH, of_slabs = inputs.source_NH, inputs.by_slab()
         if is_grouped(inputs.weights.primaries):
@@ -179,11 +171,11 @@ class ExpertCompute:
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-        """Return the gradients of each assignment's input [at least n, H] and probability [n, fp32 or wider], both from
-        the workspace.
+        """Return each assignment's gradients of input [at least n, H] and probability [n], both from the workspace.
 
-        `preactivation` is the one of `forward`; None computes it again. With `grads` the weight gradients are added at
-        once, while everything is in the cache; without, the third result is the input of a later `weight_grads`.
+        The probabilities' gradients are in fp32 or wider. `preactivation` is the one of `forward`; None: recompute it.
+        With `grads` the weight gradients are added at once, while everything is in the cache; without, the third result
+        is the input of a later `weight_grads`.
         """
         chunk, of_slabs = inputs.chunk, inputs.chunk.by_slab()
         if is_grouped(chunk.weights.primaries):
@@ -214,7 +206,7 @@ class ExpertCompute:
         return input_grad, probs_grad, None
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
-        """Add one chunk's weight gradients to `grads`, and free the memory of the chunk."""
+        """Add one chunk's weight gradients to `grads`, and free the chunk's buffers."""
         for slab_work in work.of_slabs:
             inputs = slab_work.inputs
             if is_grouped(inputs.slab):
@@ -228,7 +220,7 @@ class ExpertCompute:
 
 
 def _rest(preactivation: torch.Tensor | None, slab: SlabInputs) -> torch.Tensor | None:
-    """Return the rows from a slab's first assignment on."""
+    """Return a chunk's preactivations from a slab's first assignment on; None if there are none."""
     return None if preactivation is None else preactivation[slab.span.start :]
 
 
@@ -239,7 +231,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _preactivation_grouped(inputs: SlabInputs) -> torch.Tensor:
     slab, assignments = inputs.slab, inputs.assignments
     x_nH = inputs.source_NH.index_select(0, assignments.token_rows)
-    preactivation_nG = _product(x_nH, slab.fc1.transpose(1, 2), assignments)
+    preactivation_nG = _expert_matmul(x_nH, slab.fc1.transpose(1, 2), assignments)
     if slab.fc1_bias is None:
         return preactivation_nG
     return preactivation_nG.add_(slab.fc1_bias.index_select(0, assignments.experts))
@@ -253,7 +245,7 @@ def _forward_grouped(inputs: SlabInputs, preactivation: torch.Tensor | None) -> 
     if preactivation is not None:
         preactivation[: len(h_nG)].copy_(h_nG)
     weighted_nF = weighted_activation(slab.activation, h_nG, assignments.probs)
-    output_nH = _product(weighted_nF, slab.fc2.transpose(1, 2), assignments)
+    output_nH = _expert_matmul(weighted_nF, slab.fc2.transpose(1, 2), assignments)
     if slab.fc2_bias is not None:
         output_nH += slab.fc2_bias.index_select(0, assignments.experts) * assignments.probs.unsqueeze(1)
     return output_nH, h_nG
@@ -284,14 +276,14 @@ def _of_slab(
     if preactivation is None:
         preactivation = _preactivation_grouped(slab_inputs)
     dy_nH = inputs.sums_grad_RH.index_select(0, rows_n)
-    grad_nF = _product(dy_nH, slab.fc2, assignments)
+    grad_nF = _expert_matmul(dy_nH, slab.fc2, assignments)
     h_grad_nG, probs_grad_n, weighted_nF = weighted_activation_backward(
         slab.activation, preactivation[: len(dy_nH)], grad_nF, assignments.probs
     )
     if slab.fc2_bias is not None:
         bias_nH = slab.fc2_bias.index_select(0, assignments.experts)
         probs_grad_n += (dy_nH * bias_nH).sum(dim=1, dtype=probs_grad_n.dtype)
-    input_grad_nH = _product(h_grad_nG, slab.fc1, assignments)
+    input_grad_nH = _expert_matmul(h_grad_nG, slab.fc1, assignments)
     return input_grad_nH, probs_grad_n, SlabWork(slab_inputs, inputs.sums_grad_RH, rows_n, h_grad_nG, weighted_nF)
 
 

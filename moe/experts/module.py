@@ -33,19 +33,18 @@ class StackedLinear(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(make(of_kind, dtype=dtype)))
 
     def stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
-        """If the weights are offloaded, create parameters of their shapes whose only memory is one NaN."""
+        """If the weights are offloaded, create parameters of their shapes that share the memory of a single NaN."""
         for name, shape in self._kinds.items() if self._off_device else ():
             setattr(self, name, torch.nn.Parameter(torch.full((), math.nan, dtype=dtype, device=device).expand(shape)))
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the parameters; a call, because Megatron's DDP finishes gathering parameters before a module's
-        forward."""
+        """Return (weight, bias). Megatron's DDP finishes the all-gather of parameters before a module's forward."""
         assert self.weight is not None
         return self.weight, self.bias
 
 
 class StackedExperts(MegatronModule):
-    """This rank's routed experts: holds the parameters with which the layer's schedule computes.
+    """This rank's routed experts: owns the parameters with which the layer's schedule computes.
 
     `off_device`: the weights are offloaded, and the parameters exist after `stand_in`. Raises ValueError for an expert
     that cannot be split over the expert tensor ranks.
@@ -71,7 +70,8 @@ class StackedExperts(MegatronModule):
         width = config.moe_ffn_hidden_size
         if width % tensor_size:
             raise ValueError(
-                f"moe_ffn_hidden_size ({width}) must be divisible by the expert tensor parallel size ({tensor_size})"
+                f"moe_ffn_hidden_size ({width}) must be divisible by the expert tensor parallel size ({tensor_size}). "
+                "Use a multiple of it, or expert tensor parallel size 1."
             )
         if config.add_bias_linear and tensor_size > 1:
             raise ValueError(
@@ -92,7 +92,7 @@ class StackedExperts(MegatronModule):
         self._mark()
 
     def stand_in(self, device: torch.device) -> None:
-        """If the experts are offloaded, create stand-in parameters, owned outside Megatron-core's buffers."""
+        """If the experts are offloaded, create placeholder parameters outside Megatron-core's gradient buffers."""
         if not self.off_device:
             return
         for linear in (self.linear_fc1, self.linear_fc2):
@@ -102,7 +102,7 @@ class StackedExperts(MegatronModule):
             own(parameter, self.data_group, off_device=True)
 
     def by_kind(self) -> list[torch.nn.Parameter]:
-        """Return the parameters in the order of a slab's: both matrices, then their biases if there are any."""
+        """Return the parameters by kind: both matrices, then their biases if there are any."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         return [each for each in (fc1.weight, fc2.weight, fc1.bias, fc2.bias) if each is not None]
 
@@ -118,31 +118,33 @@ class StackedExperts(MegatronModule):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
 
     def forward(self) -> Slab:
-        """Return the parameters as a slab."""
+        """Return the parameters as a slab (the stacked weights of this rank's experts)."""
         (fc1, fc1_bias), (fc2, fc2_bias) = self.linear_fc1(), self.linear_fc2()
         return Slab(fc1, fc2, fc1_bias, fc2_bias, self.activation)
 
     def experts_here(self) -> list[int]:
-        """Return the logical experts whose primaries are on this rank, by slot."""
+        """Return the experts whose primaries are on this rank, in the order of their slots."""
         return self.map.experts_of(self.ep_group.rank())
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return an entry per parameter, or per expert of it if primaries may move; the global tensor has all experts
-        in its first dimension (after the sharded ones)."""
+        """Return the checkpoint's entries: one per parameter, or one per parameter and expert if primaries may move.
+
+        The global tensor has all experts in its first dimension, after the dimensions of `sharded_offsets`.
+        """
         gated = hidden_factor(self.activation) == 2
         axes = {"linear_fc1.weight": 1, "linear_fc2.weight": 2, "linear_fc1.bias": 1, "linear_fc2.bias": None}
         result = {}
         for name, parameter in self.named_parameters():
             # The name that Megatron's SequentialMLP gives to the same tensor.
             key, replica_id = f"{prefix}experts.{name}", (0, 0, self.data_group.rank())
-            tensor_shard = self.tensor_group.rank(), self.tensor_group.size()
             make = partial(
-                _sharded_halves if gated and name.startswith("linear_fc1") else _sharded,
+                _sharded,
                 prepended=sharded_offsets,
                 axis=axes[name],
-                tensor_shard=tensor_shard,
+                tensor_shard=(self.tensor_group.rank(), self.tensor_group.size()),
+                is_gated=gated and name.startswith("linear_fc1"),
             )
             if self.primaries_may_move:
                 result[f"{prefix}{name}"] = _sharded_experts(
@@ -186,36 +188,21 @@ def _sharded(
     axis: int | None,
     tensor_shard: tuple[int, int],
     replica_id: tuple[int, ...],
-) -> ShardedTensor:
-    first = len(prepended)
-    split = [(first + axis, *tensor_shard)] if axis is not None and tensor_shard[1] > 1 else []
-    offsets = *prepended, (first, *expert_shard), *split
-    return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=first)
-
-
-def _sharded_halves(
-    key: str,
-    tensor: torch.Tensor,
-    *,
-    prepended: tuple[Any, ...],
-    expert_shard: tuple[int, int],
-    axis: int | None,
-    tensor_shard: tuple[int, int],
-    replica_id: tuple[int, ...],
+    is_gated: bool = False,
 ) -> ShardedTensor | ShardedTensorFactory:
-    # A tensor rank holds a shard of the gate and one of the up projection, which are separate in the global tensor.
-    rank, size = tensor_shard
-    box = partial(_sharded, prepended=prepended, expert_shard=expert_shard, axis=axis)
-    if size == 1:
-        return box(key, tensor, tensor_shard=tensor_shard, replica_id=replica_id)
+    first, (rank, size) = len(prepended), tensor_shard
+    if not is_gated or size == 1:
+        split = [(first + axis, rank, size)] if axis is not None and size > 1 else []
+        offsets = *prepended, (first, *expert_shard), *split
+        return ShardedTensor.from_rank_offsets(key, tensor, *offsets, replica_id=replica_id, prepend_axis_num=first)
 
+    # A tensor rank holds a shard of the gate and one of the up projection, which are separate in the global tensor.
     def build(
         key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
     ) -> list[ShardedTensor]:
         assert flattened_range is None
-        return [
-            box(key, half, tensor_shard=(rank + size * i, 2 * size), replica_id=replica_id)
-            for i, half in enumerate(tensor.chunk(2, dim=1))
-        ]
+        box = partial(_sharded, prepended=prepended, expert_shard=expert_shard, axis=axis, replica_id=replica_id)
+        halves = tensor.chunk(2, dim=1)
+        return [box(key, half, tensor_shard=(rank + size * i, 2 * size)) for i, half in enumerate(halves)]
 
     return ShardedTensorFactory(key, tensor, build, lambda halves: torch.cat(halves, dim=1), replica_id)

@@ -1,11 +1,10 @@
-"""Sizes of the blocks of rows of experts on the host, and the scratch memory of a block. Imports torch only for the
-scratch memory of the compiled kernels."""
+"""Block sizes of experts on the host, and scratch memory of a block. Imports torch only for the compiled kernels."""
 
 from __future__ import annotations
 
 from moe.chunk_plan import WHOLE, LayerLoad
 
-# Rows that an expert computes at once on the host, so that the activations between the two products stay in the cache.
+# Rows that an expert computes at once on the host, so that the activations between the two matmuls stay in the cache.
 # Measured with one thread of a Xeon with AMX, bf16, hidden 512, forward and backward: 32 experts of width 256,
 # 164 ms with blocks of 256 rows, 141 with 512, 128 with 1024 and 127 with 2048; 8 experts of width 1024: 224, 184, 171,
 # 175.
@@ -14,43 +13,39 @@ STEP_ROWS = 16  # in half precision a block's rows are computed in multiples of 
 SPARE_ROWS = 64  # after the rows of a buffer to which blocks are written, since blocks are written with padding
 
 
-# Scratch memory is in elements of the load's dtype, for blocks of up to `num_rows`. On a GPU, whose products compute
+# Scratch memory is in elements of the load's dtype, for blocks of up to `num_rows`. On a GPU, whose matmuls compute
 # all experts at once, a block is a chunk, and rows that are gathered twice count twice: see compute.py.
 
 
 def forward_scratch(load: LayerLoad, num_rows: int, own_preactivation: bool) -> int:
-    """Return the scratch of the forward pass; `own_preactivation`: it includes memory for the preactivation."""
+    """Return the elements of scratch memory of a block's forward pass; `own_preactivation`: with the preactivation."""
     if load.tiled:
-        from moe import kernels
-
-        return _numbers(load, kernels.forward_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns))
+        return _tiled(load, "forward_bytes", num_rows)
     if load.block == WHOLE:
         return num_rows * (load.width + (load.hidden_columns if own_preactivation else 0))
     return num_rows * (load.hidden_size + load.width + (load.hidden_columns if own_preactivation else 0))
 
 
 def input_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
-    """Return the scratch of the input gradients."""
+    """Return the elements of scratch memory of a block's input gradients."""
     if load.tiled:
-        return _tiled_backward(load, num_rows, recompute, False)
+        return _tiled(load, "backward_bytes", num_rows, recompute, False)
     if load.block == WHOLE:
         return num_rows * (load.hidden_size + load.width + (load.hidden_columns if recompute else 0))
     return num_rows * (load.hidden_size + load.width + (load.hidden_size + load.hidden_columns if recompute else 0))
 
 
 def weight_scratch(load: LayerLoad, num_rows: int) -> int:
-    """Return the scratch of the weight gradients."""
+    """Return the elements of scratch memory of a block's weight gradients."""
     if load.tiled:
-        from moe import kernels
-
-        return _numbers(load, kernels.weights_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns))
+        return _tiled(load, "weights_bytes", num_rows)
     return 2 * num_rows * load.hidden_size
 
 
 def both_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
-    """Return the scratch of both gradients, computed one after the other for each block."""
+    """Return the elements of scratch memory if a block's input and weight gradients are computed in succession."""
     if load.tiled:
-        return _tiled_backward(load, num_rows, recompute, True)
+        return _tiled(load, "backward_bytes", num_rows, recompute, True)
     if load.block == WHOLE:
         # The activation's gradient is freed before the weights' gradients are allocated.
         widest = max(2 * load.hidden_size + 2 * load.width, 3 * load.hidden_size + load.width)
@@ -58,13 +53,8 @@ def both_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
     return num_rows * (2 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
 
 
-def _tiled_backward(load: LayerLoad, num_rows: int, recompute: bool, weights: bool) -> int:
+def _tiled(load: LayerLoad, function: str, num_rows: int, *variant: bool) -> int:
     from moe import kernels
 
-    return _numbers(
-        load, kernels.backward_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns, recompute, weights)
-    )
-
-
-def _numbers(load: LayerLoad, num_bytes: int) -> int:
-    return -(-num_bytes // load.element_size)
+    sizes = num_rows, load.hidden_size, load.width, load.hidden_columns
+    return -(-getattr(kernels, function)(*sizes, *variant) // load.element_size)

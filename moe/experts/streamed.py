@@ -1,11 +1,11 @@
-"""Streaming of offloaded experts: layers' weights are copied to slots on the device ahead of their use, and their
-gradients off the device.
+"""Stream offloaded experts: copy each layer's weights to the device before their use, and its gradients off the device.
 
-In training every layer is used in every pass, in a known order. So it is known which layer is copied to which slot
-(parallel/pipeline.py): as soon as a slot has had its last use, the next layer's weights are copied to it. If the order
-is not the expected one, weights are copied when they are needed.
+In training every pass uses every layer, in a fixed order. So parallel/pipeline.py can plan which layer is copied to
+which slot (a device buffer): as soon as a slot's last use is over, the next layer's weights are copied to it. In
+another order than the planned one, weights are copied when they are needed.
 
-A slot is one flat range: all experts' first matrices, second matrices and biases, each from an offset of its own.
+A slot is one flat range of memory: all experts' first matrices, second matrices and biases, each kind at its own
+offset.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ Arrived = Sequence[tuple[int, torch.Tensor]]  # received gradients of replicas: 
 
 
 class OffloadedWeights(Protocol):
-    """Offloaded weights and gradients of a rank's experts: optim/offload/experts.py."""
+    """Interface to the offloaded weights and gradients of a rank's experts; see optim/offload/experts.py."""
 
     @property
     def kind_offsets(self) -> Sequence[int]:
-        """Offset of each kind of weight in a slot."""
+        """The offset in a slot, in elements, of each kind of weight: first matrices, second matrices, biases."""
 
     @property
     def sums_on_host(self) -> bool:
-        """Whether the host adds up the gradients of a layer's micro-batches, which do not follow one another."""
+        """Whether the host sums a layer's gradients over micro-batches, because other layers run in between."""
 
     def bring(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
-        """Start copying a layer's weights to a slot once it is free; return the completions of the copy."""
+        """Start copying a layer's weights to a slot, after the completions in `free`; return the copy's completions."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks hold the same experts, so that their gradients must be summed."""
+        """Whether other ranks hold the same experts, so that gradients must be summed over ranks."""
 
     def add(
         self, layer: int, layer_slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
     ) -> Sequence[Completion]:
-        """Add a micro-batch's gradient, in a slot in the weights' dtype, to the sum on the host.
+        """Add a micro-batch's gradient, in a slot in the weights' dtype, to the layer's sum on the host.
 
-        The first gradient overwrites the sum, and the last completes it. Returns completions that free the slot.
+        The first gradient overwrites the sum, and the last completes it. Returns completions after which the slot is
+        free.
         """
 
     def sum_to(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
-        """Start copying the sum on the host to a gradient slot; return the completions of the copy."""
+        """Start copying a layer's gradient sum from the host to a device slot; return the completions of the copy."""
 
     def finish(self, layer: int, layer_slot: torch.Tensor) -> Sequence[Completion]:
-        """Take a layer's gradient from its slot, not yet reduced over the ranks. Returns completions after which the
-        slot is free."""
+        """Take a layer's gradient, not yet reduced over ranks; return completions after which its slot is free."""
 
 
 @dataclass
 class LayerSlot:
-    """Memory of the device for the weights or gradients of `layer`."""
+    """A device buffer for the weights or the gradients of one layer, `layer`."""
 
     flat: torch.Tensor
     layer: int | None = None
@@ -75,8 +75,11 @@ class LayerSlot:
 
 @dataclass
 class StreamCounts:
-    """Counts since the start of the run: layers' weights that were copied, those of them that were only copied on
-    demand, and seconds that computation (the device's stream, or the thread without one) has waited for weights."""
+    """Counts of weight streaming since the start of the run.
+
+    `fetched`: layers' weights that were copied to the device. `asked`: those that were copied only on demand. `waited`:
+    seconds that computation (the device's stream, or the thread without one) has waited for weights.
+    """
 
     fetched: int = 0
     asked: int = 0
@@ -85,7 +88,7 @@ class StreamCounts:
 
     @contextmanager
     def wait(self, device: torch.device) -> Iterator[None]:
-        """Measure the wait inside the block. On a GPU nobody waits for the measurement: `add_up` adds it later."""
+        """Measure the `with` block as a wait for weights. On a GPU it records events, and `add_up` adds their times."""
         if device.type != "cuda":
             before = time.perf_counter()
             yield
@@ -98,14 +101,17 @@ class StreamCounts:
         self._spans.append((start, end))
 
     def add_up(self) -> None:
-        """Add finished waits to `waited`."""
+        """Add the times of the waits that have ended to `waited`."""
         while self._spans and self._spans[0][1].query():
             start, end = self._spans.popleft()
             self.waited += start.elapsed_time(end) / 1000
 
 
 class ExpertStream:
-    """The slots of one rank, and the order in which layers are copied to them. Only the computing thread calls it."""
+    """Copies offloaded layers' weights to device slots in a planned order, and their gradients off the device.
+
+    Only the computing thread may call it.
+    """
 
     def __init__(
         self,
@@ -116,8 +122,10 @@ class ExpertStream:
         num_slots: tuple[int, int],
         visits: Callable[[int, bool], Sequence[int]],
     ):
-        """numel: elements of a slot; num_slots: for weights, for gradients; visits: returns the order in which layers,
-        numbered on this rank, are used in passes over that many micro-batches, or in forward passes alone."""
+        """`numel`: elements of a slot. `num_slots`: the numbers of slots for weights and for gradients.
+
+        `visits(num_micro_batches, forward_only)` returns the layers, numbered on this rank, in the order of their use.
+        """
         self.offloaded, self._device, self._visits = offloaded, device, visits
         self.weight_slots = [LayerSlot(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(num_slots[0])]
         self.dtype, per_micro_batch = dtype, offloaded.sums_on_host and not offloaded.is_shared
@@ -132,13 +140,13 @@ class ExpertStream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots on the device."""
+        """The bytes of all slots on the device."""
         return sum(layer_slot.flat.nbytes for layer_slot in (*self.weight_slots, *self.grad_slots))
 
     def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
         """Empty all slots, since weights have changed, and prepare passes over `num_micro_batches` micro-batches."""
         for layer_slot in (*self.weight_slots, *self.grad_slots):
-            layer_slot.layer, layer_slot.used = None, (self.so_far(),)
+            layer_slot.layer, layer_slot.used = None, (Completion.so_far(self._device),)
         key = num_micro_batches, forward_only
         if key not in self._plans:
             visits = list(self._visits(*key))
@@ -149,7 +157,7 @@ class ExpertStream:
         self.prefetch()
 
     def enter(self, layer: int) -> LayerSlot:
-        """Return the slot of a layer that is used now; the copy of its weights is done or in flight."""
+        """Return the slot of a layer that is used now; its weights are in the slot, or their copy is in flight."""
         here = self._order[self._visit] if 0 <= self._visit < len(self._order) else None
         if here != layer:
             self._visit += 1
@@ -160,17 +168,14 @@ class ExpertStream:
         if layer_slot is None:
             self.counts.asked += 1
             planned = self._fills.popleft() if self._fills else None
-            layer_slot = (
-                min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
-                if planned is None
-                else self.weight_slots[planned.slot_index]
-            )
+            oldest = min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
+            layer_slot = oldest if planned is None else self.weight_slots[planned.slot_index]
             self._fetch(layer, layer_slot)
         self._touch(layer_slot)
         return layer_slot
 
     def prefetch(self) -> None:
-        """Start copying the next layers' weights to slots that have had their last use."""
+        """Start copying the next layers' weights to the slots whose last planned use is over."""
         while self._fills and self._fills[0].after < max(self._visit, 0):
             fill = self._fills.popleft()
             self._fetch(fill.layer, self.weight_slots[fill.slot_index])
@@ -185,16 +190,12 @@ class ExpertStream:
     def _touch(self, layer_slot: LayerSlot) -> None:
         layer_slot.turn = self._count = self._count + 1
 
-    def so_far(self) -> Completion:
-        """Return the completion of all work that this thread's current stream has been given."""
-        return Completion.so_far(self._device)
-
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def store(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived) -> None:
-        """Add a backward pass' gradients of a layer: `grads` by kind, [experts, ...] each, then those of replicas.
+        """Add a layer's gradients of one backward pass: `grads` (a tensor per kind of weight), and those of replicas.
 
-        Complete gradients start to be copied off the device.
+        Complete gradients of a step start to be copied off the device.
         """
         is_first, self._done[layer] = layer not in self._done, self._done.get(layer, 0) + 1
         is_last, offloaded = self._done[layer] == self.num_backwards, self.offloaded
@@ -218,7 +219,7 @@ class ExpertStream:
             layer_slot.layer = None
 
     def _free_slot(self) -> LayerSlot:
-        """Return the gradient slot that is free first; later computation waits for its former users."""
+        """Return the gradient slot that becomes free first; later computation waits for its former users."""
         layer_slot = min(self.grad_slots, key=lambda layer_slot: (layer_slot.layer is not None, layer_slot.users.last))
         for done in layer_slot.users.all():
             done.order()
@@ -228,7 +229,7 @@ class ExpertStream:
 def add_to(
     flat: torch.Tensor, first: Sequence[int], grads: Sequence[torch.Tensor], arrived: Arrived, over: bool
 ) -> None:
-    """Add gradients by kind to a flat range, or overwrite it with `over`, and then add those of replicas."""
+    """Add `grads`, one tensor per kind of weight, to a flat slot (`over`: overwrite it), then add those of replicas."""
     for start, grad in zip(first, grads, strict=True):
         view = flat[start : start + grad.numel()].view(grad.shape)
         view.copy_(grad) if over else view.add_(grad)
@@ -241,16 +242,16 @@ def add_to(
 
 
 class StreamedExperts:
-    """One layer's offloaded experts, as its schedule uses them."""
+    """The streamed experts of one layer, for its schedule: fetch, wait for and release weights, store gradients."""
 
     def __init__(self, stream: ExpertStream, layer: int, shapes: Sequence[torch.Size], activation: str):
-        """layer: its number on this rank. shapes: those of its weights by kind, [experts, ...]."""
+        """`layer`: the layer's number on this rank. `shapes`: the shape [experts, ...] of each kind of weight."""
         self._stream, self._layer, self._shapes, self._activation = stream, layer, shapes, activation
         self._layer_slot: LayerSlot | None = None
 
     @torch.no_grad()
     def open(self) -> Slab:
-        """Return views of the layer's weights, like parameters; their content is valid after `wait`."""
+        """Return the layer's weights as views of its slot; their content is valid after `wait`."""
         layer_slot = self._layer_slot = self._stream.enter(self._layer)
         tensors = [
             layer_slot.flat[start : start + shape.numel()].view(shape).requires_grad_()
@@ -269,17 +270,17 @@ class StreamedExperts:
         self._stream.prefetch()
 
     def wait(self) -> None:
-        """Let later computation wait for the weights' copy. Raises the error of the copy, if it failed."""
+        """Make later computation wait for the copy of this layer's weights. Raises the copy's error if it failed."""
         assert self._layer_slot is not None and self._layer_slot.layer == self._layer
         with self._stream.counts.wait(self._layer_slot.flat.device):
             for done in self._layer_slot.there:
                 done.follow()
 
     def leave(self) -> None:
-        """Release the layer's slot: later computation does not read the weights before the next `open`."""
+        """Release the layer's slot: later computation does not read these weights before the next `open`."""
         assert self._layer_slot is not None
-        self._layer_slot.used = (self._stream.so_far(),)
+        self._layer_slot.used = (Completion.so_far(self._layer_slot.flat.device),)
 
     def store(self, grads: Sequence[torch.Tensor | None], arrived: Arrived) -> None:
-        """Add a backward pass' gradients: see `ExpertStream.store`."""
+        """Add the layer's gradients of one backward pass, and those that have arrived from replicas."""
         self._stream.store(self._layer, [each for each in grads if each is not None], arrived)

@@ -17,17 +17,17 @@ from memory.pool import WORKSPACE
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums of gradients of weights of this dtype: fp32 or wider."""
+    """Return the dtype in which gradients of weights of `dtype` are summed: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
 class Slab:
-    """Stacked weights of some experts, and the activation between them (swiglu, gelu or gelu_tanh).
+    """A slab: the stacked weights of several experts, and their activation function (swiglu, gelu or gelu_tanh).
 
     With `block_rows` an expert computes blocks of that many assignments of one source rank, and the weight gradient of
-    each block is added separately (BlockGrads): then no sum depends on which rank computes which block. Its assignments
-    are in groups, one of each source rank for each expert.
+    each block is added separately (BlockGrads), so that no sum depends on which rank computes which block. The
+    assignments are then in groups, one for each expert and source rank.
     """
 
     fc1: torch.Tensor  # [n, G, H]
@@ -42,17 +42,17 @@ class Slab:
 
     @property
     def parameters(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The matrices and biases with their graph, None for missing biases."""
+        """Both matrices and both biases, with their autograd graph; None for a missing bias."""
         return self.fc1, self.fc2, self.fc1_bias, self.fc2_bias
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The matrices and existing biases, stacked over experts, without their graph."""
+        """The matrices and existing biases, stacked over experts, without their autograd graph."""
         return [each.detach() for each in self.given]
 
     @property
     def given(self) -> list[torch.Tensor]:
-        """The matrices and existing biases with their graph."""
+        """The matrices and existing biases, with their autograd graph."""
         return [each for each in self.parameters if each is not None]
 
     @property
@@ -67,7 +67,7 @@ class Slab:
         return self.expert_bytes if self.block_rows is not None else self.expert_bytes // self.fc1.itemsize * size
 
     def like(self, fc1: torch.Tensor, fc2: torch.Tensor, *biases: torch.Tensor) -> Slab:
-        """Return the same slab with other `tensors`."""
+        """Return a slab with other matrices and biases, and the same activation and blocks."""
         fc1_bias, fc2_bias = biases or (None, None)
         return replace(self, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
@@ -89,28 +89,28 @@ class Weights:
 
 @dataclass(frozen=True)
 class Assignments:
-    """Assignments of a row and an expert, sorted by expert, or by group where `Slab.block_rows` is set."""
+    """Assignments of token rows to experts, sorted by expert, or by group if `Slab.block_rows` is set."""
 
     token_rows: torch.Tensor  # [n] int64: the row of the source that an assignment reads
     probs: torch.Tensor  # [n] fp32 or wider: the factor of its output
     ends: torch.Tensor  # [E] int32: where each expert's end, on the device
-    host_ends: list[int] | None  # the same on the host; None if the products do not need it
+    host_ends: list[int] | None  # the same on the host; None if the matmuls do not need it
     num_primary_assignments: int | None = None  # assignments of primaries, if the host knows only this number
 
     @property
     def experts(self) -> torch.Tensor:
-        """Each assignment's expert in this slab: [n] int32."""
+        """The expert of each assignment, numbered in its slab: [n] int32."""
         numbers = torch.arange(len(self.token_rows), dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, numbers, right=True, out_int32=True)
 
     @property
     def host_counts(self) -> list[int]:
-        """Number of assignments of each expert."""
+        """The number of assignments of each expert (or group)."""
         assert self.host_ends is not None
         return [end - start for start, end in pairwise([0, *self.host_ends])]
 
     def of_groups(self, groups: slice, start: int, end: int) -> Assignments:
-        """Return the assignments of consecutive experts (or groups), whose range is [start, end)."""
+        """Return the entries [start, end), the assignments of the consecutive experts (or groups) `groups`."""
         if end - start == len(self.token_rows) and groups.stop - groups.start == len(self.ends):
             return self
         ends, host = self.ends[groups], None
@@ -121,7 +121,7 @@ class Assignments:
 
 @dataclass(frozen=True)
 class SlabInputs:
-    """The inputs of a slab's experts in a chunk."""
+    """The inputs of one slab's experts in a chunk."""
 
     index: int  # of the slab
     slab: Slab
@@ -132,7 +132,7 @@ class SlabInputs:
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """The inputs of a chunk's experts."""
+    """The inputs of all experts of a chunk: weights, source rows and assignments."""
 
     weights: Weights
     source_NH: torch.Tensor
@@ -172,7 +172,7 @@ class GradInputs:
 
 @dataclass
 class SlabWork:
-    """Inputs of a slab's weight gradients, which are left after the input gradients of a chunk."""
+    """The inputs of one slab's weight gradients in a chunk, stored until these are computed."""
 
     inputs: SlabInputs
     sums_grad_RH: torch.Tensor
@@ -183,25 +183,25 @@ class SlabWork:
 
 @dataclass
 class WeightWork:
-    """Inputs of a chunk's weight gradients: see `ExpertCompute.weight_grads`."""
+    """The inputs of a chunk's weight gradients, and their buffers, stored until the gradients are computed."""
 
     of_slabs: list[SlabWork]
     buffers: Sequence[torch.Tensor]  # the memory of the slabs' tensors
 
     def free(self) -> None:
-        """Free the buffers; `weight_grads` does so itself."""
+        """Return the buffers to the workspace; `weight_grads` does so itself."""
         WORKSPACE.give(*self.buffers)
 
 
 class SlabGrads:
-    """Gradients of one slab's weights; the first contribution to an expert is written, later ones are added."""
+    """Sums the gradients of one slab's weights: an expert's first contribution is written, later ones are added."""
 
     def __init__(self, weights: Slab, at_once: bool = True) -> None:
-        """at_once: one grouped product makes the gradients of all experts, except on the host."""
+        """`at_once`: on a GPU one grouped matmul computes the gradients of all experts, and allocates their memory."""
         matrices = weights.fc1, weights.fc2
         if weights.fc1.device.type == "cpu" or not at_once:
             self.fc1, self.fc2 = (WORKSPACE.lend(matrix.shape, matrix) for matrix in matrices)
-        else:  # the first product allocates them, if there is one
+        else:  # the first matmul allocates them, if there is one
             self.fc1, self.fc2 = (matrix.new_empty(0) for matrix in matrices)
         self._matrices = matrices
         self.fc1_bias = None if weights.fc1_bias is None else torch.zeros_like(weights.fc1_bias)
@@ -217,7 +217,7 @@ class SlabGrads:
         output_grad: torch.Tensor,
         activated: torch.Tensor,
     ) -> None:
-        """Add `preactivation_grad^T x` and `output_grad^T activated` to an expert's gradients."""
+        """Add `preactivation_grad^T x` and `output_grad^T activated` to an expert's gradients of fc1 and fc2."""
         written, gradients = self.mark(expert), (views[expert] for views in self._views)
         for gradient, left, right in zip(gradients, (preactivation_grad, output_grad), (x, activated), strict=True):
             if written:
@@ -228,7 +228,7 @@ class SlabGrads:
     def add_biases(
         self, expert: int, preactivation_grad: torch.Tensor, output_grad: torch.Tensor, probs: torch.Tensor
     ) -> None:
-        """Add a block's gradients of an expert's biases, if there are biases."""
+        """Add a block's gradients of one expert's biases, if there are biases."""
         if self.fc1_bias is not None and self.fc2_bias is not None:
             self.fc1_bias[expert] += preactivation_grad.sum(dim=0)
             self.fc2_bias[expert] += torch.mv(output_grad.t(), probs.to(output_grad.dtype))
@@ -239,7 +239,7 @@ class SlabGrads:
         return written
 
     def add_all(self, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
-        """Add gradients of all experts."""
+        """Add the fc1 and fc2 gradients of all experts of the slab."""
         if self._written[0]:
             self.fc1 += fc1
             self.fc2 += fc2
@@ -248,7 +248,7 @@ class SlabGrads:
         self._written = [True] * len(self._written)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return all gradients (fc1, fc2 and their biases); those of experts without rows are zero."""
+        """Return the gradients of all experts (fc1, fc2 and their biases); those of experts without rows are zero."""
         if not any(self._written):
             fc1, fc2 = (torch.zeros_like(matrix) for matrix in self._matrices)
             return fc1, fc2, self.fc1_bias, self.fc2_bias
@@ -260,7 +260,7 @@ class SlabGrads:
 
 
 class WeightGrads:
-    """Gradients of a call's weights by slab; a slab of replicas without assignments has none."""
+    """Sums a call's weight gradients, slab by slab; a slab of replicas without assignments has none."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -268,7 +268,7 @@ class WeightGrads:
         self._others: dict[int, SlabGrads] = {}
 
     def of(self, index: int) -> SlabGrads:
-        """Return the gradients of a slab, to which contributions are added."""
+        """Return the gradients of the slab with this index, to which contributions are added."""
         if index == 0:
             return self._primaries
         if index not in self._others:
@@ -280,6 +280,6 @@ class WeightGrads:
         return self._primaries.finish()
 
     def take_others(self) -> dict[int, SlabGrads]:
-        """Return the other slabs' gradients by index, and drop the references to them."""
+        """Return the gradients of the replicas' slabs as a dict from slab index, and drop the references to them."""
         others, self._others = self._others, {}
         return others

@@ -20,12 +20,12 @@ COMPILE_SECONDS = 120.0
 
 
 def cache_folder() -> Path:
-    """Return the folder of compiled kernels; it is safe to delete."""
+    """Return the user's cache folder of compiled kernels, which is safe to delete."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mixtrain"
 
 
 def _processor() -> str:
-    """Return the description of the processor that -march=native depends on."""
+    """Return a text that changes with the processor's model and instruction sets, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -42,7 +42,7 @@ def fingerprint(compiler_version: str, source: Path | None = None, flags: Sequen
 
 
 def flags_for(capability: str) -> tuple[str, ...]:
-    """Return FLAGS for the capability that torch uses, torch.backends.cpu.get_cpu_capability().
+    """Return the compiler flags for torch's CPU capability, the result of torch.backends.cpu.get_cpu_capability().
 
     If torch is limited to an older processor (ATEN_CPU_CAPABILITY), so are the kernels.
     """
@@ -50,16 +50,8 @@ def flags_for(capability: str) -> tuple[str, ...]:
     return (*FLAGS, WITHOUT_AVX512) if is_older else FLAGS
 
 
-def compile_kernels(folder: Path, flags: Sequence[str] = FLAGS) -> Path:
-    """Return the compiled library in `folder`; compile it if it is missing.
-
-    Raises OSError or subprocess.SubprocessError if that fails.
-    """
-    return compile_library(SOURCE, folder, flags)
-
-
 def compile_library(source: Path, folder: Path, flags: Sequence[str], links: Sequence[str] = ()) -> Path:
-    """Compile any C++ file with the headers of its folder to a library in `folder`, unless it is there.
+    """Return the library in `folder` of a C++ file and the headers of its folder; compile it if it is missing there.
 
     `links` are arguments of the linker. Raises OSError or subprocess.SubprocessError if the compilation fails.
     """

@@ -1,6 +1,6 @@
 """The functions of the compiled library, for tensors that `shared_object.has` accepts.
 
-Functions with matrix products are operations of torch's, so that its FLOP counter sees them.
+Functions with matmuls are registered as torch operators, so that torch's FLOP counter sees them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ MAX_COLUMNS = 1024  # of a top-k choice
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
-# ---------------------------------------------------------------------------------------------------------------------
 # Elementwise functions
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> None:
@@ -41,12 +39,10 @@ def activate_backward(
     out: torch.Tensor,
     activated: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the gradients of `activate` and of the multiplication by the assignment's weight after it.
+    """Compute the gradients of `activate` followed by the multiplication by each assignment's probability.
 
-    `grad` [n, F] is the gradient after the weight, and is not changed.
-
-    Fills `out` [n, G] with the gradient of `preactivation` and `activated` [n, F] with the activation times the weight.
-    Returns the weights' gradient [n] in fp32.
+    `grad` [n, F] is the gradient of the product, and is not changed. Fills `out` [n, G] with the gradient of
+    `preactivation` and `activated` [n, F] with the product. Returns the gradient of `probs` [n] in fp32.
     """
     probs_grad, name = torch.empty(len(grad)), f"activate_backward_{SUFFIXES[out.dtype]}"
     call(name, ACTIVATIONS[activation], preactivation, grad, probs.float(), *grad.shape, out, activated, probs_grad)
@@ -56,9 +52,9 @@ def activate_backward(
 def add_up(
     source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write sums [outputs, H] of rows of `source`, each times its weight, to `out`, in the order of `index`.
+    """Write sums [outputs, H] of weighted rows of `source` to `out`; sum i has the rows `index[starts[i]:starts[i+1]]`.
 
-    A sum of no rows is zero.
+    The rows are added in the order of `index`; a sum of no rows is zero.
     """
     weights = None if weights is None else weights.float()
     call(
@@ -68,20 +64,16 @@ def add_up(
 
 
 def takes_top_k(scores: torch.Tensor, k: int) -> bool:
-    """Whether `top_k` accepts these scores."""
+    """Whether the compiled `top_k` accepts these scores."""
     return scores.dtype is torch.float32 and k <= scores.size(1) <= MAX_COLUMNS and has(scores)
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the columns [rows, k] of each row's greatest numbers like torch.topk; of equal ones the first."""
+    """Return the columns [rows, k] of each row's greatest numbers, like torch.topk; among equal numbers the first."""
     indices = torch.empty(len(scores), k, dtype=torch.int64)
     call("top_k", scores, *scores.shape, k, indices)
     return indices
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Block functions
-# ---------------------------------------------------------------------------------------------------------------------
 
 # `blocks`: for each block its expert, the range [start, end) of its assignments, and whether its gradients are added to
 # earlier ones; `tile`: rows are computed in multiples of it.
@@ -90,7 +82,7 @@ _MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str act
 
 
 def _operation(arguments: str) -> Callable[[_Function], _Function]:
-    """Define an operation of torch's with these arguments, which calls the function by position."""
+    """Return a decorator that registers a function as a torch operator with these arguments, passed by position."""
 
     def define(function: _Function) -> _Function:
         name = function.__name__.lstrip("_")
@@ -117,23 +109,10 @@ def _call_for(
     f"int[] blocks, int tile, Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? preactivation, Tensor(b!) output, "
     "Tensor(c!) scratch"
 )
-def _forward_blocks(
-    blocks: list[int],
-    tile: int,
-    source: torch.Tensor,
-    token_rows: torch.Tensor,
-    fc1: torch.Tensor,
-    fc1_bias: torch.Tensor | None,
-    fc2: torch.Tensor,
-    fc2_bias: torch.Tensor | None,
-    activation: str,
-    *outputs: torch.Tensor | None,
-) -> None:
-    sizes = source.size(1), fc2.size(2)
-    matrices = fc1, fc1_bias, fc2, fc2_bias
-    _call_for(
-        blocks, "forward_blocks", source, token_rows, *sizes, *matrices, *outputs, kind=(ACTIVATIONS[activation],)
-    )
+def _forward_blocks(blocks: list[int], tile: int, source: torch.Tensor, token_rows: torch.Tensor, *rest: Any) -> None:
+    *matrices, activation = rest[:5]
+    sizes, kind = (source.size(1), matrices[2].size(2)), (ACTIVATIONS[activation],)
+    _call_for(blocks, "forward_blocks", source, token_rows, *sizes, *matrices, *rest[5:], kind=kind)
 
 
 @_operation(
@@ -141,55 +120,20 @@ def _forward_blocks(
     f"{_MATRICES}, Tensor? preactivation, Tensor(a!)? preactivation_grad, Tensor(b!)? activated, "
     "Tensor(c!) probs_grad, Tensor(d!) input_grad, Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, Tensor(g!) scratch"
 )
-def _backward_blocks(
-    blocks: list[int],
-    tile: int,
-    source: torch.Tensor,
-    token_rows: torch.Tensor,
-    output_grad: torch.Tensor,
-    output_rows: torch.Tensor,
-    probs: torch.Tensor,
-    fc1: torch.Tensor,
-    fc1_bias: torch.Tensor | None,
-    fc2: torch.Tensor,
-    fc2_bias: torch.Tensor | None,
-    activation: str,
-    *tensors: torch.Tensor | None,
-) -> None:
-    inputs = source, token_rows, output_grad, output_rows, probs.float(), source.size(1), fc2.size(2)
-    _call_for(
-        blocks, "backward_blocks", *inputs, fc1, fc1_bias, fc2, fc2_bias, *tensors, kind=(ACTIVATIONS[activation],)
-    )
+def _backward_blocks(blocks: list[int], tile: int, source: torch.Tensor, *rest: Any) -> None:
+    token_rows, output_grad, output_rows, probs, *matrices, activation = rest[:9]
+    inputs = token_rows, output_grad, output_rows, probs.float(), source.size(1), matrices[2].size(2), *matrices
+    _call_for(blocks, "backward_blocks", source, *inputs, *rest[9:], kind=(ACTIVATIONS[activation],))
 
 
 @_operation(
     "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, "
     "Tensor preactivation_grad, Tensor activated, Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
 )
-def _weights_blocks(
-    blocks: list[int],
-    tile: int,
-    source: torch.Tensor,
-    token_rows: torch.Tensor,
-    output_grad: torch.Tensor,
-    output_rows: torch.Tensor,
-    preactivation_grad: torch.Tensor,
-    activated: torch.Tensor,
-    *outputs: torch.Tensor,
-) -> None:
+def _weights_blocks(blocks: list[int], tile: int, source: torch.Tensor, *rest: Any) -> None:
+    preactivation_grad, activated = rest[3:5]
     sizes = source.size(1), activated.size(1), preactivation_grad.size(1)
-    _call_for(
-        blocks,
-        "weights_blocks",
-        source,
-        token_rows,
-        output_grad,
-        output_rows,
-        preactivation_grad,
-        activated,
-        *sizes,
-        *outputs,
-    )
+    _call_for(blocks, "weights_blocks", source, *rest[:5], *sizes, *rest[5:])
 
 
 @_operation("Tensor x, Tensor weight, Tensor(a!) logits, Tensor(b!) scratch")
@@ -203,9 +147,9 @@ weights_blocks = torch.ops.mixtrain.weights_blocks
 
 
 def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the products [T, E] in fp32 of tokens [T, H] and a router's weight [E, H], both in bf16.
+    """Return the router's logits [T, E] in fp32 for tokens [T, H] and its weight [E, H], both in bf16.
 
-    `has_tiles` must be true.
+    The kernels must compute in tiles: `has_tiles` must be true.
     """
     num_experts = len(weight)
     logits = torch.empty(len(x), num_experts)
@@ -229,17 +173,8 @@ def _gate_flops(x: Sequence[int], weight: Sequence[int], logits: Sequence[int], 
 
 
 @register_flop_formula(forward_blocks)
-def _forward_flops(
-    blocks: Sequence[int],
-    tile: int,
-    source: Sequence[int],
-    token_rows: Sequence[int],
-    fc1: Sequence[int],
-    fc1_bias: object,
-    fc2: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
+def _forward_flops(*shapes: Any, out_shape: object = None) -> int:
+    blocks, tile, _, _, fc1, _, fc2, *_ = shapes
     return 2 * _computed(blocks, tile) * (math.prod(fc1[1:]) + math.prod(fc2[1:]))
 
 
@@ -253,18 +188,8 @@ def _backward_flops(*shapes: Any, out_shape: object = None) -> int:
 
 
 @register_flop_formula(weights_blocks)
-def _weights_flops(
-    blocks: Sequence[int],
-    tile: int,
-    source: Sequence[int],
-    token_rows: Sequence[int],
-    output_grad: Sequence[int],
-    output_rows: Sequence[int],
-    preactivation_grad: Sequence[int],
-    activated: Sequence[int],
-    *_: Any,
-    **__: Any,
-) -> int:
+def _weights_flops(*shapes: Any, out_shape: object = None) -> int:
+    blocks, tile, source, _, _, _, preactivation_grad, activated, *_ = shapes
     return 2 * _computed(blocks, tile) * source[1] * (preactivation_grad[1] + activated[1])
 
 
@@ -272,20 +197,20 @@ def _weights_flops(
 
 
 def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """Return the bytes of scratch memory of `forward_blocks` for blocks of up to `longest` rows."""
+    """Return the bytes of scratch memory of `forward_blocks` for blocks of at most `longest` rows."""
     return call("scratch_bytes", 0, longest, hidden_size, width, hidden_columns, 0, 0)
 
 
 def backward_bytes(
     longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool
 ) -> int:
-    """Return the bytes of scratch memory of `backward_blocks`.
+    """Return the bytes of scratch memory of `backward_blocks` for blocks of at most `longest` rows.
 
-    `recompute`: it gets no preactivation; `weights`: it computes the weights' gradients too.
+    `recompute`: the preactivation is recomputed; `weights`: the weight gradients are computed, too.
     """
     return call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
 
 
 def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """Return the bytes of scratch memory of `weights_blocks`."""
+    """Return the bytes of scratch memory of `weights_blocks` for blocks of at most `longest` rows."""
     return call("weights_scratch_bytes", longest, hidden_size, width, hidden_columns)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from moe.kernels.compiler import cache_folder, compile_kernels, flags_for
+from moe.kernels.compiler import SOURCE, cache_folder, compile_library, flags_for
 
 ACTIVATIONS = {"swiglu": 0, "gelu": 1, "gelu_tanh": 2}
 SUFFIXES = {torch.float32: "float", torch.bfloat16: "bf16"}
@@ -23,31 +23,32 @@ _LOGGER = logging.getLogger(__name__)
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """Load the library; None, with a log line, if it cannot be compiled or loaded."""
+    """Return the compiled library, loaded once; None, with a log line, if it cannot be compiled or loaded."""
     try:
-        return ctypes.CDLL(str(compile_kernels(cache_folder(), flags_for(torch.backends.cpu.get_cpu_capability()))))
+        flags = flags_for(torch.backends.cpu.get_cpu_capability())
+        return ctypes.CDLL(str(compile_library(SOURCE, cache_folder(), flags)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the home folder is unknown
         reason = getattr(error, "stderr", None) or error
         first_line = str(reason).strip().splitlines()[0]
-        _LOGGER.warning("no compiled kernels for experts on the host, torch's operations are used: %s", first_line)
+        _LOGGER.warning("the compiled CPU kernels for experts cannot be used, only torch's operations: %s", first_line)
         return None
 
 
 def has(tensor: torch.Tensor) -> bool:
-    """Whether the elementwise functions take tensors like this one."""
+    """Whether the compiled elementwise functions accept tensors of this device, dtype and layout."""
     return tensor.device.type == "cpu" and tensor.dtype in SUFFIXES and tensor.is_contiguous() and loaded() is not None
 
 
 @functools.cache
 def can_multiply_tiles() -> bool:
-    """Whether this processor multiplies bfloat16, and the system lets this process use it."""
+    """Whether this processor multiplies bf16 matrices in tiles, and the system lets this process do so."""
     library = loaded()
     return library is not None and bool(library.mixtrain_has_tiles())
 
 
 @functools.cache
 def gemm() -> int:
-    """Return the address of the matrix product that torch uses for fp32; 0 if torch does not export it."""
+    """Return the address of torch's own fp32 matmul (sgemm); 0 if torch does not export it."""
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).sgemm_
     except (OSError, AttributeError):
@@ -56,20 +57,20 @@ def gemm() -> int:
 
 
 def has_tiles(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
-    """Whether the block functions compute by tiles for tensors like this one, with experts of this size."""
+    """Whether the compiled block functions compute experts of this size in bf16 tiles, for tensors like `tensor`."""
     fits = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16 and tensor.is_contiguous()
     return fits and hidden_size % ALIGNMENT == 0 and width % ALIGNMENT == 0 and can_multiply_tiles()
 
 
 def has_blocks(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
-    """Whether the block functions take tensors like this one, with experts of this size."""
+    """Whether the compiled block functions accept experts of this size, and tensors like `tensor`."""
     if tensor.dtype is torch.float32:
         return has(tensor) and gemm() != 0
     return has_tiles(tensor, hidden_size, width)
 
 
 def call(name: str, *arguments: torch.Tensor | int | None) -> int:
-    """Call a function with addresses and 64 bit integers; its last argument is the number of threads."""
+    """Call a library function with tensors' addresses, integers (None: 0) and the number of threads."""
     numbers = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0 for argument in arguments]
     return int(_function(name, len(numbers) + 1)(*numbers, torch.get_num_threads()))
 

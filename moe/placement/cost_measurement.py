@@ -23,7 +23,7 @@ FACTOR = 64  # greatest ratio of a cost to the assumed one; beyond it is noise, 
 
 @dataclass(frozen=True)
 class Measured:
-    """The result of a measurement."""
+    """Measured costs of expert placement, and the reason if they are not plausible."""
 
     costs: Costs
     assignment: float  # seconds that an expert takes for one more assignment
@@ -33,9 +33,10 @@ class Measured:
 def measure(
     weights: Slab | None, group: dist.ProcessGroup, node: int, device: torch.device, assumed: Costs
 ) -> Measured:
-    """Return the costs of layers with these weights (None: this rank has none), those of the slowest rank of the job.
+    """Return the placement costs of layers with these weights, measured on the slowest rank of the job.
 
-    A collective call of all ranks of the job; node: consecutive ranks of the group on one node.
+    `weights`: None if this rank has no experts. `node`: the number of consecutive ranks of the group on one node.
+    Collective over all ranks of the job.
     """
     measured: list[Callable[[], None] | None] = [None] * 6
     if weights is not None:
@@ -55,15 +56,15 @@ def measure(
 
 
 def grade(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
-    """Return the costs of measured rounds, and whether they are plausible.
+    """Return the costs that follow from the seconds of measured rounds, and whether they are plausible.
 
     A round has the seconds of SMALL and of LARGE assignments, of sending a replica's weights inside a node and between
-    nodes, and of its gradient likewise; 0: the group has no such link.
+    nodes, and of its gradient likewise; 0 if the group has no such link.
     """
     small, large, *trips = (median(column) for column in zip(*rounds, strict=True))
     assignment = (large - small) / (LARGE - SMALL)
     if assignment <= 0:
-        problem = f"{LARGE} assignments took {large:.2g} s and {SMALL} took {small:.2g} s"
+        problem = f"{LARGE} assignments of an expert took {large:.2g} s, not longer than {SMALL} ({small:.2g} s)"
         return Measured(assumed, assignment, problem)
     in_node, between, grad_in_node, grad_between = (round(seconds / assignment) for seconds in trips)
     costs = Costs(
@@ -78,35 +79,26 @@ def grade(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
 
 
 def implausible(costs: Costs, assumed: Costs, is_measured: tuple[bool, bool] = (True, True)) -> str | None:
-    """Return why costs are not plausible; None if they are.
+    """Return a message on the first cost that is FACTOR times off the assumed one; None if all costs are plausible.
 
     `is_measured`: whether the costs of a replica inside a node, and between nodes, were measured.
     """
     costs, assumed = costs.of_call(trains=True), assumed.of_call(trains=True)
-    least = min(assumed.replica_in_node, assumed.replica_between or assumed.replica_in_node)
-    most = max(assumed.replica_in_node, assumed.replica_between or assumed.replica_in_node)
-    for name, value, low, high in (
-        ("the overhead per expert", costs.expert_overhead, 0, FACTOR * assumed.expert_overhead),
-        (
-            "a replica inside a node",
-            costs.replica_in_node if is_measured[0] else most,
-            -(-least // FACTOR),
-            FACTOR * most,
-        ),
-        (
-            "a replica between nodes",
-            costs.replica_between if is_measured[1] else most,
-            -(-least // FACTOR),
-            FACTOR * most,
-        ),
+    between = assumed.replica_between or assumed.replica_in_node
+    low, high = min(assumed.replica_in_node, between), max(assumed.replica_in_node, between)
+    of_replica = -(-low // FACTOR), FACTOR * high
+    for name, value, (least, most) in (
+        ("the overhead per expert", costs.expert_overhead, (0, FACTOR * assumed.expert_overhead)),
+        ("a replica inside a node", costs.replica_in_node if is_measured[0] else high, of_replica),
+        ("a replica between nodes", costs.replica_between if is_measured[1] else high, of_replica),
     ):
-        if value is not None and not low <= value <= high:
-            return f"{value} for {name}, where {low} to {high} was expected"
+        if value is not None and not least <= value <= most:
+            return f"{name} took as long as {value} assignments, and {least} to {most} are plausible"
     return None
 
 
 def _run_expert(weights: Slab, assignments: int) -> None:
-    """Run both passes of one expert."""
+    """Run the forward and the backward pass of one expert with `assignments` rows."""
     from moe.layer import Setting, routed_experts  # imports placement
 
     tensors = [each[:1].clone().requires_grad_() for each in weights.tensors]
@@ -120,12 +112,12 @@ def _run_expert(weights: Slab, assignments: int) -> None:
 
 
 def peer_of(rank: int, distance: int, ranks: int) -> int:
-    """Return the rank at a distance in its ring of `ranks` consecutive ranks."""
+    """Return the rank that is `distance` after `rank` in a ring of `ranks` consecutive ranks."""
     return rank // ranks * ranks + (rank + distance) % ranks
 
 
 def _trip(num_bytes: int, group: dist.ProcessGroup, device: torch.device, distance: int, ranks: int) -> None:
-    """Send bytes to the rank at a distance in a ring of `ranks` ranks, and receive as many."""
+    """Send bytes to the rank `distance` ahead in a ring of `ranks` ranks, and receive as many from behind."""
     rank, sent = group.rank(), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     to, source = peer_of(rank, distance, ranks), peer_of(rank, -distance, ranks)
     Messages(group, {to: [sent]}, {source: [torch.empty_like(sent)]}).wait()

@@ -38,7 +38,7 @@ OVER, BUSIEST, REPLICAS, RETURNED, SENT, CHARGED = map(
 
 
 def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
-    """Return the measured load from the sum of all ranks' counts; None if no call was planned."""
+    """Return a layer's mean load per call from its counts (see `TALLY`), summed over ranks; None without calls."""
     tally, ranks = dict(zip(TALLY, counted, strict=False)), np.reshape(counted[len(TALLY) :], (-1, num_ranks))
     if not (calls := tally["calls"]):
         return None
@@ -51,7 +51,7 @@ def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The counts and the quotas of one call, in assignments or in blocks."""
+    """The placement plan of one call: the assignments, or blocks of them, of each expert that each rank computes."""
 
     counts_RDE: Integers  # per chunk if there are blocks, else of all chunks together
     quotas_ER: Integers
@@ -65,7 +65,7 @@ class CallPlan:
 
 
 class LayerPlacement:
-    """The placement of one layer on this rank.
+    """Plans which ranks compute one layer's assignments, call by call, and keeps track of all ranks' replicas.
 
     All ranks of the group make the same calls in the same order, so each knows the location of all replicas.
     """
@@ -80,9 +80,11 @@ class LayerPlacement:
         block_rows: int | None = None,
         max_load: float | None = None,
     ) -> None:
-        """block_rows: plans are in whole blocks of that many assignments of a source rank, see `Slab.block_rows`.
-        max_load: limit of a rank's assignments, over the mean rank's; calls without a plan that keeps it run with one
-        that exceeds it by the least, and are counted."""
+        """`block_rows`: plan in whole blocks of that many assignments of a source rank, see `Slab.block_rows`.
+
+        `max_load`: the limit of a rank's assignments, over those of the mean rank. A call for which no plan keeps the
+        limit runs with the plan that exceeds it least, and is counted.
+        """
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
         self.block_rows, self.max_load = block_rows, max_load
         self.active = True  # else primaries compute all; changed between steps, on all ranks alike
@@ -104,15 +106,15 @@ class LayerPlacement:
 
     @property
     def counted(self) -> Integers:
-        """All counts since `begin_passes` in one row: see `ran`."""
+        """All counts since `begin_passes` in one flat array, the input of the function `ran`."""
         return np.concatenate([self.tally, self.ranks.reshape(-1)])
 
     def held(self, rank: int) -> list[int | None]:
-        """Return the experts of which a rank has replicas, by slot."""
+        """Return the expert of the replica in each replica slot of a rank; None for an empty slot."""
         return list(self._held[rank])
 
     def begin_passes(self, num_backwards: int = 1) -> None:
-        """Drop all replicas, as weights have changed, and expect `num_backwards` backward passes; 0: evaluation."""
+        """Drop all replicas, as weights have changed, and expect `num_backwards` backward passes (evaluation: 0)."""
         self._held = [[None] * self.limits.replica_slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
@@ -131,10 +133,10 @@ class LayerPlacement:
         again: bool = False,
         cut: Sequence[int] = (),
     ) -> tuple[Destinations, CallReplicas]:
-        """Plan a call; return the destinations of its assignments and its replicas. Collective.
+        """Plan a call; return the destinations of its assignments, and its replicas. Collective over the group.
 
         `keep`: a backward pass will need the replicas. `again`: this call without `keep` will be recomputed with it, so
-        the plan and the replicas are kept. `cut`: the first tokens of its chunks, and the number of tokens.
+        the plan and the replicas are kept. `cut`: the first token of each chunk, and the number of tokens.
         """
         counts_RDE = self._gather(routing_map_TE, [0, len(routing_map_TE)] if self.block_rows is None else cut)
         if keep and self._planned:
@@ -159,13 +161,13 @@ class LayerPlacement:
         return self._destinations(choice, plan, used_by_rank), replicas
 
     def ran(self, sizes: PassSizes) -> None:
-        """Count the token rows of a call that was planned here."""
+        """Count the token rows that a planned call sends and receives."""
         if self._is_counted:
             stayed = sum(sizes.sends.token_rows[self.rank])
             self.ranks[2:, self.rank] += sum(sizes.sends.total_rows()), sum(sizes.received_rows), stayed
 
     def _backward(self, pins: Counter[tuple[int, int]]) -> list[HeldReplica]:
-        """Unpin a call's replicas in its backward pass; return the replicas whose gradients are returned in it."""
+        """Unpin a call's replicas in its backward pass; return all replicas that return their gradients in it."""
         self._pinned.subtract(pins)
         self._backwards += 1
         if self._backwards < self._num_backwards:
@@ -211,7 +213,7 @@ class LayerPlacement:
         return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, grads_R]), blocks)
 
     def most(self, assignments: int) -> int | None:
-        """Return the limit of a rank's assignments in a call with `assignments` on all ranks; None: no limit."""
+        """Return the most assignments that a rank may compute in a call of `assignments` in total; None: no limit."""
         return None if self.max_load is None else math.ceil(self.max_load * assignments / self.map.num_ranks - 1e-6)
 
     def _count(self, plan: CallPlan) -> None:
@@ -228,21 +230,21 @@ class LayerPlacement:
             self.worst = max(self.worst, float(placed_R.max() / mean))
 
     def _gather(self, routing_map_TE: torch.Tensor, cut: Sequence[int]) -> Integers:
-        """Return counts_RDE of all ranks, in chunks with these bounds; the host waits for them."""
+        """All-gather the assignments per rank, chunk and expert: int64 [R, D, E], and wait; `cut`: chunk bounds."""
         own_DE = torch.stack([routing_map_TE[first:end].sum(0, dtype=torch.int32) for first, end in pairwise(cut)])
         everywhere = own_DE.new_empty(self.map.num_ranks * len(own_DE), own_DE.size(1))
         dist.all_gather_into_tensor(everywhere, own_DE, group=self.group)
         return everywhere.cpu().numpy().astype(np.int64).reshape(self.map.num_ranks, *own_DE.shape)
 
     def _used(self, quotas_ER: Integers) -> list[list[int]]:
-        """Return the experts that each rank computes as replicas, ascending."""
+        """Return the experts that each rank computes as replicas, in ascending order."""
         primary_ranks, num_ranks = self.map.primary_ranks, self.map.num_ranks
         return [[int(e) for e in np.flatnonzero(quotas_ER[:, r]) if primary_ranks[e] != r] for r in range(num_ranks)]
 
     def _call_replicas(
         self, used_by_rank: list[list[int]], primaries: Slab, plan: CallPlan, learns: bool
     ) -> CallReplicas:
-        """Return the replicas of a call; `learns`: they get gradients in its backward pass."""
+        """Assign slots to a call's new replicas, and return its replicas; `learns`: they get gradients later."""
         if self.replica_buffers is None:
             self.replica_buffers = ReplicaBuffers(self.group, self.limits.replica_slots, primaries)
         fetched, leaving = [], []

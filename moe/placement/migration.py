@@ -1,10 +1,10 @@
 """Migration of experts: which experts change their primary rank between two steps, and the exchange of their tensors.
 
-The slow half of placement, decided from the loads of many steps. A migration exchanges two experts that have the same
-expert slot on two ranks, so every expert keeps its slot. Each tensor of a slot on one rank has an equal one (same
-shard, same offset) on the other rank, whatever the optimizer shards, and a migration is an exchange of equal tensors.
-First the loads of the nodes are balanced, as replicas stay inside a node; then those of the ranks of each node, which
-saves replicas. Shapes: R ranks, S expert slots of a rank, E experts.
+This is the slow half of placement, decided from the loads of many steps. A migration exchanges two experts that have
+the same expert slot on two ranks, so every expert keeps its slot. Each tensor of a slot on one rank has an equal one
+(same shard, same offset) on the other rank, whatever the optimizer shards, and a migration is an exchange of equal
+tensors. First the loads of the nodes are balanced, as replicas stay inside a node; then those of the ranks of each
+node, which saves replicas. Shapes: R ranks, S expert slots of a rank, E experts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NOISE = 3.0  # standard deviations
 
 
 def plan_migrations(loads_E: Integers, placement: PlacementMap, ranks_per_node: int) -> PlacementMap:
-    """Return the map after all migrations that pay, the same on all ranks; `placement` itself if none pays.
+    """Return the placement map after all migrations that pay; `placement` itself if none pays.
 
-    loads_E: assignments of each expert over all steps since the last migrations.
+    All ranks get the same map. `loads_E`: the assignments of each expert over all steps since the last migrations.
     """
     ranks = placement.num_ranks
     expert_RS = np.empty((ranks, placement.num_expert_slots), dtype=np.int64)
@@ -48,7 +48,7 @@ def plan_migrations(loads_E: Integers, placement: PlacementMap, ranks_per_node: 
 
 
 def _balance(expert_RS: Integers, loads_E: Integers, groups: Sequence[Integers], worth: float) -> None:
-    """Exchange experts of the busiest group of ranks with others' while an exchange lowers its load by `worth`."""
+    """Swap experts of the busiest group of ranks with other groups' while a swap lowers its load by `worth` or more."""
     of_group_R = np.full(len(expert_RS), -1)
     for number, group in enumerate(groups):
         of_group_R[group] = number
@@ -70,13 +70,13 @@ def _balance(expert_RS: Integers, loads_E: Integers, groups: Sequence[Integers],
 
 
 def num_migrated(before: PlacementMap, after: PlacementMap) -> int:
-    """Return the number of experts whose primary changes its rank."""
+    """Return the number of experts whose primary is on another rank in the second map."""
     return int((before.primary_ranks != after.primary_ranks).sum())
 
 
 @dataclass(frozen=True)
 class Migration:
-    """The migration of one expert slot of this rank: the ranks that get its tensors and that send the new ones."""
+    """The migration of an expert slot of this rank: `to` gets its tensors, and `source` sends the new ones."""
 
     expert_slot: int
     to: int
@@ -84,7 +84,7 @@ class Migration:
 
 
 def rank_migrations(before: PlacementMap, after: PlacementMap, rank: int) -> list[Migration]:
-    """Return the migrations of a rank; every expert keeps its slot."""
+    """Return the migrations of a rank between two maps in which every expert has the same slot."""
     assert (before.primary_slots == after.primary_slots).all()
     here, coming = before.experts_of(rank), after.experts_of(rank)
     return [
@@ -97,9 +97,9 @@ def rank_migrations(before: PlacementMap, after: PlacementMap, rank: int) -> lis
 def exchange_tensors(
     group: dist.ProcessGroup, device: torch.device, migrated: Sequence[tuple[torch.Tensor, Migration]]
 ) -> None:
-    """Exchange contiguous tensors on any device in place, each as its migration says.
+    """Exchange tensors between ranks in place, each as its migration says. Collective over the group.
 
-    All ranks list theirs in the same order; `device` is that of the group's messages.
+    The tensors are contiguous, on any device, and all ranks list theirs in the same order; messages are on `device`.
     """
     operations: list[dist.P2POp] = []
     arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""Plans of placement on disk: recorded answers of a run's planner, and a planner that replays them.
+"""Files of placement plans: a run's planner records its answers, and a later run replays them.
 
 A file of JSON lines. A header describes the lines up to the next header: {"format", "run", "step", "expert_ranks",
 "num_experts", "slots", "homes", "last"}. It is written at each start of the run, after each migration, and for each
@@ -14,7 +14,7 @@ import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,18 @@ import numpy as np
 
 from base.errors import ConfigError
 from base.files import SideLog, cut_steps
+from moe.chunk_plan import stored_fields
 from moe.placement.quotas import Costs, QuotaPlanner, ReplicaLimits, at_primaries
 from moe.placement_map import Integers, PlacementMap
 
 FORMAT = "mixtrain placement plans 2"
 ReplicaQuotas = list[tuple[int, int, int]]  # (expert, rank, assignments)
-_ADVICE = "Replay a run of the same layout, data, seed and steps"
+_ADVICE = "Replay plans only with the layout, data, seed and steps of the recorded run"
 
 
 @dataclass(frozen=True)
 class PlanHeader:
-    """The run, layout and primaries for which plans hold."""
+    """A header of a file of placement plans: the run, the layout and the primaries for which the plans hold."""
 
     run: str  # run id
     step: int  # first step of the header
@@ -42,14 +43,13 @@ class PlanHeader:
     primaries: Mapping[int, tuple[int, ...]]  # rank of each expert, by MoE layer of the pipeline stage
 
     def line(self, last: bool) -> str:
-        """Return the header's line in the file; `last`: no line of its step follows."""
-        stored = {"replica_slots": "slots", "primaries": "homes"}
-        fields = {stored.get(name, name): value for name, value in asdict(self).items()}
+        """Return the header as a line of the file; `last`: no other line of its step follows."""
+        fields = stored_fields(self, {"replica_slots": "slots", "primaries": "homes"})
         return json.dumps({"format": FORMAT, **fields, "last": last})
 
 
 class PlanFile:
-    """Writer of a file of plans. Disk errors are reported and do not end the run."""
+    """Writer of a file of placement plans. Disk errors are reported and do not end the run."""
 
     def __init__(self, path: Path, run: str, after: int) -> None:
         """Open the file for a run whose last step is `after`; later steps are removed, as the run repeats them.
@@ -64,7 +64,7 @@ class PlanFile:
         except (OSError, ValueError, AttributeError, RecursionError):
             found = run  # unreadable files are left to the writer
         if found != run:
-            raise ConfigError(f"{path} has plans of run {found}, and this is run {run}. Move the file away.")
+            raise ConfigError(f"{path} has the plans of run {found}, and this is run {run}. Move the file away.")
 
         def begin() -> None:
             self.missing = cut_steps(path, after)
@@ -72,7 +72,7 @@ class PlanFile:
         self._log = SideLog(path, begin)
 
     def append(self, header: PlanHeader, calls: Mapping[int, Sequence[ReplicaQuotas]]) -> None:
-        """Append the calls of a step, by layer."""
+        """Append the plans of a step's calls, given for each layer as the assignments of each call's replicas."""
         own = [(layer, number, replicas) for layer in calls for number, replicas in enumerate(calls[layer])]
         is_known = self._header is not None and replace(header, step=0) == replace(self._header, step=0)
         lines = [] if is_known and own else [header.line(last=not own)]
@@ -87,7 +87,7 @@ class PlanFile:
 
 
 class RecordedPlanner:
-    """A planner that records its answers in `calls`."""
+    """Wraps a planner of quotas, and records the assignments that it gives to replicas in `calls`."""
 
     def __init__(self, planner: QuotaPlanner) -> None:
         self.calls: list[ReplicaQuotas] = []
@@ -102,20 +102,20 @@ class RecordedPlanner:
 
 
 class ReplayedPlanner:
-    """A planner that answers the calls of one layer from a file; between steps primaries compute all."""
+    """A planner that answers one layer's calls with recorded plans; between steps primaries compute all assignments."""
 
     def __init__(self, path: Path, layer: int, calls: dict[int, list[ReplicaQuotas]]) -> None:
-        """calls: recorded answers by step."""
+        """`calls`: for each step the recorded plans of its calls."""
         self._path, self._layer, self._calls = path, layer, calls
         self._step: int | None = None
         self._next = 0
 
     def begin(self, step: int | None) -> None:
-        """Start a step, or (None) the time between steps."""
+        """Set the step of the following calls; None if they are between steps."""
         self._step, self._next = step, 0
 
     def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-        """Return the recorded quotas. Raises ConfigError if the file lacks the call or has one of other counts."""
+        """Return the recorded quotas. Raises ConfigError if the file has no such call, or one with other counts."""
         if self._step is None:
             return at_primaries(counts_RE, placement)
         calls = self._calls.get(self._step, [])
@@ -123,7 +123,7 @@ class ReplayedPlanner:
         self._next += 1
         where = f"moe.placement.replay: {self._path}: step {self._step}, layer {self._layer}, call {number}"
         if number >= len(calls):
-            raise ConfigError(f"{where} is not there. {_ADVICE}.")
+            raise ConfigError(f"{where} is not in the file. {_ADVICE}.")
         quotas_ER = at_primaries(counts_RE, placement)
         for expert, rank, assignments in calls[number]:
             if rank == placement.primary_ranks[expert]:
@@ -135,7 +135,7 @@ class ReplayedPlanner:
         if (quotas_ER < 0).any():
             expert = int(np.argwhere(quotas_ER < 0)[0, 0])
             raise ConfigError(
-                f"{where} has more assignments at replicas of expert {expert} than there are "
+                f"{where} gives replicas of expert {expert} more assignments than the expert has "
                 f"({counts_RE[:, expert].sum()}). {_ADVICE}."
             )
         return quotas_ER
@@ -143,7 +143,7 @@ class ReplayedPlanner:
 
 @dataclass
 class Plans:
-    """The content of a file of plans."""
+    """The content of a file of placement plans."""
 
     path: Path
     calls: dict[int, dict[int, list[ReplicaQuotas]]] = field(default_factory=dict)  # by layer and step
@@ -155,9 +155,9 @@ class Plans:
         return self.headers[behind - 1] if behind else None
 
     def problem(self, own: PlanHeader, last: int, calls: int) -> str | None:
-        """Return why a run cannot replay the steps from that of `own` to `last`; None if nothing is known against it.
+        """Return a message if a run cannot replay the steps from that of `own` to `last`; None if it can.
 
-        `calls`: number of calls of a layer in each step.
+        `calls`: the number of calls of a layer in each step.
         """
         where = f"moe.placement.replay: {self.path}"
         for step in range(own.step, last + 1):
@@ -166,25 +166,26 @@ class Plans:
                 for name, field_name in _KEYS.items():
                     theirs, ours = getattr(recorded, field_name), getattr(own, field_name)
                     if theirs > ours if field_name == "replica_slots" else theirs != ours:
-                        return f"{where}: step {step} is of {name}={theirs}, and this run of {ours}. {_ADVICE}."
+                        return f"{where}: step {step} was recorded with {name}={theirs}, not {ours}. {_ADVICE}."
                 if list(recorded.primaries) != list(own.primaries):
-                    layers = f"{list(recorded.primaries)}, and here they are {list(own.primaries)}"
-                    return f"{where}: step {step} is of the MoE layers {layers}. {_ADVICE}."
+                    layers = f"{list(recorded.primaries)}, not {list(own.primaries)}"
+                    return f"{where}: step {step} was recorded with the MoE layers {layers}. {_ADVICE}."
                 if step == own.step and (text := self.primaries_differ(own)) is not None:
                     return text
             for layer in own.primaries:
                 found = self.calls.get(layer, {}).get(step, [])
                 if len(found) != calls:
                     if not found:
-                        return f"{where}: step {step}, layer {layer}, call 0 is not there. {_ADVICE}."
-                    return f"{where}: step {step}, layer {layer} has {len(found)} calls, and here {calls}. {_ADVICE}."
+                        return f"{where}: step {step}, layer {layer}, call 0 is not in the file. {_ADVICE}."
+                    number_of = f"was recorded with {len(found)} calls, not {calls}"
+                    return f"{where}: step {step}, layer {layer} {number_of}. {_ADVICE}."
                 for number, replicas in enumerate(found):
                     if (why := _out_of_range(replicas, own)) is not None:
                         return f"{where}: step {step}, layer {layer}, call {number}: {why}. {_ADVICE}."
         return None
 
     def primaries_differ(self, own: PlanHeader) -> str | None:
-        """Return why the step of `own` cannot be replayed with its primaries; None if it can."""
+        """Return a message if the primaries of `own` are not those recorded for its step; None if they are."""
         recorded = self.header(own.step)
         if recorded is None:
             return None
@@ -194,7 +195,7 @@ class Plans:
                 return (
                     f"moe.placement.replay: {self.path}: step {own.step}, layer {layer}: the primary of "
                     f"expert {expert} was on rank {recorded.primaries[layer][expert]}, and is on rank "
-                    f"{primaries[expert]} here: plans are of other primaries. {_ADVICE}, and the same "
+                    f"{primaries[expert]} here, and plans hold only for the same primaries. {_ADVICE}, and with its "
                     "moe.placement.interval."
                 )
         return None
@@ -208,7 +209,7 @@ _KEYS = {
 
 
 def read_plans(path: Path) -> Plans:
-    """Read all complete lines of a file of plans. Raises ConfigError with the line number for an invalid file."""
+    """Read all complete lines of a file of placement plans. Raises ConfigError, with the line number, for a bad one."""
     plans = Plans(path)
     try:
         content = path.read_bytes()
@@ -218,18 +219,20 @@ def read_plans(path: Path) -> Plans:
         try:
             _read_line(plans, json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            why = str(error) if isinstance(error, _InvalidLine) else "it is none"
+            why = str(error) if isinstance(error, _InvalidLine) else "it has not the fields of a plan"
             raise ConfigError(
-                f"moe.placement.replay ({path}) is no file of plans, as moe.placement.record=true writes it: line "
-                f"{number}: {why}."
+                f"moe.placement.replay ({path}) is damaged, or not a file that moe.placement.record=true wrote: line "
+                f"{number}: {why}. Record the plans again."
             ) from None
     if not plans.calls:
-        raise ConfigError(f"moe.placement.replay ({path}) has no plan: it was cut off, or nothing was recorded.")
+        raise ConfigError(
+            f"moe.placement.replay ({path}) has no plans: it was cut off, or nothing was recorded. Record them again."
+        )
     return plans
 
 
 class _InvalidLine(ValueError):
-    """A line of a file of plans that is not valid, with the reason."""
+    """Raised for a line of a file of placement plans that is not valid, with the reason as message."""
 
 
 def _read_line(plans: Plans, line: dict[str, Any]) -> None:
@@ -240,10 +243,10 @@ def _read_line(plans: Plans, line: dict[str, Any]) -> None:
     replicas = [(_integer(expert), _integer(rank), _integer(number)) for expert, rank, number in line["copies"]]
     calls = plans.calls.setdefault(layer, {}).setdefault(step, [])
     if call != len(calls):
-        raise _InvalidLine(f"step {step}, layer {layer}: call {call} follows {len(calls)} calls")
+        raise _InvalidLine(f"step {step}, layer {layer}: call ({call}) must be {len(calls)}, the next number")
     header = plans.header(step)
     if header is None:
-        raise _InvalidLine(f"no header of step {step} is before it")
+        raise _InvalidLine(f"there is no header for step {step} before it")
     if layer not in header.primaries:
         raise _InvalidLine(f"layer ({layer}) must be one of {list(header.primaries)}")
     if (why := _out_of_range(replicas, header)) is not None:
@@ -260,13 +263,17 @@ def _header(line: dict[str, Any], before: Sequence[PlanHeader]) -> PlanHeader:
     step, ranks, experts, replica_slots = (_integer(line[name]) for name in names)
     primaries = {int(layer): tuple(_integer(rank) for rank in of_layer) for layer, of_layer in line["homes"].items()}
     if min(step, ranks, experts, replica_slots) < 1 or experts % ranks:
-        raise _InvalidLine("its header has numbers that no run has")
+        raise _InvalidLine(
+            "step, expert_ranks, num_experts and slots must be at least 1, and num_experts a multiple of expert_ranks"
+        )
     even = Counter(dict.fromkeys(range(ranks), experts // ranks))
     if not primaries or any(Counter(of_layer) != even for of_layer in primaries.values()):
-        raise _InvalidLine(f"its primaries are none of {experts} experts on {ranks} ranks")
+        raise _InvalidLine(
+            f"homes must list, for each layer, {experts // ranks} of {experts} experts on each of {ranks} ranks"
+        )
     found = PlanHeader(str(line["run"]), step, ranks, experts, replica_slots, primaries)
     if before and found.run != before[0].run:
-        raise _InvalidLine(f"it is of run {found.run}, and what is before it of run {before[0].run}")
+        raise _InvalidLine(f"its run ({found.run}) must be that of the first header ({before[0].run})")
     if before and found.step < before[-1].step:
         raise _InvalidLine(f"its step ({step}) must be at least {before[-1].step}")
     return found
@@ -284,7 +291,7 @@ def _out_of_range(replicas: ReplicaQuotas, header: PlanHeader) -> str | None:
     if len({replica[:2] for replica in replicas}) < len(replicas):
         return "a replica is listed twice"
     most = max(Counter(rank for _, rank, _ in replicas).values(), default=0)
-    return f"a rank has {most} replicas, and {header.replica_slots} slots" if most > header.replica_slots else None
+    return f"a rank has {most} replicas, but only {header.replica_slots} slots" if most > header.replica_slots else None
 
 
 _MOST = 2**48  # assignments: sums of them stay in 64 bits
@@ -292,5 +299,5 @@ _MOST = 2**48  # assignments: sums of them stay in 64 bits
 
 def _integer(value: Any) -> int:
     if type(value) is not int:
-        raise _InvalidLine(f"{value!r} must be a number")
+        raise _InvalidLine(f"{value!r} must be an integer")
     return value

@@ -16,7 +16,7 @@ from moe.placement_map import Integers, PlacementMap
 
 POLICIES: Mapping[str, QuotaPlanner] = {"flex": flex, "least_loaded": least_loaded, "solve": solve, "auto": solve}
 LEAST_GAIN = 0.02  # least gain, as a share of the mean rank's work, for which auto makes replicas
-# Costs if none were measured: a replica's weights, and its gradients in fp32, against the six products of an
+# Costs if none were measured: a replica's weights, and its gradients in fp32, against the six matmuls of an
 # assignment; both grow with the expert's size. A GPU with weights of 2 bytes at 400 TFLOP/s, 400 GB/s inside a node and
 # 50 between nodes; a host with weights of 4 bytes at 50 GFLOP/s and 2 GB/s.
 ASSUMED = {
@@ -27,7 +27,7 @@ ASSUMED = {
 
 @dataclass(frozen=True)
 class Policy:
-    """The placement of experts in all MoE layers."""
+    """The policy of expert placement in all MoE layers: planner, costs, and limits of replicas."""
 
     planner: QuotaPlanner | None  # None: every expert is computed by its primary
     costs: Costs
@@ -38,7 +38,7 @@ class Policy:
 
 
 def policy_of(config: Config, device: str) -> Policy | None:
-    """Return the policy of a config; None for the static map. `device` is "cpu" or "cuda"."""
+    """Return the placement policy of a config; None if it asks for no placement. `device` is "cpu" or "cuda"."""
     placement = config.moe.placement
     block_rows = derived.block_rows(config)
     if derived.places_experts(config):
@@ -51,7 +51,7 @@ def policy_of(config: Config, device: str) -> Policy | None:
 def pays(tokens_E: Integers, placement: PlacementMap, costs: Costs) -> bool:
     """Whether a step with `tokens_E` tokens per expert should have replicas.
 
-    The gain of perfect balance must exceed the cost of a replica on both ranks, and LEAST_GAIN.
+    The gain of perfect balance must exceed the cost of a replica on both of its ranks, and LEAST_GAIN.
     """
     loads_R = np.bincount(placement.primary_ranks, tokens_E, placement.num_ranks)
     gain = loads_R.max() - loads_R.mean()

@@ -8,11 +8,12 @@ tokens, quotas_ER the assignments that each rank computes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from moe.chunk_plan import stored_fields
 from moe.placement_map import Integers, PlacementMap
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -34,19 +35,19 @@ class Costs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
-        """Undo `as_dict`."""
+        """Return costs from the dict that `as_dict` made."""
         fields = {stored: name for name, stored in STORED_COSTS.items()}
         return cls(**{fields.get(stored, stored): value for stored, value in values.items()})
 
     def as_dict(self) -> dict[str, int | None]:
-        """Return the costs under the names that checkpoints store."""
-        return {STORED_COSTS.get(name, name): value for name, value in asdict(self).items()}
+        """Return the costs with the field names that checkpoints store."""
+        return stored_fields(self, STORED_COSTS)
 
     def of_call(self, trains: bool, block_rows: int | None = None) -> Costs:
         """Return the costs that a planner gets for one call.
 
-        The gradient of a replica is charged with its weights, as it is returned once; with `block_rows` it is charged
-        with each use; without `trains` never.
+        A replica's gradient is returned once, so its cost is added to that of the weights; with `block_rows` it is
+        charged for each block; without `trains` there are no gradients.
         """
         if not trains:
             return replace(self, grad_in_node=0, grad_between=0)
@@ -60,7 +61,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class ReplicaLimits:
-    """The limits of a plan."""
+    """The limits of a placement plan: replica slots, nodes, and the most assignments of a rank."""
 
     replica_slots: int  # replicas of the layer's experts that a rank may hold
     ranks_per_node: int  # consecutive ranks
@@ -70,15 +71,15 @@ class ReplicaLimits:
 
 
 class QuotaPlanner(Protocol):
-    """A planner of quotas."""
+    """Interface of placement planners, which decide how many of an expert's assignments each rank computes."""
 
     def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-        """Return quotas_ER: all assignments of each expert, on its primary and on replicas within the limits."""
+        """Return quotas_ER: each expert's assignments, divided between its primary and replicas within the limits."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loads, new replicas and time of a call with some quotas."""
+    """The loads, new replicas and estimated time of a call with given quotas."""
 
     loads_R: Integers  # assignments that each rank computes
     new_R: Integers  # replicas whose weights must be sent to each rank
@@ -88,19 +89,19 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """Assignments of the busiest rank over the mean of all ranks."""
+        """The assignments of the busiest rank over the mean of all ranks."""
         return float(self.loads_R.max() / max(self.loads_R.mean(), 1e-9))
 
 
 def at_primaries(counts_RE: Integers, placement: PlacementMap) -> Integers:
-    """Return quotas_ER of the static map: every expert is computed on its primary rank."""
+    """Return the quotas [E, R] if every expert is computed by its primary alone."""
     quotas_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
     quotas_ER[np.arange(placement.num_experts), placement.primary_ranks] = counts_RE.sum(0)
     return quotas_ER
 
 
 def held(placement: PlacementMap) -> np.ndarray:
-    """Return bool [E, R]: the ranks that have the weights of each expert before any are sent."""
+    """Return bool [E, R]: the ranks that have the weights of each expert before any are sent in this call."""
     held_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=bool)
     held_ER[np.arange(placement.num_experts), placement.primary_ranks] = True
     for expert, rank in placement.replicas:
@@ -111,10 +112,10 @@ def held(placement: PlacementMap) -> np.ndarray:
 def check(
     quotas_ER: Integers, counts_RE: Integers, placement: PlacementMap, limits: ReplicaLimits, with_pinned: bool = False
 ) -> None:
-    """Raise AssertionError if a planner's answer is not valid.
+    """Raise AssertionError if quotas lose assignments or need more replica slots than a rank has.
 
-    `with_pinned`: the planner counts the slots of pinned replicas. For other planners the layer computes assignments on
-    the primary if a replica has no slot left.
+    `with_pinned`: slots of pinned replicas count, too. Planners may ignore them: the layer then computes assignments of
+    a replica that gets no slot on the primary.
     """
     assert (quotas_ER >= 0).all() and (quotas_ER.sum(1) == counts_RE.sum(0)).all()
     is_replica = quotas_ER > 0
@@ -125,7 +126,7 @@ def check(
 
 
 def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Outcome:
-    """Return the outcome of a planner's answer; the costs are those of a call."""
+    """Return the loads, new replicas and time of a call with given quotas; `costs`: those of a call (`of_call`)."""
     used = quotas_ER > 0
     experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.primary_ranks[:, None]))
     primaries, num_ranks = placement.primary_ranks[experts], placement.num_ranks
@@ -149,10 +150,10 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
 
 
 def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:
-    """Return [E, R]: how many of a rank's assignments of each expert are sent to each rank.
+    """Return [E, R]: how many of one rank's assignments of each expert are sent to each rank.
 
-    A rank's own assignments use its quota first, then those of ranks in its node, then all others. Each round assigns
-    what is left greedily in rank order.
+    A rank's quota is filled with its own assignments first, then with those of its node, then with all others. Each
+    round assigns the rest greedily in rank order.
     """
     num_experts, num_ranks = quotas_ER.shape
     assert num_ranks % ranks_per_node == 0

@@ -25,7 +25,7 @@ ByRank = defaultdict[int, list[torch.Tensor]]  # tensors sent to each rank, or r
 
 
 class HeldReplica(NamedTuple):
-    """A replica of an expert, with the location of its primary and its own."""
+    """A replica of an expert: the rank and slot of its primary, and its own rank and replica slot."""
 
     primary_rank: int
     primary_slot: int
@@ -34,7 +34,7 @@ class HeldReplica(NamedTuple):
 
 
 class ExpertBlocks(NamedTuple):
-    """One expert's blocks in a call."""
+    """The blocks of assignments of one expert in a call, with the rank that computes each block."""
 
     expert: int  # its number on this rank: the slot of its primary or, after those, of its replica
     primary_rank: int
@@ -45,7 +45,7 @@ class ReplicaBuffers:
     """The memory of a layer's replicas on this rank; each slot is one contiguous record of an expert's matrices."""
 
     def __init__(self, group: dist.ProcessGroup, num_slots: int, like: Slab) -> None:
-        """like: the primaries of this rank."""
+        """`like`: the weights of this rank's primaries, from which only shapes and dtype are read."""
         self.group, self.rank = group, group.rank()
         self._shapes = [each.shape[1:] for each in like.tensors]
         self._sizes = [math.prod(shape) for shape in self._shapes]
@@ -55,34 +55,34 @@ class ReplicaBuffers:
         self._written: set[int] = set()  # slots with gradients of this step
         # Returned gradients, to be added to those of the primary: (its slot, record).
         self.arrived: list[tuple[int, torch.Tensor]] = []
-        # The host's kernels need consecutive matrices; a grouped product takes them with a stride.
+        # The host's kernels need consecutive matrices; a grouped matmul takes them with a stride.
         records = self.weights.split(1) if like.fc1.device.type == "cpu" else (self.weights,)
         self.slabs = [like.like(*self._views(each)) for each in records]
 
     def _views(self, records: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of records [n, size], one tensor [n, ...] per kind."""
+        """Return the matrices of flat records [n, size] as views: one tensor [n, ...] per kind."""
         matrices = records.split(self._sizes, dim=1)
         return [each.unflatten(1, shape) for each, shape in zip(matrices, self._shapes, strict=True)]
 
     @property
     def grads(self) -> torch.Tensor:
-        """Gradients [slots, record] in fp32 or wider."""
+        """The summed gradients of all replica slots, [slots, record] in fp32 or wider."""
         if self._grads is None:
             self._grads = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
         return self._grads
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights and, once they are allocated, of the gradients."""
+        """The bytes of the replicas' weights and, once allocated, of their gradients."""
         return self.weights.nbytes + (0 if self._grads is None else self._grads.nbytes)
 
     def begin_passes(self) -> None:
-        """Clear all gradients."""
+        """Forget all gradients, at the start of a step."""
         self._written.clear()
         self.arrived.clear()
 
     def add(self, grads: WeightGrads, used: Sequence[int]) -> None:
-        """Add a call's gradients of the replicas in the used slots to those of earlier calls."""
+        """Add a call's gradients of the replicas in the slots `used` to those of earlier calls of the step."""
         made = {index: of_slab.finish() for index, of_slab in grads.take_others().items()}
         for replica_slot in used:
             index, within_slab = (1 + replica_slot, 0) if len(self.slabs) > 1 else (1, replica_slot)
@@ -93,15 +93,15 @@ class ReplicaBuffers:
             self._written.add(replica_slot)
 
     def leave(self, replica_slot: int) -> torch.Tensor:
-        """Return the gradients of a replica that are sent to its primary now."""
+        """Return a replica's summed gradient, which is sent to its primary now; the slot has none afterwards."""
         assert replica_slot in self._written, f"the replica in slot {replica_slot} has no gradients"
         self._written.remove(replica_slot)
         return self.grads[replica_slot]
 
     def add_arrived(self, primaries: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Return the primaries' gradients for autograd, with those that their replicas returned added.
+        """Return the primaries' gradients for autograd, plus those that their replicas have returned.
 
-        If a parameter has a gradient buffer, they are added in the buffer, after the primary's own.
+        If a parameter has a gradient buffer, returned gradients are added in the buffer, after the primary's own.
         """
         for expert_slot, record in self.arrived:
             views = iter(self._views(record[None]))
@@ -116,7 +116,7 @@ class ReplicaBuffers:
 
 
 class CallReplicas:
-    """The replicas of one call: the messages before and after its experts compute."""
+    """The replicas of one call, with the messages before and after its experts are computed."""
 
     def __init__(
         self,
@@ -126,10 +126,13 @@ class CallReplicas:
         leaving: Sequence[HeldReplica],
         blocks: Sequence[ExpertBlocks] = (),
     ) -> None:
-        """used: slots of the replicas on this rank that compute. fetched: replicas whose weights are sent; leaving: the
-        replicas before them in their slots, whose gradients are returned; both of all ranks, in the same order on all.
-        blocks: if gradients are added block by block, the experts with replicas whose primary or replica is here."""
-        self._buffers, self._used, self._blocks = buffers, used, blocks
+        """`used`: the slots of this rank's replicas that compute. `fetched`: replicas whose weights are sent.
+
+        `leaving`: the replicas that were in these slots before, whose gradients are returned. Both lists are those of
+        all ranks, in the same order on all ranks. `blocks`: if gradients are added block by block, the experts with
+        replicas whose primary or replica is on this rank.
+        """
+        self.buffers, self._used, self._blocks = buffers, used, blocks
         self._fetched, self._leaving = fetched, leaving
         self._messages: Messages | None = None
         self.on_sent: Callable[[int], None] = lambda num_bytes: None
@@ -137,12 +140,12 @@ class CallReplicas:
         self.on_backward: Callable[[], Sequence[HeldReplica]] = tuple
 
     def weights(self, primaries: Slab) -> Weights:
-        """Return the weights of the primaries of this rank, followed by those of all replica slots."""
-        return Weights((primaries, *self._buffers.slabs))
+        """Return the weights of this rank's primaries, followed by those of all its replica slots."""
+        return Weights((primaries, *self.buffers.slabs))
 
     @property
     def separate_experts(self) -> list[int]:
-        """Numbers of the experts of this rank whose gradients are kept block by block."""
+        """The numbers of this rank's experts whose gradients are stored block by block."""
         return [each.expert for each in self._blocks]
 
     @named("copies")
@@ -151,27 +154,27 @@ class CallReplicas:
         sends: ByRank = defaultdict(list)
         receives: ByRank = defaultdict(list)
         for replica in self._fetched:
-            if replica.primary_rank == self._buffers.rank:
+            if replica.primary_rank == self.buffers.rank:
                 sends[replica.rank] += [each[replica.primary_slot] for each in primaries.tensors]
-            elif replica.rank == self._buffers.rank:
-                receives[replica.primary_rank].append(self._buffers.weights[replica.replica_slot])
+            elif replica.rank == self.buffers.rank:
+                receives[replica.primary_rank].append(self.buffers.weights[replica.replica_slot])
         self._start(sends, receives, self._leaving)
 
     @named("copies")
     def return_grads(self, grads: WeightGrads | None) -> None:
         """Add the call's gradients of replicas to those of earlier calls, and start returning the complete ones.
 
-        Block by block all are returned and added before this returns.
+        Gradients that are added block by block have all been returned and added when this function ends.
         """
         complete = self.on_backward()
         if isinstance(grads, BlockGrads):
             self._return_blocks(grads)
         elif grads is not None:
-            self._buffers.add(grads, self._used)
+            self.buffers.add(grads, self._used)
             self._start(defaultdict(list), defaultdict(list), complete)
 
     def _start(self, sends: ByRank, receives: ByRank, returning: Sequence[HeldReplica]) -> None:
-        buffers = self._buffers
+        buffers = self.buffers
         for replica in returning:
             if replica.rank == buffers.rank:
                 sends[replica.primary_rank].append(buffers.leave(replica.replica_slot))
@@ -184,23 +187,19 @@ class CallReplicas:
 
     @named("copies wait")
     def wait(self) -> None:
-        """Wait for the messages that were started."""
+        """Wait for the messages that `fetch` or `return_grads` started."""
         if self._messages is not None:
             self._messages.wait()
             self._messages = None
 
     def take_arrived(self) -> list[tuple[int, torch.Tensor]]:
-        """Return and clear the returned gradients: the slot of each primary, and the record."""
-        arrived, self._buffers.arrived = self._buffers.arrived, []
+        """Return and clear the gradients that replicas have returned: (slot of the primary, record)."""
+        arrived, self.buffers.arrived = self.buffers.arrived, []
         return arrived
-
-    def add_arrived(self, primaries: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Return the primaries' gradients with those of their replicas: see `ReplicaBuffers.add_arrived`."""
-        return self._buffers.add_arrived(primaries, grads)
 
     def _return_blocks(self, grads: BlockGrads) -> None:
         # One expert after the other, on all ranks alike; the primary's rank adds its blocks in their order.
-        group, rank = self._buffers.group, self._buffers.rank
+        group, rank = self.buffers.group, self.buffers.rank
         for expert, primary_rank, ranks in self._blocks:
             own = grads.partials.pop(expert)
             sends: dict[int, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Files of routing counts of an MoE model's run, by step, MoE layer, micro-batch, rank and expert.
+"""Traces of routing: files of a run's routing counts per step, MoE layer, micro-batch, rank and expert.
 
 The first line is a JSON header. Then each step is one frame: its length and its checksum (4 bytes each) and a
 compressed payload, which has the step and the shape (8 and 4 x 2 bytes), the number of bytes of a count, and all counts
@@ -36,7 +36,7 @@ _START_BYTES = 1 << 12  # of a payload, which contain the step
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The model and layout of a trace."""
+    """The header of a trace of routing counts: the model and the layout."""
 
     name: str
     num_experts: int
@@ -54,7 +54,7 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Damage:
-    """Damaged bytes [start, end), which are not a frame."""
+    """Damaged bytes [start, end) of a trace, which are not a frame."""
 
     start: int
     end: int
@@ -63,22 +63,23 @@ class _Damage:
     next: int | None  # the first step after them; None: they are at the end
 
     def text(self, path: Path, first: int) -> str:
-        """Return a message on the damage; `first` is the first step that is not lost."""
+        """Return a message on the damage and the lost steps; `first` is the first step that is not lost."""
         if self.last + 1 == first:
             lost = "no step is lost"
         elif self.last + 2 == first:
             lost = f"step {first - 1} is lost"
         else:
             lost = f"{first - 1 - self.last} steps, {self.last + 1} to {first - 1}, are lost"
-        kept = f"{self.kept} steps in front of them are kept"
+        kept = f"and the {self.kept} steps before them are kept"
         return f"{path}: bytes {self.start} to {self.end - 1} are damaged: {lost}, {kept}"
 
 
 class TraceWriter:
-    """Writer of a trace, which appends to the file or creates it. Disk errors are reported and do not end the run.
+    """Writer of a trace of routing counts, which appends to the file or creates it.
 
-    `after` is the last step of the run: later steps in the file are cut off, as is an incomplete frame at its end.
-    Raises ConfigError if the file has another number of experts, or is not a trace.
+    `after` is the last step of the run: later steps in the file are cut off, as is an incomplete frame at its end. Disk
+    errors are reported and do not end the run. Raises ConfigError if the file has another number of experts, or is not
+    a trace.
     """
 
     def __init__(self, path: Path, header: TraceHeader, after: int = 0) -> None:
@@ -98,7 +99,9 @@ class TraceWriter:
             for field in ("num_experts", "top_k"):
                 here, now = getattr(found, field), getattr(self._header, field)
                 if here != now:
-                    raise ConfigError(f"{path} has {field}={here}, and the run {now}. Move the file away.")
+                    raise ConfigError(
+                        f"{path} was written with {field}={here}, and this run has {now}. Move the file away."
+                    )
             end, last = file.tell(), 0
             for section in _sections(file):
                 if isinstance(section, _Damage):
@@ -128,13 +131,13 @@ class TraceWriter:
 
 
 def read_header(path: Path) -> TraceHeader:
-    """Return the header of a trace. Raises ConfigError if the file is not a trace."""
+    """Return the header of a trace of routing counts. Raises ConfigError if the file is not a trace."""
     with path.open("rb") as file:
         return _read_header(file, path)
 
 
 def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple[int, Integers]]:
-    """Yield the steps and their counts [L, M, R, E]. Raises ConfigError if the file is not a trace.
+    """Yield (step, counts [L, M, R, E]) for each step of a trace. Raises ConfigError if the file is not a trace.
 
     `log` gets messages on damaged bytes; None: they are printed on standard error.
     """
@@ -146,8 +149,8 @@ def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple
                 text = section.text(path, section.last + 1 if section.next is None else section.next)
                 if section.next is None:
                     text = (
-                        f"{path}: bytes {section.start} to {section.end - 1} at the end are no whole step: what was "
-                        f"behind step {section.last} is lost, {kept} steps are kept"
+                        f"{path}: bytes {section.start} to {section.end - 1} at the end are not a complete step: all "
+                        f"after step {section.last} is lost, and {kept} steps are kept"
                     )
                 log(text)
                 continue
@@ -156,7 +159,7 @@ def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple
 
 
 def _is_cut_header(path: Path) -> bool:
-    """Whether a file has only the start of a trace's first line, as its writer was killed."""
+    """Whether a file has only the start of a trace's first line, because its writer was killed."""
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     return b"\n" not in start and (start.startswith(_OUR_HEADER) or _OUR_HEADER.startswith(start))
@@ -173,13 +176,13 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         pass
     raise ConfigError(
-        f"{path} is no trace of routing counts, as `moe.placement.record` writes them. Give one that is, or move it "
-        "out of the run's folder."
+        f"{path} is not a trace of routing counts, which moe.placement.record=true writes. Use another file, or move "
+        "this one out of the run's folder."
     )
 
 
 def _sections(file: BinaryIO) -> Iterator[_Frame | _Damage]:
-    """Yield the frames and damaged sections after the header, in order of the file; steps ascend."""
+    """Yield a trace's frames and damaged sections in the order of the file; their steps ascend."""
     position, last, kept, bad = file.tell(), 0, 0, None
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while position < len(data):
@@ -200,7 +203,7 @@ def _sections(file: BinaryIO) -> Iterator[_Frame | _Damage]:
 
 
 def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
-    """Return the frame of a step after `last` that starts at a byte; None if there is none."""
+    """Return the frame of a step after `last` that begins at byte `start`; None if there is no valid one."""
     begin = start + _FRAME.size
     if begin > len(data):
         return None
@@ -223,7 +226,7 @@ def _counts(frame: _Frame, header: TraceHeader, path: Path) -> Integers:
         data = zlib.decompress(frame.payload)
         _, *shape, size = _STEP.unpack_from(data)
         if shape[3] != header.num_experts:
-            raise ValueError(f"{shape[3]} experts, and the first line says {header.num_experts}")
+            raise ValueError(f"it has {shape[3]} experts, and the file's header {header.num_experts}")
         planes = np.frombuffer(data, np.uint8, offset=_STEP.size).reshape(size, -1)
         return np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(shape).astype(np.int64)
     except (zlib.error, ValueError, TypeError) as error:

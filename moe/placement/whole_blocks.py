@@ -1,4 +1,4 @@
-"""Plans in whole blocks: which rank computes each block of a source rank's assignments of an expert.
+"""Placement plans in whole blocks: which rank computes each block of a source rank's assignments of an expert.
 
 Where sums must have the same bits for every plan, a block is computed and added as a whole. A plan of assignments that
 keeps a limit of load may exceed it once it is rounded to blocks. `within_limit` therefore moves and exchanges blocks
@@ -21,14 +21,14 @@ from moe.placement_map import Integers, PlacementMap
 
 
 def num_blocks(counts: Integers, block_rows: int) -> Integers:
-    """Return the number of blocks of some assignments."""
+    """Return the numbers of blocks of at most `block_rows` assignments into which `counts` assignments are cut."""
     return -(-counts // block_rows)
 
 
 def in_blocks(quotas_ER: Integers, blocks_E: Integers) -> Integers:
-    """Return quotas_ER of blocks in the ratio of quotas of assignments.
+    """Return quotas in blocks [E, R], in the ratio of quotas in assignments; `blocks_E`: blocks of each expert.
 
-    The remaining blocks of an expert go to the ranks with the largest remainders.
+    The blocks of an expert that remain after rounding down go to the ranks with the largest remainders.
     """
     totals_E = np.maximum(quotas_ER.sum(1), 1)[:, None]
     whole_ER, rest_ER = np.divmod(quotas_ER * blocks_E[:, None], totals_E)
@@ -41,7 +41,7 @@ def in_blocks(quotas_ER: Integers, blocks_E: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All blocks of a call, sorted by source rank, expert, chunk and token."""
+    """All blocks of a call and the rank that computes each, sorted by source rank, expert, chunk and token."""
 
     sources: Integers  # [B]
     experts: Integers  # [B]
@@ -50,7 +50,7 @@ class BlockLayout:
     ranks: Integers  # [B] that compute them
 
     def of_source(self, rank: int) -> tuple[Integers, Integers, Integers]:
-        """Return (experts, ranks, sizes) of the blocks of a rank's own tokens."""
+        """Return (experts, computing ranks, sizes) of the blocks of a rank's own tokens."""
         own = slice(*np.searchsorted(self.sources, [rank, rank + 1]))
         return self.experts[own], self.ranks[own], self.sizes[own]
 
@@ -64,9 +64,9 @@ class BlockLayout:
         return found.reshape(num_experts, num_ranks).astype(np.int64)
 
     def ranks_in_order(self, expert: int) -> list[int]:
-        """Return the ranks of an expert's blocks in the order in which their gradients are added.
+        """Return the ranks of an expert's blocks in the order in which the blocks' gradients are added.
 
-        They are sorted by chunk, source rank and token.
+        The blocks are sorted by chunk, source rank and token.
         """
         of_expert = np.flatnonzero(self.experts == expert)
         in_order = of_expert[np.argsort(self.chunks[of_expert], kind="stable")]
@@ -74,9 +74,9 @@ class BlockLayout:
 
 
 def assign(counts_RDE: Integers, quotas_ER: Integers, block_rows: int, ranks_per_node: int) -> BlockLayout:
-    """Assign each block a rank, so that every rank gets its quota of blocks.
+    """Assign a rank to each block, so that every rank gets its quota of blocks.
 
-    Within the quotas, a rank's own blocks stay, then those of its node.
+    Within the quotas a rank computes its own blocks first, then those of its node.
     """
     num_ranks, num_chunks, num_experts = counts_RDE.shape
     counts_RED = counts_RDE.swapaxes(1, 2)
@@ -104,9 +104,9 @@ MOST_PAIRS = 1_000_000  # of blocks that are considered for an exchange
 def within_limit(
     blocks: BlockLayout, placement: PlacementMap, costs: Costs, limits: ReplicaLimits, reachable: bool
 ) -> BlockLayout:
-    """Return the blocks with ranks that keep `limits.most`, or exceed it by less.
+    """Return the blocks on ranks such that no rank has more than `limits.most` assignments, or the excess is smaller.
 
-    reachable: whether a plan of assignments keeps it; otherwise other replicas are not searched.
+    `reachable`: whether a plan of single assignments keeps the limit; otherwise other replicas are not searched.
     """
     state = _State(blocks, placement, costs, limits)
     state.fill()
@@ -130,7 +130,7 @@ def within_limit(
 
 
 class _State:
-    """The ranks of all blocks during the search, with loads and numbers of blocks."""
+    """The rank of each block during the search, with the loads and numbers of blocks of the ranks."""
 
     def __init__(self, blocks: BlockLayout, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> None:
         assert limits.most is not None
@@ -155,7 +155,7 @@ class _State:
         return int(np.maximum(self.loads_R - self.most, 0).sum())
 
     def open_ER(self) -> np.ndarray:
-        """Return bool [E, R]: the ranks that may compute blocks of each expert."""
+        """Return bool [E, R]: the ranks that may compute blocks of each expert now, with their free replica slots."""
         taken_R = ((self.num_ER > 0) & ~self.always_ER).sum(0) + self.pinned_ER.sum(0)
         return self.always_ER | (self.num_ER > 0) | (self.may_ER & (taken_R < self.limits.replica_slots))
 
@@ -168,7 +168,7 @@ class _State:
         self.ranks[block] = rank
 
     def fill(self) -> None:
-        """Move and exchange blocks of ranks above the limit while that lowers the excess."""
+        """Move and exchange blocks of ranks above the limit as long as that lowers the excess."""
         while True:
             over = np.flatnonzero(self.loads_R > self.most)
             in_order = over[np.argsort(-self.loads_R[over], kind="stable")]
@@ -176,7 +176,7 @@ class _State:
                 return
 
     def _relieve(self, rank: int) -> bool:
-        """Make the move that lowers the excess the most, else such an exchange; return whether there is one."""
+        """Move the block of `rank` that lowers the excess most, or else exchange two; return whether one was found."""
         most, open_ER = self.most, self.open_ER()
         over, own_A = self.loads_R[rank] - most, np.flatnonzero(self.ranks == rank)
         _, first = np.unique(np.stack([self.experts[own_A], self.sizes[own_A]]), axis=1, return_index=True)
@@ -206,9 +206,9 @@ class _State:
         return True
 
     def exactly(self) -> Integers | None:
-        """Search all ranks of all blocks, the largest blocks first, for ranks that keep the limit.
+        """Search exhaustively, the largest blocks first, for ranks of all blocks [B] that keep the limit.
 
-        Return None if there are none, or none among the first `NODES`.
+        Returns None if there are none, or none in the first `NODES` nodes of the search tree.
         """
         order = np.lexsort((self.experts, -self.sizes)).tolist()
         experts, sizes = self.experts[order].tolist(), self.sizes[order].tolist()
@@ -246,7 +246,7 @@ class _State:
         return ranks_B
 
     def remove(self, random: Random) -> list[tuple[int, int]]:
-        """Remove replicas, and move single blocks; return (expert, rank) of replicas that are barred for now."""
+        """Remove replicas, and move single blocks, at random; return (expert, rank) of replicas barred for now."""
         replicas = np.argwhere((self.num_ER > 0) & (np.arange(self.shape[1]) != self.primaries_E[:, None]))
         barred: list[tuple[int, int]] = []
         for _ in range(random.below(3)):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from moe.chunk_plan import STRATEGIES, Plan
+from moe.chunk_plan import STRATEGIES, Plan, stored_fields
 from parallel.costs.models import NOTHING, Curve, Line
 
 # Fields that plans.jsonl and cached measurements store under another name.
@@ -15,7 +15,7 @@ DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The seconds of one layer's operations, each measured alone."""
+    """The seconds of one layer's operations, each measured alone, as models over sizes."""
 
     exchange: Line  # over bytes that the busiest rank sends to other ranks or receives from them
     gather: Line  # over token rows: collecting a chunk's rows for an exchange
@@ -44,12 +44,12 @@ class LayerCosts:
     mixed_rest: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the costs as numbers, lists and dicts for JSON."""
-        return {WRITTEN.get(name, name): value for name, value in asdict(self).items()}
+        """Return the costs as numbers, lists and dicts for JSON, with the field names of stored files."""
+        return stored_fields(self, WRITTEN)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> LayerCosts:
-        """Undo `as_dict`, also after JSON. Raises TypeError or KeyError for something else."""
+        """Return the costs from a dict of `as_dict`, also after JSON. Raises TypeError or KeyError for another dict."""
 
         def model(value: Any) -> Any:
             if not isinstance(value, dict):
@@ -61,7 +61,7 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Limits:
-    """The plans that the planner may choose.
+    """The chunk plans that the planner may choose, and the memory budget.
 
     `degrees` and `backward_degrees` above the number of tokens are ignored unless no others are left.
     """
@@ -76,7 +76,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class CallPrediction:
-    """The predicted seconds of both passes and the peak bytes of a plan."""
+    """The predicted seconds of both passes of a call, and its peak bytes, with some chunk plan."""
 
     forward: float
     backward: float
@@ -85,7 +85,7 @@ class CallPrediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """A plan and the prediction that led to it."""
+    """A chunk plan and its prediction."""
 
     plan: Plan
     prediction: CallPrediction

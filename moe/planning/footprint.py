@@ -26,6 +26,10 @@ Step = tuple[int, str]  # a kind of access to a buffer, and its name among the s
 Sizes = dict[str, int]  # by name: numbers of the load's dtype
 
 
+_EXPERTS: list[Step] = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (GIVE, "expert_rows")]
+_no_buffer: Callable[[Any], list[Step]] = lambda operation: []  # noqa: E731
+
+
 def _local(operation: program.LocalExperts | program.LocalGrads) -> list[Step]:
     result = [(TAKE, "output")] if operation.chunk == 0 else []
     computed = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (USE, "chunk_sum"), (GIVE, "expert_rows")]
@@ -33,10 +37,10 @@ def _local(operation: program.LocalExperts | program.LocalGrads) -> list[Step]:
 
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
+    **dict.fromkeys((program.TakeAssignments, program.WaitDispatch, program.TakeProbsGrad), _no_buffer),
+    **dict.fromkeys((program.SharedExpert, program.SharedExpertGrad, program.Offload), _no_buffer),
     # Slots and the link belong to the rank, not to the layer: simulator/clock/streams.py counts these transfers.
-    program.FetchExpert: lambda operation: [],
-    program.WaitExpert: lambda operation: [],
-    program.StoreExpert: lambda operation: [],
+    **dict.fromkeys((program.FetchExpert, program.WaitExpert, program.StoreExpert), _no_buffer),
     # Messages are packed before they are sent and unpacked after they arrive.
     program.FetchReplicas: lambda operation: [(TAKE, "copies")],
     program.WaitReplicas: lambda operation: [(GIVE, "copies")],
@@ -45,19 +49,9 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
     program.SendAssignments: lambda operation: [(FLY, "nothing")],
     program.Expect: lambda operation: [(TAKE, "received")],
     program.Dispatch: lambda operation: [(TAKE, "sent"), (FLY, "sent")],
-    program.SharedExpert: lambda operation: [],
-    program.TakeAssignments: lambda operation: [],
-    program.WaitDispatch: lambda operation: [],
-    program.Experts: lambda operation: [
-        (TAKE, "offloaded"),
-        (TAKE, "expert_rows"),
-        (USE, "scratch"),
-        (TAKE, "sums"),
-        (GIVE, "expert_rows"),
-    ],
+    program.Experts: lambda operation: [(TAKE, "offloaded"), *_EXPERTS],
     # a buffer for the rows that return; the computed ones are sent
     program.Combine: lambda operation: [(TAKE, "sums"), (FLY, "sums")],
-    program.Offload: lambda operation: [],
     # The result exists from the first chunk on.
     program.SumCombine: lambda operation: [
         *([(TAKE, "output")] if operation.chunk == 0 else []),
@@ -65,15 +59,7 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
         (GIVE, "sums"),
     ],
     program.Fetch: lambda operation: [(TAKE, "fetched")],
-    program.SharedExpertGrad: lambda operation: [],
-    program.InputGrads: lambda operation: [
-        (TAKE, "regrouped"),
-        (TAKE, "expert_rows"),
-        (TAKE, "work"),
-        (USE, "scratch"),
-        (TAKE, "sums"),
-        (GIVE, "expert_rows"),
-    ],
+    program.InputGrads: lambda operation: [(TAKE, "regrouped"), (TAKE, "work"), *_EXPERTS],
     program.Release: lambda operation: [(GIVE, "offloaded"), (GIVE, "released")],
     program.SendProbsGrad: lambda operation: [(FLY, "nothing")],
     program.ExpertWeightGrads: lambda operation: [
@@ -82,14 +68,13 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
         (GIVE, "work"),
         (GIVE, "read"),
     ],
-    program.TakeProbsGrad: lambda operation: [],
     program.LocalExperts: lambda operation: [(TAKE, "offloaded"), *_local(operation)],
     program.LocalGrads: _local,
 }
 
 
 def ledger(operations: Sequence[Operation]) -> tuple[Step, ...]:
-    """Return the buffers that a program takes and gives back.
+    """Return, in order, each access of a program to a buffer: its kind (take, give back, use) and the buffer's name.
 
     Raises UnknownOperation for an operation that has no line here.
     """
@@ -108,12 +93,12 @@ def ledger(operations: Sequence[Operation]) -> tuple[Step, ...]:
 
 @cache
 def _ledger(make_program: Callable[..., Sequence[Operation]], *arguments: Any) -> tuple[Step, ...]:
-    """Return the ledger of a program, computed once per program and arguments."""
+    """Return the accesses of a program to buffers, computed once per program and arguments."""
     return ledger(make_program(*arguments))
 
 
 def peak(steps: Sequence[Step], sizes: Mapping[str, int]) -> int:
-    """Return the greatest sum of buffers that are in use at once, in numbers."""
+    """Return the peak size of all buffers that are in use at once, in elements."""
     now = most = 0
     for kind, name in steps:
         if kind == TAKE:
@@ -127,20 +112,15 @@ def peak(steps: Sequence[Step], sizes: Mapping[str, int]) -> int:
     return most
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Experts on several ranks
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def kept_bytes(load: LayerLoad, strategy: Strategy) -> int:
-    """Return the bytes that are kept from the forward to the backward pass."""
+    """Return the bytes that a call keeps from its forward to its backward pass."""
     token_rows = load.token_rows * load.hidden_size if strategy.token_rows == "keep" else 0
     preactivations = (load.assignments + _spare(load)) * load.hidden_columns if strategy.preactivations == "keep" else 0
     return (token_rows + preactivations) * load.element_size + load.assignments * INDEX_BYTES
 
 
 def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
-    """Return the peak bytes of the forward pass in addition to `kept_bytes`."""
+    """Return the forward pass's peak bytes, without the activations that `kept_bytes` counts."""
     chunk = _Chunk(load, degree)
     received = 0 if strategy.token_rows == "keep" else chunk.token_rows
     sizes = chunk.sizes | {
@@ -153,7 +133,7 @@ def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
 
 
 def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
-    """Return the peak bytes of the backward pass in addition to `kept_bytes`; `same`: equal degrees in both passes."""
+    """Return the backward pass's peak bytes, without those of `kept_bytes`; `same`: equal degrees in both passes."""
     chunk = _Chunk(load, degree)
     offloaded = chunk.preactivations if strategy.preactivations == "offload" else 0
     copied = chunk.assignments * load.hidden_columns + 16 * load.assignments // load.element_size
@@ -174,7 +154,7 @@ def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag:
 
 
 def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
-    """Return the peak bytes of buffers on the busiest rank.
+    """Return the peak bytes of a layer's buffers on the busiest rank with this chunk plan.
 
     `live_calls` calls keep tensors between their passes; one pass runs at a time, and the larger one's workspace
     counts.
@@ -183,11 +163,6 @@ def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
     forward = forward_bytes(load, strategy, plan.degree)
     backward = backward_bytes(load, strategy, plan.backward_degree, plan.weight_lag, same)
     return live_calls * kept_bytes(load, strategy) + max(forward, backward)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All experts on one rank
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
@@ -207,27 +182,20 @@ def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
     ) -> Sizes:
         chunk = _Chunk(load, degree)
         offloaded = chunk.preactivations if offloads else 0
-        result = chunk.sizes | {
-            "offloaded": offloaded,
-            "fetched": offloaded,
-            "regrouped": regrouped,
-            "released": regrouped,
-        }
+        result = chunk.sizes | {"offloaded": offloaded, "fetched": offloaded}
+        result |= {"regrouped": regrouped, "released": regrouped}
         # With one chunk its sums are the result; with several, the result exists before the first.
         result |= {"sums": chunk.sizes["output"], "output": 0} if degree == 1 else {"sums": 0}
         return result | {"scratch": scratch(load, chunk.block, computes_again)}
 
     degree, backward_degree = plan.degree, plan.backward_degree
-    regrouped = (
-        _Chunk(load, backward_degree).assignments * load.hidden_columns if keeps and degree != backward_degree else 0
-    )
+    regroups = keeps and degree != backward_degree
+    regrouped = _Chunk(load, backward_degree).assignments * load.hidden_columns if regroups else 0
     forward = sizes(degree, 0, expert_sizes.forward_scratch, not keeps)
     backward = sizes(backward_degree, regrouped, expert_sizes.both_scratch, not keeps)
-    most = (
-        peak(_ledger(program.local_forward, degree, strategy), forward),
-        peak(_ledger(program.local_backward, backward_degree, strategy), backward),
-    )
-    return kept, most[0] * element, most[1] * element
+    forward_peak = peak(_ledger(program.local_forward, degree, strategy), forward)
+    backward_peak = peak(_ledger(program.local_backward, backward_degree, strategy), backward)
+    return kept, forward_peak * element, backward_peak * element
 
 
 def _spare(load: LayerLoad) -> int:
@@ -235,12 +203,12 @@ def _spare(load: LayerLoad) -> int:
 
 
 class _Chunk:
-    """Sizes of the buffers of one of `degree` equal chunks, in numbers."""
+    """The sizes of the buffers of one of `degree` equal chunks, in elements."""
 
     def __init__(self, load: LayerLoad, degree: int) -> None:
         self.assignments = -(-load.assignments // degree)
         self.token_rows = -(-load.token_rows // degree) * load.hidden_size
-        # of one expert, or of all if one grouped product computes all experts
+        # of one expert, or of all experts if one grouped matmul computes them
         of_expert = min(self.assignments, load.block, -(-load.expert_assignments // degree))
         self.block = self.assignments if load.block == WHOLE else of_expert
         with_spare = self.assignments + _spare(load)

@@ -1,4 +1,4 @@
-"""Input of the layer planner from the configuration alone, so that a run and its `plan=true` plan alike."""
+"""The inputs of the layer planner, from the configuration alone, so that a run and its `plan=true` plan alike."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from parallel.pipeline import layers_of_stage, most_in_flight
 
 
 def initial_plan(config: Config) -> Plan:
-    """Return the plan that MoE layers are built with.
+    """Return the chunk plan with which MoE layers are built.
 
-    It has the values that the config fixes. The others start with the fewest chunks (one without moe.token_budget) and
-    the strategy "keep".
+    Values that the config does not fix start with the fewest chunks (one without moe.token_budget) and the memory
+    strategy "keep".
     """
     degree, backward_degree = derived.pipeline_degrees(config)
     strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
@@ -56,7 +56,7 @@ def even_load(config: Config, device: str) -> LayerLoad:
 
 
 def fullest_load(config: Config, device: str) -> LayerLoad:
-    """Return the load with moe.placement.max_load times the mean assignments; without a limit an even load."""
+    """Return the load if the busiest rank has moe.placement.max_load times the mean; without a limit an even load."""
     limit = config.moe.placement.max_load
     if limit is None or not derived.limits_load(config):
         return even_load(config, device)
@@ -73,14 +73,14 @@ def moe_layers(config: Config, stage: int) -> list[int]:
 
 
 def live_calls(config: Config, world_size: int, stage: int) -> int:
-    """Return the greatest number of MoE calls (layers times micro-batches) of a stage between their two passes."""
+    """Return the most MoE calls (layers times micro-batches) of a stage that wait for their backward pass at once."""
     if config.training.recompute == "full":
         return 1  # a layer's forward pass runs again just before its backward pass
     return max(1, most_in_flight(config, world_size, stage, moe_layers(config, stage)))
 
 
 def replica_bytes(config: Config, stage: int) -> int:
-    """Return the bytes for replicas of experts on a rank of a stage.
+    """Return the bytes that replicas of experts take on a rank of a stage.
 
     They are weights and, unless gradients are returned block by block, gradients in fp32.
     """
@@ -92,7 +92,7 @@ def replica_bytes(config: Config, stage: int) -> int:
 
 
 def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
-    """Return the limits of a pipeline stage's planner: what the config does not fix."""
+    """Return the limits of a pipeline stage's planner: chunk plans that the config allows, and memory budget."""
     moe = config.moe
     degree, backward_degree = derived.pipeline_degrees(config)
     # On a CPU, offloading to the host frees nothing.
@@ -108,11 +108,11 @@ def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
-    """Return the degrees to choose from, whose chunks are within moe.token_budget."""
+    """Return the numbers of chunks to choose from, all with chunks within moe.token_budget."""
     least = derived.least_pipeline_degree(config)
     return (least, *(degree for degree in DEGREES if degree > least))
 
 
 def trial_policy(config: Config) -> TrialPolicy:
-    """Return the policy for trials in the first steps. They depend on time, so a deterministic run makes none."""
+    """Return the policy for trials of plans in the first steps; no trials in a deterministic run, as they use times."""
     return TrialPolicy(most_plans=1) if config.training.deterministic else TrialPolicy()

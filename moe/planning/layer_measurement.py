@@ -1,4 +1,4 @@
-"""Measurement of one MoE layer on this machine: from a layer to the `LayerCosts` that planners plan with.
+"""Measure one MoE layer on this machine: the result is the `LayerCosts` with which planners predict times.
 
 Every operation is the schedule's own, on synthetic rows and evenly spread assignments, at sizes from a 32nd of an even
 load up to all of it. Then whole passes run in a few numbers of chunks, and the part of their times that the operations
@@ -51,9 +51,9 @@ def measure_layer(
     experts: ExpertCompute | None = None,
     budget: float = BUDGET,
 ) -> LayerCosts:
-    """Return the costs of a layer, from the cache in `folder` (None: no cache) or measured.
+    """Return the costs of a layer's operations, measured or from the cache in `folder` (None: no cache).
 
-    A collective call of its expert parallel group.
+    Collective over the layer's expert parallel group.
     """
     module, shared = layer.experts, layer.shared_experts
     # Weights are read directly: a call of the modules would run their hooks for a training step.
@@ -75,9 +75,10 @@ def measure_costs(
     experts: ExpertCompute | None = None,
     budget: float = BUDGET,
 ) -> LayerCosts:
-    """Return the costs of a layer with these weights and this exchange, see `measure_layer`.
+    """Return the costs of a layer with these weights and this all-to-all, measured or from the cache in `folder`.
 
-    `group` has the ranks of `exchange`; `shared_width` is the shared expert's F on this rank.
+    `group` has the ranks of `exchange`; `shared_width` is the shared expert's F on this rank. Collective over the
+    group.
     """
     device, experts = weights.fc1.device, experts or ExpertCompute()
     key = {
@@ -103,14 +104,14 @@ def measure_costs(
 
 
 class _HeldWork(WeightWork):
-    """Weight gradients that can be computed repeatedly."""
+    """Inputs of weight gradients that stay allocated, so that the gradients can be computed repeatedly."""
 
     def free(self) -> None:
-        """Keep the buffers."""
+        """Do nothing: the buffers stay allocated."""
 
 
 class _Bench:
-    """One layer's operations as calls to be timed."""
+    """Times one layer's operations with synthetic data."""
 
     def __init__(
         self,
@@ -133,11 +134,9 @@ class _Bench:
         )
 
     def measure(self, shared_width: int) -> LayerCosts:
-        """Measure all operations, one after the other."""
-        forward, inputs = (
-            self._curve(self._forward, 0.12),
-            self._times(lambda n: self._input_gradients(n, keep=True), 0.12),
-        )
+        """Measure all operations, one after the other, and return the layer's costs."""
+        forward = self._curve(self._forward, 0.12)
+        inputs = self._times(lambda n: self._input_gradients(n, keep=True), 0.12)
         again = self._times(lambda n: self._input_gradients(n, keep=False), 0.12)
         # either measurement may have ended at a smaller size
         extra = [max(b - a, 0.0) for a, b in zip(inputs[1], again[1], strict=False)]
@@ -167,7 +166,7 @@ class _Bench:
         return replace(known, **Residuals(*given).measure(known))
 
     def link_is(self, line: Line) -> bool:
-        """Whether exchanges, sent as they were measured, take about as long as the line predicts."""
+        """Whether exchanges still take about as long as `line`, an earlier measurement, predicts."""
         assert self.exchange is not None
         num_rows = self._short_rows(line)
         count = self._num_messages(num_rows)
@@ -191,7 +190,7 @@ class _Bench:
     # -- the experts -------------------------------------------------------------------------------------------------
 
     def _synthetic(self, n: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-        """Return (token rows, their number, experts) of n assignments that are spread over all experts."""
+        """Return (token rows, number of rows, experts) of n assignments that are spread evenly over all experts."""
         numbers = torch.arange(n, device=self.device)
         num_rows = max(n * self.load.token_rows // max(self.load.assignments, 1), 1)
         return numbers * num_rows // n, num_rows, numbers % self.num_experts
@@ -248,12 +247,12 @@ class _Bench:
     # -- communication -----------------------------------------------------------------------------------------------
 
     def _bytes(self, num_rows: int) -> int:
-        """Return the bytes that a rank sends to other ranks in an exchange of `_buffers`."""
+        """Return the bytes that a rank sends to other ranks in an even all-to-all of `num_rows` rows."""
         row_bytes = self.load.hidden_size * self.load.element_size
         return max(num_rows // self.num_ranks, 1) * (self.num_ranks - 1) * row_bytes
 
     def _buffers(self, exchange: AllToAll, num_rows: int) -> tuple[SplitSizes, torch.Tensor, torch.Tensor]:
-        """Return the split sizes of an even exchange, its receive and its send buffer."""
+        """Return the split sizes, receive buffer and send buffer of an even all-to-all of `num_rows` rows."""
         each = max(num_rows // self.num_ranks, 1)
         counts = torch.full((exchange.size, 1), each, dtype=torch.int64, device=self.device)
         split_sizes = exchange.count(counts).split_sizes([0])
@@ -263,7 +262,10 @@ class _Bench:
         return split_sizes, received, sent
 
     def _exchange(self, exchange: AllToAll, num_rows: int, posting: list[float], count: int = 1) -> Call:
-        """Return a call of `count` concurrent exchanges, each of `num_rows` rows."""
+        """Return a function that runs `count` all-to-alls of `num_rows` rows at once.
+
+        It appends the seconds that starting each one takes to `posting`.
+        """
         split_sizes, received, sent = self._buffers(exchange, num_rows)
 
         def call() -> None:
@@ -325,7 +327,7 @@ class _Bench:
         return lambda: _drop(route.add_up(back, route.combine_sums(tokens, num_tokens, cut, None)[0], out=result))
 
     def _count_exchange(self, exchange: AllToAll) -> float:
-        """Return the seconds from routing to the counts of 4 chunks in both passes, on all ranks."""
+        """Return the seconds from routing until all ranks have the counts of both passes, in 4 chunks each."""
         shape = self.shape
         numbers = torch.arange(shape.tokens * shape.top_k, device=self.device)
         tokens, experts = numbers // shape.top_k, numbers % shape.num_experts
@@ -343,7 +345,7 @@ class _Bench:
         return statistics.median(seconds for (seconds,) in times[1:])
 
     def _short_rows(self, line: Line) -> int:
-        """Return the greatest measured number of rows that is sent within SHORT seconds, or else the least one."""
+        """Return the greatest measured number of rows that are sent within SHORT seconds, or else the least number."""
         sizes = self.row_counts
         return max((each for each in sizes if line(self._bytes(each)) <= SHORT), default=sizes[0])
 
@@ -368,10 +370,6 @@ def _drop(result: object) -> None:
     """Discard a result of which only the time is measured."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole passes
-# ---------------------------------------------------------------------------------------------------------------------
-
 DEGREES = (1, 2, 4, 8)  # numbers of chunks in which passes run
 MIXED = (4, 2)  # forward and backward degree, to measure the cost of different numbers of chunks
 FEWER = ((1, 1), (4, 4), (8, 8))  # the only ones that run if steps are long
@@ -384,7 +382,7 @@ Times = dict[Degrees, tuple[list[float], list[float]]]  # seconds of the forward
 
 
 class Residuals:
-    """Residuals: the time of whole passes that their operations do not explain.
+    """Measures residuals: the time of whole passes that the times of their operations do not explain.
 
     All ranks of `group` time the passes of a layer together, for `budget` seconds.
     """
@@ -402,7 +400,10 @@ class Residuals:
         self.experts, self.budget, self.device = experts, budget, weights.fc1.device
 
     def measure(self, known: LayerCosts) -> dict[str, Any]:
-        """Return measured minus predicted seconds of passes, over numbers of chunks, as fields of LayerCosts."""
+        """Return the residual seconds of passes as fields of LayerCosts, which depend on the number of chunks.
+
+        A residual is BELIEVED times the difference of the measured and the predicted seconds.
+        """
         load = self.shape.even()
         alone = replace(known, shared_forward=0.0, shared_backward=0.0)
         limits = Limits(strategies=("keep",))
@@ -428,14 +429,17 @@ class Residuals:
                 for measured, predicted in ((forwards, prediction.forward), (backwards, prediction.backward))
             ]
         same = [degrees[0] for degrees in rest if degrees != MIXED]
-        forward, backward = (
-            _rising_on(Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))) for i in (0, 1)
-        )
+        curves = []
+        for i in (0, 1):
+            curve = Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))
+            end = 2 * curve.sizes[-1]  # beyond it the curve does not fall
+            curves.append(Curve((*curve.sizes, end), (*curve.seconds, max(curve.seconds[-1], curve(end)))))
+        forward, backward = curves
         mixed = sum(rest[MIXED]) - forward(MIXED[0]) - backward(MIXED[1]) if MIXED in rest else 0.0
         return {"forward_rest": forward, "backward_rest": backward, "mixed_rest": max(mixed, 0.0)}
 
     def _time_plans(self, plans: dict[Degrees, Plan]) -> Times:
-        """Return the seconds of both passes of the plans, which run in turn."""
+        """Return the measured seconds of both passes for each plan; the plans run in turn."""
         shape, dtype = self.shape, self.weights.fc1.dtype
         generator = torch.Generator().manual_seed(self.exchange.rank)
         drawn = torch.rand(shape.tokens, shape.num_experts, generator=generator)
@@ -473,9 +477,3 @@ class Residuals:
             if spent * (visit + 1) / visit > self.budget:
                 break
         return times
-
-
-def _rising_on(curve: Curve) -> Curve:
-    """Return the curve with one more point at twice its last size, from which it does not fall."""
-    sizes, seconds = curve.sizes, curve.seconds
-    return Curve((*sizes, 2 * sizes[-1]), (*seconds, max(seconds[-1], curve(2 * sizes[-1]))))

@@ -1,23 +1,24 @@
-"""The load of the busiest rank, which planners plan for, from the routers' counts."""
+"""The load of an MoE layer's busiest rank, with which planners predict times, from the routers' counts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from moe.chunk_plan import FP32, WHOLE, LayerLoad
+from moe.chunk_plan import FP32, WHOLE, LayerLoad, stored_fields
 from moe.experts.sizes import BLOCK_ROWS
 from moe.placement_map import PlacementMap
 
 
 @dataclass(frozen=True)
 class Ran:
-    """Measured load of a layer, mean over its calls.
+    """The measured load of a layer, as means over its calls.
 
-    Assignments of the busiest rank and of the busiest expert on one rank, token rows of the busiest rank and those
-    exchanged with other ranks, replicas whose weights a rank fetched, and gradients of replicas that it returned.
+    `assignments` of the busiest rank, and `expert_assignments` of the busiest expert on one rank; `token_rows` of the
+    busiest rank, and `away_rows` of them exchanged with other ranks; `fetched`: replicas whose weights a rank fetched;
+    `returned`: gradients of replicas that it returned.
     """
 
     assignments: float
@@ -30,7 +31,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Shape:
-    """The constant properties of a layer: sizes on one rank, and the distribution of its experts."""
+    """The constant sizes of a layer on one rank, and how its experts are distributed."""
 
     tokens: int  # of one call on one rank, including those of its expert tensor parallel peers
     num_experts: int  # of the layer
@@ -47,9 +48,8 @@ class Shape:
     expert_numel: int = 0  # parameters of one expert on this rank
 
     def as_key(self) -> dict[str, Any]:
-        """Return the shape under the names that cached measurements have."""
-        stored = {"replica_slots": "slots", "expert_numel": "expert_numbers"}
-        return {stored.get(name, name): value for name, value in asdict(self).items()}
+        """Return the shape with the field names of cached measurements."""
+        return stored_fields(self, {"replica_slots": "slots", "expert_numel": "expert_numbers"})
 
     def at_primaries(self, counts: Sequence[float], placement: PlacementMap, kept: float = 1.0) -> LayerLoad:
         """Return the load of a call whose experts are computed on their primary ranks.
@@ -73,7 +73,7 @@ class Shape:
         return self.at_primaries([1.0] * self.num_experts, PlacementMap(self.num_experts, self.num_ranks), kept)
 
     def placed(self, ran: Ran) -> LayerLoad:
-        """Return the load of calls like those that were measured with a placement."""
+        """Return the load of a call with the measured numbers `ran`, in which experts may have replicas."""
         wide = max(self.element_size, FP32)
         return LayerLoad(
             tokens=self.tokens,
@@ -95,10 +95,10 @@ class Shape:
         )
 
     def _unique(self, assignments: float) -> float:
-        """Return how many of one rank's tokens are sent to a rank that gets `assignments` of their assignments.
+        """Return how many tokens a rank sends to a rank that computes `assignments` of these tokens' assignments.
 
-        A token with two experts on that rank is sent once. Exact for even counts (drawing `top_k` of the experts
-        without replacement); for others, as if a busier rank had more of the experts.
+        A token with two experts on that rank is sent once. The result is exact for even counts (drawing `top_k` of the
+        experts without replacement); for others it is computed as if a busier rank had more of the experts.
         """
         if self.block_rows is not None or not self.tokens:  # in blocks each assignment has a row of its own
             return assignments

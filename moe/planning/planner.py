@@ -1,11 +1,11 @@
-"""The planner of an MoE layer: measured costs and a load go in, the best chunk plan and its prediction come out.
+"""The planner of an MoE layer: it finds the best chunk plan for measured costs and a load, and predicts its time.
 
-Pure, no processes. The time of a plan follows from its schedule, operation by operation (timing.py), with what a plain
-startup-plus-rate model leaves out: the host's work per chunk, and how much computation and communication slow each
-other down. The time that whole passes take beyond that (caches that single operations find warm, ranks that wait for
-each other) is added as it was measured. The score of a pass is its predicted time, plus a margin where the model is
-known to see too little. The search is exact: it tries every plan whose lower bound is not above the best score. After
-PipeMoE (Shi et al., INFOCOM 2023) and MPipeMoE (Zhang et al., IPDPS 2023).
+Pure functions, without communication. The time of a plan follows from its schedule, operation by operation (timing.py),
+with what a plain startup-plus-rate model leaves out: the host's work per chunk, and how much computation and
+communication slow each other down. The time that whole passes take beyond that (caches that single operations find
+warm, ranks that wait for each other) is added as it was measured. The score of a pass is its predicted time, plus a
+margin where the model is known to see too little. The search is exact: it tries every plan whose lower bound is not
+above the best score. After PipeMoE (Shi et al., INFOCOM 2023) and MPipeMoE (Zhang et al., IPDPS 2023).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ ROUNDING = 1e-9  # two sums of the same times differ by less
 def predict(
     costs: LayerCosts, load: LayerLoad, plan: Plan, live_calls: int = 1, replica_bytes: int = 0
 ) -> CallPrediction:
-    """Return the predicted times of a call, and the memory of `live_calls` calls and of the slots for replicas."""
+    """Return a call's predicted seconds, and the memory of `live_calls` calls plus `replica_bytes`."""
     forward, backward = timing.forward_seconds(costs, load, plan), timing.backward_seconds(costs, load, plan)
     return CallPrediction(forward, backward, replica_bytes + memory_bytes(load, plan, live_calls))
 
 
 def weight_lags(degree: int) -> list[int]:
-    """Return the lags to try: 0, and 1, which fills a wait as well as any longer lag."""
+    """Return the weight lags to try: 0, and with several chunks 1, which fills a wait as well as any longer lag."""
     return list(range(min(degree, 2)))
 
 
 def allowed_degrees(degrees: Sequence[int], tokens: int) -> list[int]:
-    """Return the degrees with at least one token per chunk; if there are none, the least degree."""
+    """Return the numbers of chunks with at least one token per chunk; if there are none, the least number."""
     return [degree for degree in sorted(set(degrees)) if degree <= tokens] or [min(degrees)]
 
 
@@ -57,7 +57,7 @@ def _margin(degree: int) -> float:
 
 
 def score(seconds: float, pass_plan: PassPlan, factors: Mapping[PassPlan, float]) -> float:
-    """Return the score of a pass with a predicted time of `seconds`, by which plans are compared.
+    """Return the score of a pass with a predicted time of `seconds`; plans are compared by the sum of their scores.
 
     `factors`: measured over predicted time of passes that were run. A pass in several chunks has MARGIN added; one that
     was never run has the share added that the model does not see.
@@ -68,7 +68,7 @@ def score(seconds: float, pass_plan: PassPlan, factors: Mapping[PassPlan, float]
 
 
 def unseen(pass_plan: PassPlan) -> float:
-    """Return the share that a pass is expected to take above its prediction, as the model omits its waits."""
+    """Return the share by which a pass is expected to exceed its prediction, because the model omits some waits."""
     return NO_SLACK if pass_plan.name == "backward" and pass_plan.degree > 1 and pass_plan.weight_lag == 0 else 0.0
 
 
@@ -136,7 +136,7 @@ def _differ(one: PassPlan, other: PassPlan) -> bool:
 
 
 class _Search:
-    """The scores of all plans of one load, each computed when it is first needed."""
+    """The search over all plans of one load, with scores that are computed when they are first needed."""
 
     def __init__(self, costs: LayerCosts, load: LayerLoad, limits: Limits, factors: Mapping[PassPlan, float]) -> None:
         self.load, self.limits, self.factors = load, limits, factors
@@ -204,7 +204,7 @@ class _Search:
 
 
 def all_plans(limits: Limits, tokens: int) -> Iterator[Plan]:
-    """Yield every plan that is allowed, whatever memory it takes."""
+    """Yield every chunk plan within the limits, whatever memory it needs."""
     degrees, backward_degrees = (allowed_degrees(each, tokens) for each in (limits.degrees, limits.backward_degrees))
     for name, degree, other in itertools.product(limits.strategies, degrees, backward_degrees):
         if degree == other or not STRATEGIES[name].offloads:
@@ -216,8 +216,9 @@ def _why_none_fits(load: LayerLoad, limits: Limits) -> str:
     plans = list(all_plans(limits, load.tokens))
     if not plans:
         return (
-            f"strategies ({limits.strategies}) bring back the forward pass's chunks, so both passes need a common "
-            f"number of them; allowed are {limits.degrees} and {limits.backward_degrees}. Try the same for both."
+            f"degrees ({limits.degrees}) and backward_degrees ({limits.backward_degrees}) must have a number of chunks "
+            f"in common, as strategies ({limits.strategies}) copy the chunks of the forward pass back from the host. "
+            "Try the same numbers for both."
         )
     least, plan = min(
         ((limits.replica_bytes + memory_bytes(load, plan, limits.live_calls), plan) for plan in plans),
@@ -235,15 +236,17 @@ def _check(limits: Limits) -> None:
     for name, degrees in (("degrees", limits.degrees), ("backward_degrees", limits.backward_degrees)):
         if not degrees or min(degrees) < 1:
             raise ValueError(
-                f"{name} ({degrees}) must be numbers of chunks, at least one, all at least 1. Try {DEGREES}."
+                f"{name} ({degrees}) must be one or more numbers of chunks, each at least 1. Try {DEGREES}."
             )
     unknown = [name for name in limits.strategies if name not in STRATEGIES]
     if unknown or not limits.strategies:
-        raise ValueError(f"strategies ({limits.strategies}) must be some of {', '.join(STRATEGIES)}. Try ('keep',).")
+        raise ValueError(
+            f"strategies ({limits.strategies}) must be one or more of {', '.join(STRATEGIES)}. Try ('keep',)."
+        )
 
 
 def total(decision: Decision, factors: Mapping[PassPlan, float] | None = None) -> float:
-    """Return the sum of the scores of both passes."""
+    """Return the sum of the scores of both passes of a decision, in seconds."""
     forward, backward = pass_plans(decision.plan)
     prediction, factors = decision.prediction, factors or {}
     return score(prediction.forward, forward, factors) + score(prediction.backward, backward, factors)
@@ -257,8 +260,8 @@ class Planner:
     """The planner of one layer, which decides again whenever the load has changed (MPipeMoE's adaptive granularity).
 
     A decision depends on the load and on the factors of `learn`, not on earlier decisions, so ranks that plan with the
-    same numbers decide alike. Loads are rounded up by at most 1/STEPS_PER_DOUBLING and decisions kept by rounded load;
-    a plan that fits the memory budget with the rounded load fits it with the load.
+    same numbers decide alike. Loads are rounded up by at most 1/STEPS_PER_DOUBLING, and the decision for each rounded
+    load is stored; a plan that fits the memory budget with the rounded load also fits with the load.
     """
 
     def __init__(self, costs: LayerCosts, limits: Limits | None = None) -> None:
@@ -268,7 +271,7 @@ class Planner:
         self._factors: dict[PassPlan, float] = {}
 
     def decide(self, load: LayerLoad) -> Decision:
-        """Return the best plan and its prediction for the rounded load. Raises ValueError as `best_plan` does."""
+        """Return the best plan for the rounded load, and its prediction. Raises ValueError as `best_plan` does."""
         rounded = rounded_up(load)
         decision = self._decisions.get(rounded)
         if decision is None:
@@ -278,7 +281,7 @@ class Planner:
         return decision
 
     def close(self, load: LayerLoad, within: float = CLOSE) -> list[Decision]:
-        """Return the best plan and those that might be as fast, see `close_plans`."""
+        """Return the best plan, then those that might be as fast, see `close_plans`."""
         return close_plans(self.costs, rounded_up(load), self.limits, self._factors, within)
 
     def fits(self, plan: Plan, load: LayerLoad) -> bool:
@@ -290,11 +293,11 @@ class Planner:
         )
 
     def expected(self, decision: Decision) -> float:
-        """Return the score of both passes with the factors of `learn`."""
+        """Return the sum of the scores of both passes of a decision, with the factors of `learn`."""
         return total(decision, self._factors)
 
     def learn(self, factors: Mapping[PassPlan, float]) -> None:
-        """Set measured over predicted time of passes that were run; other passes count as predicted."""
+        """Set the ratios of measured to predicted time of passes that were run; other passes count as predicted."""
         self._factors = dict(factors)
         self._decisions.clear()
 

@@ -27,17 +27,16 @@ COMPUTE, SEND, WAIT, COPY_HOST, WAIT_COPY = range(5)
 Step = tuple[int, Any]
 Seconds = dict[str, float]  # durations of steps, by name
 
+_no_step: Callable[[Any], list[Step]] = lambda operation: []  # noqa: E731
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
+    **dict.fromkeys((program.Expect, program.Release), _no_step),
     # Slots and the link belong to the rank, not to the layer: simulator/clock/streams.py counts these transfers.
-    program.FetchExpert: lambda operation: [],
-    program.WaitExpert: lambda operation: [],
-    program.StoreExpert: lambda operation: [],
+    **dict.fromkeys((program.FetchExpert, program.WaitExpert, program.StoreExpert), _no_step),
     program.FetchReplicas: lambda operation: [(SEND, "copies")],
     program.WaitReplicas: lambda operation: [(WAIT, program.FetchReplicas())],
     program.ReturnGrads: lambda operation: [(SEND, "copy_grads")],
     program.WaitGrads: lambda operation: [(WAIT, program.ReturnGrads())],
     program.SendAssignments: lambda operation: [(SEND, "assignments")],
-    program.Expect: lambda operation: [],
     program.Dispatch: lambda operation: [(COMPUTE, "gather"), (SEND, "exchange"), (COMPUTE, "post")],
     program.SharedExpert: lambda operation: [(COMPUTE, "shared_expert")],
     program.TakeAssignments: lambda operation: [(WAIT, program.SendAssignments()), (COMPUTE, "prepare")],
@@ -49,7 +48,6 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
     program.Fetch: lambda operation: [(COMPUTE, "program_copy"), (COPY_HOST, "copy")],
     program.SharedExpertGrad: lambda operation: [(COMPUTE, "shared_expert")],
     program.InputGrads: lambda operation: [(WAIT_COPY, program.Fetch(operation.chunk)), (COMPUTE, "input_grads")],
-    program.Release: lambda operation: [],
     program.SendProbsGrad: lambda operation: [(SEND, "assignments")],
     program.ExpertWeightGrads: lambda operation: [(COMPUTE, "weight_grads")],
     program.TakeProbsGrad: lambda operation: [(WAIT, program.SendProbsGrad())],
@@ -63,7 +61,7 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
 
 
 class Timeline(NamedTuple):
-    """A program as steps, and the total work of each resource: names of durations, and how often each occurs."""
+    """A program as timed steps, and how often each named duration occurs on each resource."""
 
     steps: tuple[Step, ...]
     computed: tuple[tuple[str, int], ...]
@@ -73,7 +71,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(operations: Sequence[Operation]) -> Timeline:
-    """Return the timeline of a program. Raises UnknownOperation for an operation that has no line here."""
+    """Return the timeline of a program. Raises UnknownOperation for an operation without a line in the table."""
     steps: list[Step] = []
     exchanges: dict[Operation, int] = {}
     host_copies: dict[Operation, int] = {}
@@ -110,7 +108,7 @@ def _timeline(make_program: Callable[..., Sequence[Operation]], *arguments: Any)
 def run(
     steps: Sequence[Step], seconds: Mapping[str, float], slow_program: float, slow_link: float, now: float
 ) -> float:
-    """Return the time at which a program that starts at `now` and its last copy are finished.
+    """Return the time at which a program that starts at time `now`, and its last copy, are finished.
 
     The link carries one exchange after the other, so its state is the sum of the seconds that it has yet to carry.
     """
@@ -150,7 +148,7 @@ def run(
 
 
 def _least(line: Timeline, seconds: Mapping[str, float]) -> float:
-    """Return a lower bound of `run`: the time of the resource with the most work."""
+    """Return a lower bound of the time of a program: that of the resource with the most work."""
     computed = sent = copied = 0.0
     for name, count in line.computed:
         computed += count * seconds[name]
@@ -164,7 +162,7 @@ def _least(line: Timeline, seconds: Mapping[str, float]) -> float:
 
 
 class ChunkSeconds:
-    """Seconds of the operations of one chunk if the load is split into `degree` equal chunks."""
+    """The seconds of the operations of one chunk if the load is split into `degree` equal chunks."""
 
     def __init__(self, costs: LayerCosts, load: LayerLoad, degree: int) -> None:
         token_rows, assignments = load.token_rows / degree, load.assignments / degree
@@ -195,7 +193,7 @@ class ChunkSeconds:
         self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by the tensors that are offloaded
 
     def forward(self, strategy: Strategy, other: ChunkSeconds | None = None) -> Seconds:
-        """Return the seconds of the forward pass's steps.
+        """Return the seconds of each kind of step of the forward pass.
 
         `other`: the chunks of the backward pass, which are prepared here as well if their number differs.
         """
@@ -207,7 +205,7 @@ class ChunkSeconds:
         return seconds
 
     def backward(self, strategy: Strategy, same: bool) -> Seconds:
-        """Return the seconds of the backward pass's steps; `same`: the forward pass had as many chunks."""
+        """Return the seconds of each kind of step of the backward pass; `same`: both passes have as many chunks."""
         seconds = self._backward.copy()
         # Including the time to bring the preactivations into this pass's chunks.
         if strategy.preactivations == "recompute":
@@ -219,7 +217,7 @@ class ChunkSeconds:
         return seconds
 
     def forward_bound(self, strategy: Strategy) -> float:
-        """Return a lower bound of `forward_of` for any number of chunks of the backward pass."""
+        """Return a lower bound of the forward pass's seconds for any number of chunks of the backward pass."""
         copied = strategy.token_rows == "offload", strategy.preactivations == "offload"
         bound = self._bounds.get(copied)
         if bound is None:
@@ -229,7 +227,7 @@ class ChunkSeconds:
         return bound
 
     def backward_bound(self, strategy: Strategy, same: bool) -> float:
-        """Return a lower bound of `backward_of` for any lag."""
+        """Return a lower bound of the backward pass's seconds for any weight lag."""
         line = _timeline(program.backward, self.degree, strategy, 0, self.has_replicas)
         least = _least(line, self.backward(strategy, same))
         return max(least + self.costs.backward_rest(self.degree), 0.0)
@@ -250,12 +248,10 @@ def forward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 
 
 def forward_of(chunk: ChunkSeconds, other: ChunkSeconds, strategy: Strategy) -> float:
-    """Return the seconds of the forward pass; `other`: the chunks of the backward pass."""
+    """Return the seconds of a forward pass in chunks like `chunk`; `other`: a chunk of the backward pass."""
     costs, degree = chunk.costs, chunk.degree
-    steps, seconds = (
-        _timeline(program.forward, degree, strategy, chunk.has_replicas).steps,
-        chunk.forward(strategy, other),
-    )
+    seconds = chunk.forward(strategy, other)
+    steps = _timeline(program.forward, degree, strategy, chunk.has_replicas).steps
     end = run(steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, costs.count_exchange)
     mixed = costs.mixed_rest if other.degree != degree else 0.0
     return max(end + costs.forward_rest(degree) + mixed, 0.0)
@@ -270,7 +266,7 @@ def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 
 
 def backward_of(chunk: ChunkSeconds, strategy: Strategy, lag: int, same: bool) -> float:
-    """Return the seconds of the backward pass; `same`: the forward pass had as many chunks."""
+    """Return the seconds of a backward pass in chunks like `chunk`; `same`: the forward pass has the same chunks."""
     costs, seconds = chunk.costs, chunk.backward(strategy, same)
     line = _timeline(program.backward, chunk.degree, strategy, lag, chunk.has_replicas)
     end = run(line.steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, 0.0)

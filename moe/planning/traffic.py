@@ -31,39 +31,27 @@ def _of_assignments(num_bytes: int) -> Callable[[Any, LayerLoad, int], Sent]:
     )
 
 
+_SILENT: tuple[type[Operation], ...] = (  # operations that send nothing
+    *(program.Expect, program.WaitReplicas, program.WaitGrads, program.WaitDispatch, program.TakeAssignments),
+    *(program.TakeProbsGrad, program.SharedExpert, program.SharedExpertGrad, program.Experts, program.SumCombine),
+    *(program.InputGrads, program.ExpertWeightGrads, program.LocalExperts, program.LocalGrads),
+    *(program.Offload, program.Fetch, program.Release),
+)
 LINES: dict[type[Operation], Callable[[Any, LayerLoad, int], Sent]] = {
+    **dict.fromkeys(_SILENT, _NOTHING),
     # Offloaded weights are read over the link, or from ranks that hold the same: simulator/clock/streams.py.
-    program.FetchExpert: _NOTHING,
-    program.WaitExpert: _NOTHING,
-    program.StoreExpert: _NOTHING,
+    **dict.fromkeys((program.FetchExpert, program.WaitExpert, program.StoreExpert), _NOTHING),
     program.FetchReplicas: lambda operation, load, degree: (REPLICAS, load.fetched_bytes),
-    program.WaitReplicas: _NOTHING,
     program.ReturnGrads: lambda operation, load, degree: (REPLICAS, load.returned_bytes),
-    program.WaitGrads: _NOTHING,
     program.SendAssignments: _of_assignments(ASSIGNMENT_BYTES),
-    program.Expect: _NOTHING,
     program.Dispatch: _token_rows,
-    program.SharedExpert: _NOTHING,
-    program.TakeAssignments: _NOTHING,
-    program.WaitDispatch: _NOTHING,
-    program.Experts: _NOTHING,
     program.Combine: _token_rows,
-    program.Offload: _NOTHING,
-    program.SumCombine: _NOTHING,
-    program.Fetch: _NOTHING,
-    program.SharedExpertGrad: _NOTHING,
-    program.InputGrads: _NOTHING,
-    program.Release: _NOTHING,
     program.SendProbsGrad: _of_assignments(ASSIGNMENT_GRADIENT_BYTES),
-    program.ExpertWeightGrads: _NOTHING,
-    program.TakeProbsGrad: _NOTHING,
-    program.LocalExperts: _NOTHING,
-    program.LocalGrads: _NOTHING,
 }
 
 
 def sent(operations: Program, load: LayerLoad, degree: int) -> Counter[str]:
-    """Return the bytes that a program in `degree` chunks sends, by kind.
+    """Return the bytes that a program in `degree` chunks sends, as a counter over the kinds of traffic.
 
     Raises UnknownOperation for an operation that has no line here.
     """

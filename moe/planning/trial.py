@@ -26,7 +26,7 @@ Passes = tuple[float, float]  # seconds of the forward and the backward pass
 
 @dataclass(frozen=True)
 class TrialPolicy:
-    """The extent of a trial, and its tolerance for noise."""
+    """The length of a trial of plans, and its tolerance for noise."""
 
     most_plans: int = 6  # number of plans that are tried; 1: there is no trial
     within: float = CLOSE  # plans are tried whose predicted time is up to this share above the best one's
@@ -38,7 +38,7 @@ class TrialPolicy:
 
 
 class Trial:
-    """A trial of plans in rounds: all layers run the first plan, then the second one, and so on.
+    """A trial of chunk plans in rounds: all layers run the first plan, then the second one, and so on.
 
     The time of a plan in a round is compared with the mean of that round, so that a machine that becomes slower does
     not matter. The first step of a plan allocates its buffers (and frees those of the plan before), so a plan should
@@ -55,18 +55,18 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the trial is finished."""
+        """Whether the trial has ended."""
         return len(self._seconds) >= self._num_rounds * len(self.choices)
 
     @property
     def choice(self) -> PlanChoice:
-        """The plan that all layers run now."""
+        """The all-to-all and the chunk plan that all layers use now."""
         return self.choices[len(self._seconds) % len(self.choices)]
 
     def took(self, seconds: Sequence[Passes]) -> None:
-        """Record the times of the current plan and go on to the next.
+        """Record the measured seconds of the current plan, and switch to the next one.
 
-        `seconds`: of the forward and the backward pass of a call of each layer, the same on all ranks.
+        `seconds`: for each layer, those of the forward and the backward pass of a call, the same on all ranks.
         """
         self._seconds.append(list(seconds))
         if self.is_over and self._num_rounds < self.policy.turns:
@@ -74,14 +74,14 @@ class Trial:
             self._num_rounds += error > self.policy.quiet
 
     def stop(self) -> None:
-        """End the trial."""
+        """End the trial, even if it is incomplete."""
         self._num_rounds = 0
 
     def factors(self, kind: str) -> dict[PassPlan, float]:
         """Return measured over predicted time of each pass with this all-to-all, relative to the median of all passes.
 
-        The forward and the backward passes have medians of their own. A factor is the median over the rounds, or the
-        expected one if the difference may be noise.
+        The forward and the backward passes have medians of their own. A factor is the median over the rounds; a
+        difference from the expected one that may be noise is ignored.
         """
         if len(self.choices) < 2:
             return {}
@@ -95,9 +95,10 @@ class Trial:
         }
 
     def _deviations(self, index: int) -> dict[tuple[str, PassPlan], tuple[float, float]]:
-        """Return relative deviation and standard error of each forward (`index` 0) or backward pass (1).
+        """Return (relative deviation, standard error) of each forward (`index` 0) or backward pass (1).
 
-        The deviation is that of measured over expected time from the median of all passes.
+        The deviation compares a pass's ratio of measured to expected time with the median of this ratio over all
+        passes.
         """
         ratios: dict[tuple[str, PassPlan], list[float]] = {}
         for start in range(0, len(self._seconds), len(self.choices)):

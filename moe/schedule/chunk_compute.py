@@ -1,4 +1,4 @@
-"""Computation of a chunk on one rank, results composed of chunks, and the operations of offloaded experts.
+"""Compute a chunk on one rank, assemble results of chunks, and run the operations of offloaded experts.
 
 Shapes: N rows of a buffer, R rows of the chunk, n its assignments, Q all assignments that this rank computes, T tokens,
 H hidden size.
@@ -40,10 +40,10 @@ class ChunkCompute:
         preactivation: torch.Tensor | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the chunk's weighted sums [R, H], in `out_RH` if given, and its preactivations.
+        """Return the chunk's weighted sums of expert outputs [R, H], in `out_RH` if given, and its preactivations.
 
-        Its assignments read `rows_n` of the source. The preactivations are `preactivation`, if given, or a tensor that
-        the products have made.
+        The chunk's assignments read the rows `rows_n` of the source. The preactivations are `preactivation`, if given,
+        or on a GPU a new tensor.
         """
         with span("experts"):
             output, preactivation = self.experts.forward(self._inputs(source_NH, rows_n, chunk), preactivation)
@@ -65,11 +65,10 @@ class ChunkCompute:
         grads: WeightGrads | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
-        """Return the gradient of the chunk's rows [R, H], in `out_RH` if given; also compute its share of
-        `probs_grad_Q`.
+        """Return the gradient of the chunk's rows [R, H], in `out_RH` if given, and the inputs of its weight gradients.
 
         `sums_rows_n` is the row of `sums_grad_RH` of each assignment. With `grads` the weight gradients are added at
-        once, else the second result is the remaining work for them.
+        once, and the second result is None. The chunk's share of `probs_grad_Q` is computed, too.
         """
         with span("experts backward"):
             given = GradInputs(self._inputs(source_NH, rows_n, chunk), sums_grad_RH, sums_rows_n)
@@ -83,7 +82,7 @@ class ChunkCompute:
         return rows_grad_RH, work
 
     def probs_grad_Q(self) -> torch.Tensor:
-        """Return the gradients of all probabilities after the last chunk; zero for an assignment without a chunk."""
+        """Return the gradients of all assignments' probabilities, after the last chunk; zero for those in no chunk."""
         assert self._sorted_grads_Q is not None
         complete = len(self._ids_Q) == len(self.probs_Q)
         probs_grad_Q = torch.empty_like(self.probs_Q) if complete else torch.zeros_like(self.probs_Q)
@@ -97,9 +96,9 @@ class ChunkCompute:
 
 
 class ChunkedResult:
-    """A tensor like `like` [T, H] that is composed of chunks of rows; a single chunk is the result itself.
+    """Assembles a tensor like `like` [T, H] from chunks of its rows; a single chunk becomes the result without a copy.
 
-    `order_T`: the row of the result of each row of the chunks, if these are strided.
+    `order_T`: with strided chunks, the row of the result of each row of the chunks.
     """
 
     def __init__(self, like: torch.Tensor, order_T: torch.Tensor | None = None) -> None:
@@ -108,7 +107,7 @@ class ChunkedResult:
         self._first = 0  # first row of the last `output`
 
     def output(self, first: int, count: int) -> torch.Tensor | None:
-        """Return the memory for `count` rows from `first` on; None if these are all rows: any memory will do."""
+        """Return the memory for `count` rows from row `first` on; None if these are all rows: any memory will do."""
         if self._result is None:
             if count == len(self._like) and self._order_T is None:
                 return None
@@ -119,7 +118,7 @@ class ChunkedResult:
         return self._result[first : first + count]
 
     def put(self, written_NH: torch.Tensor) -> None:
-        """Take rows that have been written to the memory of `output`."""
+        """Accept rows that were written to the memory of `output`, or to any memory if `output` returned None."""
         if self._result is None:
             self._result = written_NH
         elif self._order_T is not None:

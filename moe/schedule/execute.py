@@ -24,9 +24,9 @@ MOST_MEASURED = 256  # measurements of a pass that are kept until `take`
 
 
 class PassTimer:
-    """Seconds per pass ("forward", "backward"), which planners compare with their predictions.
+    """Measures the seconds of each pass ("forward", "backward"), which planners compare with their predictions.
 
-    On a GPU it records events on the current stream; nobody waits for them before `take`.
+    On a GPU it records events on the current stream, and waits for them only in `take`.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class PassTimer:
 
     @contextmanager
     def measure(self, name: str, device: torch.device) -> Iterator[None]:
-        """Measure the time of the block's computation."""
+        """Measure the computation in the `with` block as a pass of this name."""
         start = _now(device)
         yield
         measured = self._measured.setdefault(name, [])
@@ -42,7 +42,7 @@ class PassTimer:
         del measured[:-MOST_MEASURED]
 
     def take(self) -> dict[str, float]:
-        """Return the median of each pass since the last call; on a GPU the host waits for the last pass."""
+        """Return the median seconds of each pass since the last call; on a GPU the host waits for the last pass."""
         result = {name: statistics.median(_seconds(*span) for span in spans) for name, spans in self._measured.items()}
         self._measured.clear()
         return result
@@ -66,7 +66,7 @@ def _seconds(start: Any, end: Any) -> float:
 def run(
     call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, primaries: Slab
 ) -> torch.Tensor:
-    """Return the output [T, H] of a call, differentiable once in x, probs and the primaries' weights.
+    """Return the output [T, H] of a call of the routed experts, differentiable once in x, probs and primaries' weights.
 
     The backward pass is timed. Offloaded weights are not in autograd's graph: the call itself stores their gradients.
     """
@@ -92,19 +92,18 @@ class _Schedule(torch.autograd.Function):
         call, ctx.call = ctx.call, None
         if call is None:  # its buffers are in use for other calls
             raise RuntimeError(
-                "an MoE layer's output can be differentiated once; it was asked for a second time (retain_graph)."
+                "the backward pass of an MoE layer's call can run only once, as it frees its buffers. Run the forward "
+                "pass again before a second backward pass, instead of retain_graph=True."
             )
         streamed, replicas = call.streamed, call.replicas
         # Offloaded weights may be in another buffer of the device now than in the forward pass.
         primaries = Slab(*matrices, *ctx.kind) if streamed is None else replace(streamed.open(), block_rows=ctx.kind[1])
         weights, grads = _weights(primaries, replicas), None
         if streamed is not None or any(ctx.needs_input_grad[5:]):
-            by_blocks = primaries.block_rows is not None
-            grads = (
-                BlockGrads(weights, () if replicas is None else replicas.separate_experts)
-                if by_blocks
-                else WeightGrads(weights)
-            )
+            if primaries.block_rows is None:
+                grads = WeightGrads(weights)
+            else:
+                grads = BlockGrads(weights, () if replicas is None else replicas.separate_experts)
         with ctx.timer.measure("backward", x_TH.device):
             x_grad_TH, probs_grad_P = call.backward(x_TH, probs_P, weights, output_grad_TH.contiguous(), grads)
         if streamed is not None:
@@ -113,7 +112,7 @@ class _Schedule(torch.autograd.Function):
         if grads is not None and streamed is None:
             parameter_grads = grads.finish()
             if replicas is not None:
-                parameter_grads = replicas.add_arrived(primaries, parameter_grads)
+                parameter_grads = replicas.buffers.add_arrived(primaries, parameter_grads)
         return None, None, None, x_grad_TH, probs_grad_P.to(probs_P.dtype), *parameter_grads
 
 

@@ -1,4 +1,4 @@
-"""A call on a rank that has all experts: runs its programs (program.py) with tensors.
+"""Run an MoE layer's call on a rank that has all experts, operation by operation (see program.py).
 
 There is no exchange: the experts read the layer's own input and write its output.
 
@@ -26,7 +26,10 @@ INTERPRETER = "schedule/on_one_rank.py"
 
 
 class LocalCall:
-    """A call's state between its forward and its backward pass; without `both` there is no backward pass."""
+    """A call of an MoE layer whose experts are all on this rank: its state between forward and backward pass.
+
+    Without `both` there is no backward pass.
+    """
 
     replicas = None  # of experts of other ranks
 
@@ -51,10 +54,12 @@ class LocalCall:
         self.preactivations = restored(self.chunks, self.backward_chunks, width, x_TH, experts.link)
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Compute the weighted sums [T, H]."""
-        output_TH = _LocalForward(self, x_TH, probs_P, weights).run()
+        """Run the forward pass; return the weighted sums of the experts' outputs [T, H]."""
+        state = _LocalForward(self, x_TH, probs_P, weights)
+        operations = program.local_forward(self.plan.degree, self.strategy, self.streamed is not None)
+        program.perform(operations, FORWARD, state, INTERPRETER)
         self.chunks = self.backward_chunks  # the memory of the others is freed
-        return output_TH
+        return state.result.tensor()
 
     def backward(
         self,
@@ -64,13 +69,17 @@ class LocalCall:
         output_grad_TH: torch.Tensor,
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of `x_TH` and `probs_P`; those of the weights are added to `grads`."""
-        return _LocalBackward(self, x_TH, probs_P, weights, output_grad_TH, grads).run()
+        """Run the backward pass; return the gradients of `x_TH` and `probs_P`, and add the weights' to `grads`."""
+        state = _LocalBackward(self, x_TH, probs_P, weights, output_grad_TH, grads)
+        operations = program.local_backward(self.plan.backward_degree, self.strategy, self.streamed is not None)
+        program.perform(operations, BACKWARD, state, INTERPRETER)
+        self.preactivations.free()
+        return state.result.tensor(), state.compute.probs_grad_Q()
 
 
 @named("dispatch")
 def local_chunks(choice: Choice, degrees: Sequence[int], num_experts: int) -> list[Chunks]:
-    """Return the chunks of this rank's own tokens, for each degree."""
+    """Split this rank's assignments into chunks, once for each of the `degrees` (numbers of chunks)."""
     cuts = [route.boundaries(choice.num_tokens, degree) for degree in degrees]
     device, each = choice.tokens.device, choice.assignments_per_token
     if each is not None:
@@ -96,23 +105,18 @@ def local_chunks(choice: Choice, degrees: Sequence[int], num_experts: int) -> li
 
 
 def _rows_of_layer(call: LocalCall, chunk: Chunk) -> torch.Tensor:
-    """Return the rows [n] of the chunk's assignments, counted from the layer's first row."""
+    """Return the rows [n] of the layer's input that the chunk's assignments read."""
     rows_n = chunk.token_rows + chunk.first_row if chunk.first_row else chunk.token_rows
     return rows_n if call.order_T is None else call.order_T.index_select(0, rows_n)
 
 
 class _LocalForward:
-    """The state of a forward pass."""
+    """The state of a forward pass on one rank, which its operations change."""
 
     def __init__(self, call: LocalCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
         self.call, self.x_TH = call, x_TH
         self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.chunks)
         self.result = ChunkedResult(x_TH, call.order_T)
-
-    def run(self) -> torch.Tensor:
-        operations = program.local_forward(self.call.plan.degree, self.call.strategy, self.call.streamed is not None)
-        program.perform(operations, FORWARD, self, INTERPRETER)
-        return self.result.tensor()
 
     def experts(self, operation: program.LocalExperts) -> None:
         chunk, preactivation = self.call.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
@@ -125,7 +129,7 @@ class _LocalForward:
 
 
 class _LocalBackward:
-    """The state of a backward pass."""
+    """The state of a backward pass on one rank, which its operations change."""
 
     def __init__(
         self,
@@ -140,13 +144,6 @@ class _LocalBackward:
         self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.backward_chunks)
         self.result = ChunkedResult(x_TH, call.order_T)
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
-
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        call = self.call
-        operations = program.local_backward(call.plan.backward_degree, call.strategy, call.streamed is not None)
-        program.perform(operations, BACKWARD, self, INTERPRETER)
-        self.call.preactivations.free()
-        return self.result.tensor(), self.compute.probs_grad_Q()
 
     def grads_of_chunk(self, operation: program.LocalGrads) -> None:
         chunk = self.call.backward_chunks[operation.chunk]

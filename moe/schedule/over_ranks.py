@@ -1,4 +1,4 @@
-"""A call whose experts are on several ranks: runs its programs (program.py) with tensors.
+"""Run an MoE layer's call whose experts are on several ranks, operation by operation (see program.py).
 
 Tensors that are not kept for the backward pass share a few buffers of the size of a chunk.
 
@@ -36,7 +36,7 @@ SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Arrived:
-    """The received assignments, sorted into both passes' chunks, and their preactivations."""
+    """The assignments that a rank has received, sorted into both passes' chunks, and their preactivations."""
 
     probs_Q: torch.Tensor
     chunks: Chunks
@@ -45,7 +45,7 @@ class Arrived:
 
 
 class SpreadCall:
-    """A call's state between its forward and its backward pass."""
+    """A call of an MoE layer whose experts are on several ranks: its state between forward and backward pass."""
 
     def __init__(
         self,
@@ -73,8 +73,12 @@ class SpreadCall:
         self.arrived: Arrived | None = None  # from the forward pass on
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Compute the weighted sums [T, H], plus the shared expert's output."""
-        output_TH = _Forward(self, x_TH, probs_P, weights).run()
+        """Run the forward pass; return the weighted sums of the experts' outputs, plus the shared expert's: [T, H]."""
+        state = _Forward(self, x_TH, probs_P, weights)
+        operations = program.forward(state.sizes.degree, self.strategy, *self.kinds)
+        with card.exchanges_under_way():
+            program.perform(operations, FORWARD, state, INTERPRETER)
+        output_TH = state.finish()
         assert self.arrived is not None
         # Frees the memory of tensors that only the forward pass has read.
         self.forward_order, self.arrived.chunks = self.backward_order, self.arrived.backward_chunks
@@ -88,12 +92,20 @@ class SpreadCall:
         output_grad_TH: torch.Tensor,
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the gradients of `x_TH` and `probs_P`; those of the weights are added to `grads`."""
-        return _Backward(self, x_TH, weights, output_grad_TH, grads).run()
+        """Run the backward pass; return the gradients of `x_TH` and `probs_P`, and add the weights' to `grads`."""
+        state = _Backward(self, x_TH, weights, output_grad_TH, grads)
+        operations = program.backward(state.sizes.degree, self.strategy, self.plan.weight_lag, *self.kinds)
+        with card.exchanges_under_way():
+            program.perform(operations, BACKWARD, state, INTERPRETER)
+        x_grad_TH = state.finish()
+        state.arrived.preactivations.free()
+        state.dispatched_rows.free()
+        assert state.probs_grad_P is not None
+        return x_grad_TH, state.probs_grad_P
 
 
 class _SharedGraph:
-    """The shared expert with a graph of its own, so that the backward pass can run it while it waits for ranks."""
+    """The shared expert with its own autograd graph, so that its backward can run while the layer waits for ranks."""
 
     def __init__(self, function: SharedExpert) -> None:
         self._function = function
@@ -115,7 +127,7 @@ class _SharedGraph:
 
 
 class _Pass(ABC):
-    """The state of one pass: exchanges in flight, and the inputs of a chunk's next operations."""
+    """The state of one pass over several ranks: exchanges in flight, and the inputs of a chunk's next operations."""
 
     def __init__(self, call: SpreadCall, sizes: PassSizes, order: SendOrder, tensors: dict[str, torch.Tensor]) -> None:
         self.call, self.sizes, self.order = call, sizes, order
@@ -131,7 +143,7 @@ class _Pass(ABC):
         self.result = ChunkedResult(tensors["rows"], call.choice.order_T)
 
     def finish(self) -> torch.Tensor:
-        """Wait for all sends; return the result plus the shared expert's."""
+        """Wait for all sends; return the result of the pass, plus that of the shared expert."""
         while self.in_flight:
             self._finish_oldest()
         result_TH = self.result.tensor()
@@ -150,7 +162,7 @@ class _Pass(ABC):
 
     @named("dispatch")
     def dispatch(self, operation: program.Dispatch) -> None:
-        """Gather a chunk's rows and send them; this rank's own are gathered into the receive buffer."""
+        """Gather a chunk's rows and send them; rows for this rank itself are gathered into the receive buffer."""
         chunk, tensor_TH = operation.chunk, self.tensors[operation.tensor]
         handle, receive = self.expected[operation.tensor, chunk]
         own, away = self.order.own[chunk], self.order.away[chunk]
@@ -186,17 +198,17 @@ class _Pass(ABC):
         WORKSPACE.give(combined)
 
     def send_message(self, message: torch.Tensor, sizes: SplitSizes) -> None:
-        """Start an exchange of a value per assignment."""
+        """Start an all-to-all of `message`, which has one entry per assignment."""
         received = message.new_empty(sum(sizes.receive), *message.shape[1:])
         self.message = self.follow(start(self.call.exchange, message, received, sizes))
 
     def take_message(self) -> torch.Tensor:
-        """Wait for the exchange of `send_message`, and return the received values."""
+        """Wait for the all-to-all that `send_message` started, and return the received entries."""
         assert self.message is not None
         return self.message.wait()
 
     def follow(self, handle: Handle, send_buffer: torch.Tensor | None = None) -> Handle:
-        """Register an exchange in flight; the oldest ones are finished, so that at most MAX_IN_FLIGHT remain."""
+        """Register an all-to-all in flight, and finish the oldest ones, so that at most MAX_IN_FLIGHT remain."""
         self.in_flight.append((handle, send_buffer))
         while len(self.in_flight) > MAX_IN_FLIGHT:
             self._finish_oldest()
@@ -215,12 +227,6 @@ class _Forward(_Pass):
         strategy = restore.ROW_STRATEGIES[call.strategy.token_rows]
         self.dispatched_rows = call.dispatched_rows = strategy(self.sizes.received_rows, x_TH, call.experts.link)
         self.compute: ChunkCompute | None = None  # once the assignments are received
-
-    def run(self) -> torch.Tensor:
-        operations = program.forward(self.sizes.degree, self.call.strategy, *self.call.kinds)
-        with card.exchanges_under_way():
-            program.perform(operations, FORWARD, self, INTERPRETER)
-        return self.finish()
 
     def buffer(self, chunk: int) -> torch.Tensor:
         return self.dispatched_rows.out(chunk)
@@ -300,17 +306,6 @@ class _Backward(_Pass):
         # The remaining work for the weight gradients of each chunk, and the buffers that it reads, which are freed
         # afterwards.
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
-
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        call, lag = self.call, self.call.plan.weight_lag
-        operations = program.backward(self.sizes.degree, call.strategy, lag, *call.kinds)
-        with card.exchanges_under_way():
-            program.perform(operations, BACKWARD, self, INTERPRETER)
-        x_grad_TH = self.finish()
-        self.arrived.preactivations.free()
-        self.dispatched_rows.free()
-        assert self.probs_grad_P is not None
-        return x_grad_TH, self.probs_grad_P
 
     def buffer(self, chunk: int) -> torch.Tensor:
         like = self.tensors["rows"]

@@ -1,4 +1,4 @@
-"""Sizes and order of what each rank sends and receives in each chunk of a call.
+"""Sizes and order of the rows that each rank sends and receives in each chunk of a call.
 
 One exchange of counts serves all chunks and both passes.
 
@@ -20,7 +20,7 @@ from parallel.trace import named
 
 @dataclass(frozen=True)
 class SendOrder:
-    """For each chunk: the tokens of the rows sent away, those of this rank's own rows, and the sums of the results."""
+    """For each chunk the tokens of the rows for other ranks, those for this rank, and the sums of returned rows."""
 
     away: list[torch.Tensor]
     own: list[torch.Tensor]
@@ -28,11 +28,13 @@ class SendOrder:
 
 
 class PassSizes:
-    """One pass's chunks on both sides: numbers of rows from and to each rank, and the assignments of each chunk."""
+    """The sizes of one pass's all-to-alls: each chunk's numbers of rows and assignments, from and to each rank."""
 
     def __init__(self, counts: ExchangeCounts, num_kinds: int, first_column: int, degree: int) -> None:
-        """counts: columns of rows, then of assignments, then with three kinds of assignments of primaries; each has the
-        chunks of both passes."""
+        """`counts` has columns of rows, of assignments and, with three kinds, of primaries' assignments.
+
+        Each kind has a column per chunk of each pass; `first_column` is that of this pass's first chunk.
+        """
         num_chunks = len(counts.sent[0]) // num_kinds
         of_rows, of_assignments, *of_primaries = (
             list(range(first, first + degree))
@@ -57,7 +59,7 @@ class PassSizes:
         self.tables: list[torch.Tensor] = []  # `host_tables` on the device, for `send_order` and `chunks`
 
     def host_tables(self, num_slots: int) -> list[list[int]]:
-        """Return the four tables on the host: shifts and counts of received rows, then of sent ones."""
+        """Return the index tables of `send_order` and `chunks`: shifts and counts of received and of sent rows."""
         ranks = len(self.receives.token_rows)
         bases = route.chunk_bases([sum(counts) for counts in zip(*self.receives.assignments, strict=True)], num_slots)
         return [
@@ -70,7 +72,7 @@ class PassSizes:
     def send_order(
         self, row_tokens_U: torch.Tensor, choice: Choice, rank: int, order_U: torch.Tensor | None = None
     ) -> SendOrder:
-        """Return the order of the rows that `rank`, this one, sends. `order_U`: see `route.combine_sums`."""
+        """Return the order of the rows that this rank, `rank`, sends; `order_U`: see `route.combine_sums`."""
         slices = [self.sends.slices(self.sends.token_rows, chunk) for chunk in range(self.degree)]
         others = [[each for other, each in enumerate(of_chunk) if other != rank] for of_chunk in slices]
         listed = route.cut_list(
@@ -90,7 +92,7 @@ class PassSizes:
         return SendOrder(list(away_and_own[::2]), list(away_and_own[1::2]), sums)
 
     def chunks(self, rank_rows_Q: torch.Tensor, slots_Q: torch.Tensor, num_slots: int) -> Chunks:
-        """Sort received assignments into chunks; `rank_rows_Q` are their rows, numbered for each source rank."""
+        """Sort received assignments into chunks; `rank_rows_Q` are their rows, numbered within each source rank."""
         table, counts = self.tables[0].view(3, -1), self.tables[1]
         if self.degree > 1:
             of_cells = table.index_select(1, torch.repeat_interleave(counts, output_size=len(slots_Q)))
@@ -108,7 +110,7 @@ class PassSizes:
 def exchange_sizes(
     order: DispatchOrder, degrees: list[int], num_slots: int, exchange: AllToAll
 ) -> tuple[PassSizes, PassSizes]:
-    """Exchange counts and return the (forward, backward) sizes of a call, one object if the degrees are equal.
+    """Exchange counts and return the (forward, backward) sizes of a call, one object if both have equal degrees.
 
     The host waits once.
     """

@@ -1,6 +1,6 @@
-"""Programs: the operations of an MoE layer's passes in order, defined here for all who compute or estimate them.
+"""Programs: the ordered operations of an MoE layer's passes, which several interpreters compute or estimate.
 
-Its interpreters run a program: over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
+The interpreters are over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
 planning/footprint.py with bytes in memory, and planning/traffic.py with bytes sent. Each has a table with an entry for
 every operation, and raises UnknownOperation for one without. A program depends on the plan and on whether there may be
 replicas, never on the load.
@@ -26,26 +26,25 @@ Lines = Mapping[type["Operation"], Callable[[Any, Any], None]]
 
 @dataclass(frozen=True)
 class Operation:
-    """One step of a pass."""
+    """One operation in a pass of an MoE layer, e.g. dispatching a chunk."""
 
 
 @dataclass(frozen=True)
 class ChunkOperation(Operation):
-    """One step of one chunk."""
+    """An operation on one chunk of a pass."""
 
     chunk: int
 
 
 @dataclass(frozen=True)
 class TransferOperation(ChunkOperation):
-    """One step of a chunk's dispatch. `tensor` is the dispatched tensor: "rows" (the layer's input) or "grads" (of its
-    output)."""
+    """An operation of a chunk's dispatch; `tensor`: "rows" (the layer's input) or "grads" (gradients of its output)."""
 
     tensor: str
 
 
 class Expect(TransferOperation):
-    """Prepare a receive buffer."""
+    """Prepare the buffer that receives a chunk's dispatch."""
 
 
 class Dispatch(TransferOperation):
@@ -53,11 +52,11 @@ class Dispatch(TransferOperation):
 
 
 class WaitDispatch(TransferOperation):
-    """Wait for the rows that the other ranks dispatched."""
+    """Wait for the rows of a chunk that the other ranks dispatch."""
 
 
 class FetchExpert(Operation):
-    """Start prefetching the next layers' offloaded expert weights to the device; this layer's are in flight."""
+    """Start copying the next layers' offloaded expert weights to the device; this layer's are in flight already."""
 
 
 class WaitExpert(Operation):
@@ -65,28 +64,27 @@ class WaitExpert(Operation):
 
 
 class StoreExpert(Operation):
-    """Add the call's gradients of offloaded experts to the step's, and start copying complete ones off the device."""
+    """Add the call's gradients of offloaded experts to the step's sum, and start copying complete sums away."""
 
 
 class FetchReplicas(Operation):
-    """Send weights of primaries to ranks that hold replicas of them, receive those of replicas here, and send gradients
-    of replicas that lose their slots to their primaries."""
+    """Start sending experts' weights to new replicas, and the gradients of replaced replicas to primaries."""
 
 
 class WaitReplicas(Operation):
-    """Wait for the weights of replicas."""
+    """Wait for the weights of this rank's new replicas."""
 
 
 class ReturnGrads(Operation):
-    """Add the call's gradients of replicas to those of earlier calls, and send complete ones to the primaries."""
+    """Add the call's gradients of replicas to those of earlier calls, and start sending complete ones to primaries."""
 
 
 class WaitGrads(Operation):
-    """Wait for the gradients of replicas of primaries here."""
+    """Wait for the gradients that replicas on other ranks return to this rank's primaries."""
 
 
 class SendAssignments(Operation):
-    """Send each assignment's packed id and probability to its expert's rank, for all chunks."""
+    """Start sending all assignments' packed ids and probabilities to the ranks of their experts, for all chunks."""
 
 
 class TakeAssignments(Operation):
@@ -102,7 +100,7 @@ class SharedExpertGrad(Operation):
 
 
 class Experts(ChunkOperation):
-    """Compute the chunk's experts, and the weighted sum of each row."""
+    """Compute the experts of a chunk, and the weighted sum of each row."""
 
 
 class InputGrads(ChunkOperation):
@@ -114,7 +112,7 @@ class ExpertWeightGrads(ChunkOperation):
 
 
 class Combine(ChunkOperation):
-    """Send the chunk's sums (backward: the rows' gradients) to the tokens' ranks."""
+    """Start sending the chunk's sums (backward: the rows' gradients) to the ranks of the tokens."""
 
 
 class SumCombine(ChunkOperation):
@@ -122,7 +120,7 @@ class SumCombine(ChunkOperation):
 
 
 class Offload(ChunkOperation):
-    """Start copying the activations that the strategy keeps on the host."""
+    """Start copying a chunk's activations to the host, as far as the memory strategy offloads them."""
 
 
 class Fetch(ChunkOperation):
@@ -130,11 +128,11 @@ class Fetch(ChunkOperation):
 
 
 class Release(ChunkOperation):
-    """Free those of the chunk's buffers that no later operation reads."""
+    """Free the chunk's buffers that no later operation reads."""
 
 
 class SendProbsGrad(Operation):
-    """Send the gradients of all probabilities to the tokens' ranks."""
+    """Start sending the gradients of all probabilities to the ranks of the tokens."""
 
 
 class TakeProbsGrad(Operation):
@@ -142,11 +140,11 @@ class TakeProbsGrad(Operation):
 
 
 class LocalExperts(ChunkOperation):
-    """Compute the chunk's experts from the layer's input into its output: this rank has all experts."""
+    """Compute a chunk from the layer's input into its output, on a rank that has all experts."""
 
 
 class LocalGrads(ChunkOperation):
-    """Compute all gradients of a chunk where this rank has all experts."""
+    """Compute all gradients of a chunk, on a rank that has all experts."""
 
 
 Program = tuple[Operation, ...]
@@ -154,7 +152,7 @@ Program = tuple[Operation, ...]
 
 @cache
 def forward(degree: int, strategy: Strategy, replicas: bool = False, streamed: bool = False) -> Program:
-    """Return the forward pass in `degree` chunks over several ranks.
+    """Return the program of a forward pass in `degree` chunks, with experts on several ranks.
 
     `replicas`: experts may have replicas on other ranks; `streamed`: the experts' weights are offloaded.
     """
@@ -189,7 +187,7 @@ def forward(degree: int, strategy: Strategy, replicas: bool = False, streamed: b
 
 @cache
 def backward(degree: int, strategy: Strategy, lag: int, replicas: bool = False, streamed: bool = False) -> Program:
-    """Return the backward pass in `degree` chunks over several ranks.
+    """Return the program of a backward pass in `degree` chunks, with experts on several ranks.
 
     The weight gradients of chunk i follow the input gradients of i + `lag`. `replicas`, `streamed`: see `forward`.
     """
@@ -236,7 +234,7 @@ def backward(degree: int, strategy: Strategy, lag: int, replicas: bool = False, 
 
 @cache
 def local_forward(degree: int, strategy: Strategy, streamed: bool = False) -> Program:
-    """Return the forward pass on a rank that has all experts, without exchanges. `streamed`: see `forward`."""
+    """Return the program of a forward pass on a rank that has all experts. `streamed`: the weights are offloaded."""
     program: list[Operation] = [FetchExpert(), WaitExpert()] if streamed else []
     for i in range(degree):
         program.append(LocalExperts(i))
@@ -248,7 +246,7 @@ def local_forward(degree: int, strategy: Strategy, streamed: bool = False) -> Pr
 
 @cache
 def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> Program:
-    """Return the backward pass on a rank that has all experts. `streamed`: see `forward`."""
+    """Return the program of a backward pass on a rank that has all experts. `streamed`: the weights are offloaded."""
     fetches = strategy.preactivations == "offload"
     program: list[Operation] = [Fetch(0)] if fetches else []
     if streamed:
@@ -263,7 +261,7 @@ def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> P
 
 
 class UnknownOperation(TypeError):
-    """An interpreter's table has no entry for an operation."""
+    """Raised if an interpreter's table has no entry for an operation."""
 
 
 def line_for(table: Mapping[type[Operation], Line], operation: Operation, interpreter: str) -> Line:
@@ -275,6 +273,6 @@ def line_for(table: Mapping[type[Operation], Line], operation: Operation, interp
 
 
 def perform(operations: Program, lines: Lines, state: Any, interpreter: str) -> None:
-    """Run a program with tensors: the function of an operation in `lines` changes the state of the pass."""
+    """Run a program with tensors: call each operation's function in `lines`, which changes the state of the pass."""
     for operation in operations:
         line_for(lines, operation, interpreter)(state, operation)

@@ -1,4 +1,4 @@
-"""Strategies that keep or restore the activations of a chunk for its backward pass (MPipeMoE; chunk_plan.STRATEGIES).
+"""Strategies that keep or restore a chunk's activations for its backward pass (MPipeMoE; chunk_plan.STRATEGIES).
 
 Two activations have a strategy each: the dispatched input rows, and the preactivations (the inputs of the activation
 function). The expert output and the sorted input are never kept: both are computed from the rows.
@@ -22,21 +22,16 @@ from moe.route import Chunk, Chunks
 
 
 def host_bytes(strategy: Strategy, load: LayerLoad) -> int:
-    """Return the bytes on the host between the two passes of a call with this load."""
+    """Return the bytes of activations that a call with this load has on the host between its passes."""
     numbers = load.token_rows * load.hidden_size if strategy.token_rows == "offload" else 0
     numbers += load.assignments * load.hidden_columns if strategy.preactivations == "offload" else 0
     return numbers * load.element_size
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The dispatched rows
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class DispatchedRows:
-    """The rows that a call's chunks received, from its forward to its backward pass; this class keeps nothing.
+    """Strategy for a call's dispatched rows between its passes. This class keeps none: they are dispatched again.
 
-    The backward pass then receives them once more. `link` copies rows between device and host, if they are offloaded.
+    `link` copies rows between device and host, if they are offloaded.
     """
 
     has_all = False  # one buffer holds the rows of all chunks
@@ -45,24 +40,24 @@ class DispatchedRows:
         self._num_rows, self._like, self._link = num_rows, like, link
 
     def out(self, index: int) -> torch.Tensor:
-        """Return the receive buffer of chunk `index`; `written` hands it back."""
+        """Return the receive buffer of chunk `index`, until `written` is called for this chunk."""
         return WORKSPACE.take((self._num_rows[index], self._like.size(1)), self._like)
 
     def offload(self, index: int, rows_NH: torch.Tensor) -> None:
-        """Start to copy a chunk's rows to the host; called when its experts are computed."""
+        """Start copying a chunk's rows to the host; called once the chunk's experts are computed."""
 
     def written(self, index: int, rows_NH: torch.Tensor) -> None:
-        """Free the buffer, which the forward pass does not need any more."""
+        """Free a chunk's receive buffer: the forward pass does not need it any more."""
         WORKSPACE.give(rows_NH)
 
     def fetch(self, index: int) -> None:
-        """Start to copy the rows of backward chunk `index` to the device; called a chunk before they are needed."""
+        """Start copying the rows of backward chunk `index` to the device; called one chunk before they are needed."""
 
     def regroup(self, chunks: Chunks, backward_chunks: Chunks) -> None:
         """Prepare rows that were received in `chunks` to be read in `backward_chunks`."""
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a buffer [N, H], and the rows of it that the chunk's assignments read [n]."""
+        """Return a buffer [N, H] with a backward chunk's rows, and the row that each of its assignments reads [n]."""
         raise AssertionError("rows that are dispatched again come from the exchange")
 
     def free(self) -> None:
@@ -70,7 +65,7 @@ class DispatchedRows:
 
 
 class KeepRows(DispatchedRows):
-    """Keep the rows of all chunks in one buffer."""
+    """Keeps the rows of all chunks in one buffer."""
 
     has_all = True
 
@@ -102,7 +97,7 @@ class KeepRows(DispatchedRows):
 
 
 class OffloadRows(DispatchedRows):
-    """Keep the rows on the host between the passes, which have the same chunks."""
+    """Keeps the rows on the host between the passes, which have the same chunks."""
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         super().__init__(num_rows, like, link)
@@ -118,13 +113,8 @@ class OffloadRows(DispatchedRows):
         return self._away.pop(index).get(), chunk.token_rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The preactivations
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class Preactivations:
-    """The preactivations of one call of a layer, from its forward to its backward pass; this class keeps nothing.
+    """Strategy for a call's preactivations between its passes. This class keeps none: they are recomputed.
 
     `num_columns` is G; `chunks` and `backward_chunks` are the same list if the degrees are equal. `link` copies
     preactivations between device and host, if they are offloaded.
@@ -143,35 +133,37 @@ class Preactivations:
         self._num_columns, self._like, self._link = num_columns, like, link
 
     def out(self, index: int) -> torch.Tensor | None:
-        """Return the memory for the preactivations of chunk `index` [n + SPARE_ROWS, G]; None: need not be written."""
+        """Return the memory [n + SPARE_ROWS, G] for the preactivations of chunk `index`; None if none is needed."""
         return None
 
     def put(self, index: int, preactivation: torch.Tensor | None) -> None:
-        """Take written preactivations: those in `out`, or on a GPU a tensor that the products have made."""
+        """Accept a chunk's preactivations: in the memory of `out`, or on a GPU in a new tensor of the experts."""
 
     def offload(self, index: int) -> None:
-        """Start to copy a chunk's preactivations to the host."""
+        """Start copying a chunk's preactivations to the host."""
 
     def written(self, index: int) -> None:
-        """Free the buffer, which the forward pass does not need any more."""
+        """Free the memory of a chunk's preactivations: the forward pass does not need it any more."""
 
     def fetch(self, index: int) -> None:
-        """Start to copy those of backward chunk `index` to the device; called a chunk before they are needed."""
+        """Start copying the preactivations of backward chunk `index` to the device, one chunk before their use."""
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor | None:
-        """Return the preactivations of backward chunk `index` [at least n, G], sorted like its assignments. None:
-        compute them again."""
+        """Return the preactivations of backward chunk `index` [at least n, G], sorted like its assignments.
+
+        Returns None if they must be recomputed.
+        """
         return None
 
     def done(self, preactivation: torch.Tensor | None) -> None:
-        """Free the result of `get`."""
+        """Free preactivations that `get` returned."""
 
     def free(self) -> None:
         """Free all memory; called after the backward pass."""
 
 
 class KeepPreactivations(Preactivations):
-    """Keep them: on the host in one buffer for all chunks, on a GPU in the tensors that the products have made."""
+    """Keeps the preactivations: on the host in one buffer for all chunks, on a GPU in the tensors of the experts."""
 
     def __init__(self, chunks: Chunks, *rest: Any) -> None:
         super().__init__(chunks, *rest)
@@ -192,7 +184,7 @@ class KeepPreactivations(Preactivations):
             self._kept.append(preactivation)
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor:
-        """Return kept preactivations; a sorted copy if the backward pass has another degree than the forward pass."""
+        """Return kept preactivations; a sorted copy if the passes have different numbers of chunks."""
         if self._same:
             return self._kept[index]
         if self._index_Q is None:
@@ -209,7 +201,7 @@ class KeepPreactivations(Preactivations):
 
 
 class OffloadPreactivations(Preactivations):
-    """Keep them on the host between the passes, which have the same chunks."""
+    """Keeps the preactivations on the host between the passes, which have the same chunks."""
 
     def __init__(self, chunks: Chunks, *rest: Any) -> None:
         super().__init__(chunks, *rest)

@@ -1,9 +1,9 @@
 """Buckets of optimizer state: how a rank's parameters are cut into them, where each is stored and updated, and the
 memory that this takes.
 
-A bucket is a run of a rank's slices of parameters; its record is its optimizer state, `bytes_per_element` for each
-parameter, which moves between device, host and disk as a whole. Pure functions without torch: a run allocates by them,
-and its plan counts by them.
+A bucket is a run of slices of a rank's parameters. Its record is its optimizer state (`bytes_per_element` bytes per
+element), which is copied between device, host and disk as a whole. These are pure functions without torch: a run
+allocates memory with them, and planning a run counts it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from configs import derived
 from configs.schema import Config
 from memory.host_memory import padded
 
-# A larger slice is cut at multiples of this number of elements from its start: the vectorised kernel computes other
-# bits where a cut changes the number of elements that remain.
+# A slice is cut only at multiples of this number of elements from its start: the vectorised update kernel computes
+# other bits if a cut changes how many elements remain for its last vector.
 CUT = 4096
-# The largest share of a rank's state in one bucket: two stages for the largest bucket are then a small share of it.
+# The largest share of a rank's state in one bucket, so that two buffers for the largest bucket take little memory.
 MOST = 1 / 8
-NUM_STAGES = 2  # the most reused buffers for records, or for gradients and weights
+NUM_STAGES = 2  # the most buffers of a kind: for records, or for gradients and weights
 GRAD_BYTES = 4  # of a parameter's gradient, in fp32
 
 Target = Literal["device", "host", "disk"]  # where a record is stored
@@ -31,13 +31,8 @@ Target = Literal["device", "host", "disk"]  # where a record is stored
 BucketEngine = Literal["device", "device_stream", "host", "record"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Cutting
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class Slice(Protocol):
-    """A rank's slice of a parameter: see OwnedSlice in parallel/megatron/."""
+    """A rank's slice of a parameter, as a protocol; see OwnedSlice in parallel/megatron/offloaded.py."""
 
     @property
     def start(self) -> int: ...
@@ -57,7 +52,7 @@ class Slice(Protocol):
 
 @dataclass(frozen=True)
 class SliceSpan:
-    """The elements [start, end) of the parameter of slice `index`, stored from `offset` on in the bucket's record."""
+    """Elements [start, end) of the parameter of slice `index`, stored in a bucket's record from element `offset` on."""
 
     index: int
     start: int
@@ -67,10 +62,11 @@ class SliceSpan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Spans of slices with the same `bucket_key`; `order` is that of the first one in the forward pass.
+    """A run of slices of parameters whose optimizer state is stored and updated together. `order`: when the forward
+    pass first uses it.
 
-    For offloaded experts `expert_bucket` is (MoE layer of this rank, bucket of its shard; see experts.py), and
-    `run_numel` the length of the run, including the padding between the spans.
+    For offloaded experts, `expert_bucket` is (MoE layer on this rank, number of the bucket in the layer's shard; see
+    experts.py), and `run_numel` is the length of the run with the padding between its spans.
     """
 
     slice_spans: tuple[SliceSpan, ...]
@@ -85,7 +81,7 @@ class Bucket:
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Cut slices into buckets of at most `limit` elements (at least CUT), in the order of first use."""
+    """Cut slices of parameters into buckets of at most `limit` elements (but at least CUT), sorted by first use."""
     limit = max(limit // CUT, 1) * CUT
     runs: dict[Hashable, list[int]] = {}
     for index, owned in enumerate(slices):
@@ -105,7 +101,7 @@ def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
 
 
 def largest(slices: Sequence[Slice], bucket_parameters: int) -> int:
-    """Return the limit of a rank's buckets in elements: what the config asks for, at most MOST of the rank's."""
+    """Return the most elements that a bucket may have: `bucket_parameters`, but at most a share MOST of the rank's."""
     return min(bucket_parameters, int(MOST * sum(owned.end - owned.start for owned in slices)))
 
 
@@ -114,21 +110,16 @@ def _bucket(slices: Sequence[Slice], spans: list[SliceSpan]) -> Bucket:
     return Bucket(tuple(spans), at_end, min(slices[span.index].order for span in spans))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arranging
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Staging:
-    """Buffers that buckets pass through one after the other: `number` stages, each as large as the largest bucket."""
+    """Reused buffers that buckets pass through one at a time: `number` buffers, each as large as the largest bucket."""
 
     number: int
     size: int
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> Staging:
-        """Stages for buckets of these sizes, never larger in total than the buckets."""
+        """Return reused buffers for buckets of these sizes; together they are never larger than the buckets."""
         largest = max(sizes, default=0)
         return cls(min(NUM_STAGES, sum(sizes) // largest), largest) if largest else cls(0, 0)
 
@@ -139,53 +130,54 @@ class Staging:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Offload target and update engine of each bucket, in the order of first use in the forward pass."""
+    """Storage of each bucket of optimizer state (device, host or disk), and the processor that updates it (device or
+    host). Buckets are sorted by first use in the forward pass."""
 
     numels: Sequence[int]
     bytes_per_element: int  # of a record
     weight_bytes: int  # of a parameter of the model
     targets: Sequence[Target]
     engines: Sequence[BucketEngine]
-    leaving: Sequence[bool]  # its gradient is copied to its own memory on the host during the backward pass
-    early: Sequence[bool]  # it may be updated during the backward pass: it has a shadow
-    flexible: bool = False  # the engines may change: there is memory for both
+    leaving: Sequence[bool]  # whether a bucket's gradient is copied to the host during the backward pass
+    early: Sequence[bool]  # whether a bucket may be updated during the backward pass, which needs a shadow
+    flexible: bool = False  # whether engines may change later: there is memory for device_stream and host
 
     @property
     def new_weights(self) -> list[bool]:
-        """Whether a bucket has host memory for new weights: it may be updated early, and they return to the device."""
+        """For each bucket, whether it has host memory for the new weights of an early update."""
         return [early and engine != "record" for early, engine in zip(self.early, self.engines, strict=True)]
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each record."""
+        """Bytes of each bucket's record of optimizer state."""
         return [numel * self.bytes_per_element for numel in self.numels]
 
     def staging(self, engine: BucketEngine) -> Staging:
-        """The stages of the buckets that this engine updates, or may update; sizes in parameters."""
+        """Return the reused buffers for buckets that this engine updates or may update; sizes in parameters."""
         may = (own == engine or (self.flexible and own not in ("device", "record")) for own in self.engines)
         return Staging.of([numel for numel, passes in zip(self.numels, may, strict=True) if passes])
 
     @property
     def disk_staging(self) -> Staging:
-        """The host's stages for records of the disk; sizes in bytes, whole blocks."""
+        """Host buffers for reading and writing records of the disk; sizes in bytes of whole disk blocks."""
         targets = zip(self.sizes, self.targets, strict=True)
         return Staging.of([padded(size) for size, target in targets if target == "disk"])
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the device: records that stay there, and stages for those that pass through."""
+        """Bytes of device memory: records stored there, and buffers through which other records are streamed."""
         residents = sum(size for size, target in zip(self.sizes, self.targets, strict=True) if target == "device")
         each = self.bytes_per_element + (self.weight_bytes if any(self.new_weights) else 0)
         return residents + self.staging("device_stream").total * each
 
     @property
     def saved(self) -> int:
-        """Bytes of the device that are free because state is stored elsewhere."""
+        """Bytes of device memory that are saved because records are stored elsewhere."""
         return sum(self.sizes) - self.device_bytes
 
     @property
     def host_bytes_by_purpose(self) -> dict[str, int]:
-        """Bytes of the host by purpose."""
+        """Bytes of host memory, as a dict from purpose to bytes."""
         on_host = [target == "host" for target in self.targets]
         return {
             "optimizer state": sum(padded(size) for size, here in zip(self.sizes, on_host, strict=True) if here),
@@ -209,7 +201,7 @@ class Arrangement:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the file: records, then shadows."""
+        """Bytes of the scratch file on the disk: records, and their shadows for early updates."""
         on_disk = [target == "disk" for target in self.targets]
         return sum(
             padded(size) * (1 + early)
@@ -219,7 +211,7 @@ class Arrangement:
 
     @property
     def early_share(self) -> float:
-        """Share of the parameters whose gradient can be copied out, or used, during the backward pass."""
+        """Share of the parameters whose gradients can be copied to the host or used during the backward pass."""
         total = sum(self.numels)
         some = zip(self.numels, self.leaving, self.early, self.engines, strict=True)
         return sum(n for n, *may, engine in some if any(may) or engine == "record") / total if total else 0.0
@@ -227,21 +219,21 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class ArrangementRequest:
-    """Buckets in the order of first use, and what a config asks for them."""
+    """Input of `arrange`: the buckets, sorted by first use in the forward pass, and the config's settings."""
 
     numels: Sequence[int]
-    reduced_at_step_end: Sequence[bool]  # its gradient is not final when DDP has reduced it
+    reduced_at_step_end: Sequence[bool]  # whether a bucket's gradient is not final when DDP has reduced it
     bytes_per_element: int
     weight_bytes: int
     state_device: str  # device, host, disk, auto
     engine: str  # auto, device_stream, host, split
-    overlaps: bool  # DDP reduces gradients during the backward pass, not after it
+    overlaps: bool  # whether DDP reduces gradients during the backward pass instead of after it
     early_update: str  # auto, always, never
-    is_offloaded: Sequence[bool] = ()  # its weights and gradient are offloaded; (): no bucket's are
+    is_offloaded: Sequence[bool] = ()  # whether a bucket's weights and gradient are offloaded; (): none
 
 
 def state_bytes_per_weight(config: Config) -> int:
-    """Return the bytes of a parameter's state besides its weight: two moments, and a master in half precision."""
+    """Return the bytes of optimizer state per parameter: two moments and, in half precision, a master weight."""
     moments = 4 + (4 if config.optimizer.moment_dtype == "fp32" else 2)
     return moments + (4 if derived.element_size(config) < 4 else 0)
 
@@ -249,7 +241,7 @@ def state_bytes_per_weight(config: Config) -> int:
 def arrangement_request(
     config: Config, numels: Sequence[int], reduced_at_step_end: Sequence[bool], is_offloaded: Sequence[bool] = ()
 ) -> ArrangementRequest:
-    """Return what a config asks for these buckets."""
+    """Return the input of `arrange` for buckets of these sizes under a config."""
     settings = config.optimizer
     return ArrangementRequest(
         numels=numels,
@@ -266,23 +258,24 @@ def arrangement_request(
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes that are available on each target."""
+    """Bytes that are available for optimizer state on the device, on the host and on the disk."""
 
     device: float = math.inf
     host: float = math.inf
     disk: float = math.inf
 
     def fits(self, found: Arrangement) -> bool:
-        """Whether an arrangement fits."""
+        """Whether an arrangement needs no more bytes than there are on device, host and disk."""
         return found.device_bytes <= self.device and found.host_bytes <= self.host and found.disk_bytes <= self.disk
 
 
 def arrange(request: ArrangementRequest, capacity: Capacity) -> Arrangement | None:
-    """Arrange buckets within a capacity; None where the state does not fit.
+    """Choose where each bucket of optimizer state is stored and updated. Returns None if the state does not fit the
+    capacity.
 
-    Buckets are updated early, and gradients copied out early, where the config allows it and memory is left. No record
-    is stored on a slower target for that. state_device=auto fills the device, then the host, then the disk with whole
-    buckets, those that are used last first.
+    Updates and gradient copies start during the backward pass if the config allows it and memory is left; no record is
+    stored on a slower target for them. With state_device=auto, whole buckets in the order of first use fill the device,
+    then the host, then the disk.
     """
     early, leaves = request.overlaps and request.early_update != "never", request.overlaps
     choices = [(early, leaves), (False, leaves), (False, False)]
@@ -293,7 +286,7 @@ def arrange(request: ArrangementRequest, capacity: Capacity) -> Arrangement | No
 
 
 def least(request: ArrangementRequest) -> Arrangement:
-    """Return the arrangement with the least memory, as error messages quote it. auto: all on the host."""
+    """Return the arrangement of buckets that needs the least memory, for errors. state_device=auto: all on the host."""
     early = request.early_update == "always"
     target = "host" if request.state_device == "auto" else request.state_device
     return _with_targets(request, [target] * len(request.numels), early, early)  # type: ignore[list-item]
@@ -304,8 +297,7 @@ def _arranged(request: ArrangementRequest, capacity: Capacity, early: bool, leav
     if target != "auto":
         found = _with_targets(request, [target] * count, early, leaves)  # type: ignore[list-item]
         return found if capacity.fits(found) else None
-    # The memory of a target besides its records depends on which records it has: the fast target gets the most records
-    # with which both fit.
+    # Buffers of a target depend on which records it stores, so try from most to fewest records on the faster target.
     on_device = count
     while on_device and _filled(request, on_device, count, early, leaves).device_bytes > capacity.device:
         on_device -= 1
@@ -328,7 +320,7 @@ def _with_targets(request: ArrangementRequest, targets: Sequence[Target], early:
     engine: BucketEngine = "host" if request.engine == "host" else "device_stream"
     may = [t != "device" and not at_end for t, at_end in zip(targets, request.reduced_at_step_end, strict=True)]
     offloaded = request.is_offloaded or [False] * len(targets)
-    # Shadows of offloaded experts are large: they have some only where the config asks for them.
+    # Shadows of offloaded experts are large: they exist only if the config demands early updates.
     shadowed = [is_offloaded and request.early_update == "always" for is_offloaded in offloaded]
     engines: list[BucketEngine] = ["device" if target == "device" else engine for target in targets]
     return Arrangement(

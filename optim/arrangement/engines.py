@@ -1,9 +1,10 @@
-"""Which engine updates each bucket of optimizer state, device or host, and how long a step then takes: pure functions
-of sizes and measured rates.
+"""The choice between device and host for updating each bucket of optimizer state, and the predicted duration of a step:
+pure functions of sizes and measured bandwidths.
 
-The work of a step is counted per resource: each direction of the link, the host's update, the device's update, the
-disk, the host's memory. The busiest resource decides, while the passes run; a bucket must pass through all resources,
-so the other resources' time for one bucket is added (filling). See docs/decisions/optimizer-update-engines.md.
+The seconds of a step are summed per resource: each direction of the link, the host's update, the device's update, the
+disk, and the host's memory. The busiest resource determines the duration, while the passes run. As a bucket must pass
+through all resources, the time of one bucket on the other resources is added ("filling"). See
+docs/decisions/optimizer-update-engines.md.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from optim.arrangement.buckets import GRAD_BYTES, NUM_STAGES, Arrangement, Bucke
 
 Engine = Literal["device_stream", "host", "split"]
 ENGINES: tuple[Engine, ...] = ("device_stream", "host", "split")
-SHARES = 64  # the shares of the elements that `split` tries for the host are multiples of 1 / SHARES
+SHARES = 64  # `split` tries to give the host multiples of 1 / SHARES of the elements
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Bytes per second, each measured alone."""
+    """Bandwidths of a rank's resources in bytes per second, each measured while the rank does nothing else."""
 
     up: float  # the link to the device
     down: float  # the link from the device
@@ -31,12 +32,12 @@ class Bandwidths:
     device: float  # read and written by the device's update
     read: float = math.inf  # the disk
     write: float = math.inf
-    memory: float = math.inf  # the host's memory, over all readers and writers
+    memory: float = math.inf  # of host memory, summed over all readers and writers
 
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes of an element: its record of state, and its weight, which is its own master where the record has none."""
+    """Bytes per element of a bucket: its optimizer state, and its weight (its own master if there is no other)."""
 
     record: int
     weight: int
@@ -44,14 +45,14 @@ class ElementBytes:
 
     @classmethod
     def of(cls, arrangement: Arrangement) -> ElementBytes:
-        """Bytes of an element of its buckets: weights in half precision have a master."""
+        """Return the bytes per element of an arrangement's buckets. Half-precision weights have a separate master."""
         return cls(arrangement.bytes_per_element, arrangement.weight_bytes, arrangement.weight_bytes < 4)
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The passes that an update overlaps with: with `early` both, otherwise the forward pass alone, with `leaving`
-    except for the gradients' copies to the host."""
+    """Seconds of the passes that updates overlap with. early: both passes, else only the forward pass. leaving: even
+    without `early`, gradients are copied to the host during the backward pass."""
 
     forward: float = 0.0  # seconds
     backward: float = 0.0
@@ -61,8 +62,8 @@ class Passes:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of one bucket, or of all, per resource; then the seconds in each kind of stage, divided by its number of
-    stages."""
+    """Seconds for which updating one bucket, or all, keeps each resource busy. Seconds of reused buffers are divided by
+    the number of buffers."""
 
     up: float = 0.0
     down: float = 0.0
@@ -76,7 +77,7 @@ class Work:
     disk_stages: float = 0.0  # of records, on the host
 
     def __add__(self, other: Work) -> Work:
-        return Work(  # written out: a search adds up millions
+        return Work(  # written out for speed: a search adds millions
             self.up + other.up,
             self.down + other.down,
             self.host + other.host,
@@ -95,7 +96,7 @@ class Work:
 
     @property
     def filling(self) -> float:
-        """Seconds of a bucket on all resources but the slowest one."""
+        """Seconds that one bucket takes on all resources except the slowest."""
         resources = (self.up, self.down, self.host, self.device, self.disk)
         return sum(resources) - max(resources)
 
@@ -104,14 +105,14 @@ class Work:
 def work(
     by: BucketEngine, on_disk: bool, numel: int, element: ElementBytes, rates: Bandwidths, early: bool = False
 ) -> Work:
-    """Return the seconds of one bucket in one step, per resource; `by`: the engine that updates it."""
+    """Return the seconds that updating one bucket takes on each resource. `by`: the engine that updates it."""
     record, weights, grads = numel * element.record, numel * element.weight, numel * GRAD_BYTES
     update = 2 * record + grads + weights
     if by == "device":
         return Work(device=update / rates.device)
     disk = record / rates.read + record / rates.write if on_disk else 0.0
     if by == "device_stream":
-        up, down = record + weights * early, record + weights * early  # new weights wait on the host for the norm
+        up = down = record + weights * early  # new weights are on the host until the norm is known
         host, device = 0, update
     else:
         up, down = weights, grads + weights * (not element.has_master)
@@ -142,7 +143,7 @@ def _total(
     rates: Bandwidths,
     early: bool,
 ) -> tuple[Work, float]:
-    """Return (the work of all buckets with these engines, the longest filling of one bucket in seconds)."""
+    """Return (seconds of all buckets per resource, largest seconds of one bucket on all resources but its slowest)."""
     own = [
         work(by, target == "disk", numel, element, rates, early)
         for by, numel, target in zip(engines, numels, targets, strict=True)
@@ -158,7 +159,7 @@ def predict(
     rates: Bandwidths,
     passes: Passes = Passes(),
 ) -> float:
-    """Return the seconds of a step whose buckets are updated by these engines."""
+    """Return the predicted seconds of a step in which these engines update the buckets."""
     return _seconds(*_total(engines, numels, targets, element, rates, passes.early), passes)
 
 
@@ -167,7 +168,7 @@ def _seconds(total: Work, filling: float, passes: Passes) -> float:
         return max(passes.forward + passes.backward, total.longest) + filling
     if passes.leaving:
         overlapped = min(passes.backward, total.leaving)
-        stages = total.host_stages - total.leaving / NUM_STAGES  # these gradients have memory of their own
+        stages = total.host_stages - total.leaving / NUM_STAGES  # these gradients have separate memory
         down, leaving = total.down - overlapped, total.leaving - overlapped
         total = replace(total, down=down, leaving=leaving, host_stages=stages)
     return passes.backward + max(passes.forward, total.longest) + filling
@@ -181,7 +182,7 @@ def choose(
     rates: Bandwidths,
     passes: Passes = Passes(),
 ) -> list[BucketEngine]:
-    """Choose the engine of each bucket, in the order of first use; auto: the setting with the shortest step."""
+    """Return the engine that updates each bucket. engine="auto" takes the setting with the shortest predicted step."""
     if engine == "auto":
         seconds = predictions(numels, targets, element, rates, passes)
         engine = min(ENGINES, key=seconds.__getitem__)
@@ -191,7 +192,7 @@ def choose(
     both = [engines for engines in candidates if {"host", "device_stream"} <= set(engines)]
 
     def cost(engines: Sequence[BucketEngine]) -> tuple[float, float]:
-        # Of those whose work the passes hide, the one with the least work.
+        # If the passes hide all work of several candidates, the one with the least work wins.
         total, filling = _total(engines, numels, targets, element, rates, passes.early)
         return _seconds(total, filling, passes), total.longest
 
@@ -201,16 +202,16 @@ def choose(
 def predictions(
     numels: Sequence[int], targets: Sequence[str], element: ElementBytes, rates: Bandwidths, passes: Passes = Passes()
 ) -> Mapping[Engine, float]:
-    """Return the seconds of a step with each setting of the engine."""
+    """Return the predicted seconds of a step for each setting of optimizer.engine."""
     rest = numels, targets, element, rates, passes
     return {engine: predict(choose(engine, *rest), *rest) for engine in ENGINES}
 
 
 def _shared(numels: Sequence[int], targets: Sequence[str], share: float) -> list[BucketEngine]:
-    """Have the host update at least this share of the elements off the device.
+    """Choose engines such that the host updates at least `share` of the offloaded elements.
 
-    Its buckets are spread over the order, so that neither the link nor the host waits for the other's buckets, and it
-    gets the first one: streaming a record takes longer than the copies of a host's update, and the bucket that is used
+    The host's buckets are spread over the order of use, so that link and host work at the same time. The first bucket
+    is always the host's: streaming a record takes longer than the copies of a host update, and the bucket that is used
     last has the most time.
     """
     engines: list[BucketEngine] = []

@@ -1,10 +1,11 @@
-"""Offloaded experts: how their records are cut, the memory that they take on each target, and the bytes that a step
-moves. Pure functions without torch: a run allocates by them, and its plan counts by them.
+"""Offloaded experts: how their records are cut, the memory that these take on device, host and disk, and the bytes that
+a step transfers. These are pure functions without torch: a run allocates memory with them, and planning a run counts
+it.
 
-A MoE layer's experts on one rank are one flat range: all experts' first matrices, second matrices, then biases, each
-kind from a multiple of CUT on. Each rank of those with the same experts keeps an equal shard of it
-(`moe.shard_weights`), or all of it. A bucket is a run of that shard: its weights are one record, its gradient another,
-its state a third.
+The experts of a MoE layer on one rank form one flat range: all experts' first matrices, second matrices, then biases,
+each kind starting at a multiple of CUT. Each of the ranks with the same experts stores an equal shard of the range
+(`moe.shard_weights`), or all of it. A bucket is a run of that shard, with one record for its weights, one for its
+gradient, and one for its optimizer state.
 """
 
 from __future__ import annotations
@@ -19,54 +20,55 @@ from memory.host_memory import padded
 from optim.arrangement.buckets import CUT, GRAD_BYTES, MOST, state_bytes_per_weight
 from parallel.pipeline import PlannedFill, layer_visits, layers_of_stage, slot_fills
 
-GRAD_SLOTS = 2  # of the device, each for a layer's gradient: one is computed while the one before is copied out
-# Host stages for records of the disk: for those that passes wait for, and for updates. They are separate, as the next
-# step's weights would otherwise be queued behind all updates.
+GRAD_SLOTS = 2  # device buffers for a layer's gradient: one is computed while the one before is copied out
+# Host buffers for records of the disk: for weights that passes wait for, and for updates. They are separate, because
+# otherwise the next step's weights would be queued behind all updates.
 PASS_STAGES, UPDATE_STAGES = 4, 4
-MASTER_BYTES = 4  # of a weight that is its own master
+MASTER_BYTES = 4  # of a weight in fp32, which is its own master
 
 
 @dataclass(frozen=True)
 class ExpertRecords:
-    """The offloaded experts of one rank: how their flat range is cut, and its bytes on device, host and disk."""
+    """Sizes of one rank's offloaded experts: how the flat range of a layer's weights is cut into records, and the bytes
+    on device, host and disk."""
 
     num_layers: int  # MoE layers of this rank
     numels: tuple[int, ...]  # parameters of one layer's experts on this rank, by kind
-    num_shards: int  # ranks that keep a shard each; 1: this rank keeps all
+    num_shards: int  # ranks that store a shard each; 1: this rank stores all
     data_parallel_size: int  # ranks that hold the same experts
     target: str  # of the weights and the gradient: host, disk
     weight_bytes: int  # of a parameter
-    sums_on_host: bool  # a layer's gradients of several micro-batches are added on the host
+    sums_on_host: bool  # whether the host adds up a layer's gradients of several micro-batches
     limit: int  # the most parameters of a bucket
-    max_slots: int  # of the device, for weights
-    has_shadows: bool = False  # of weights' records: updates may be early
-    arrived_numel: int = 0  # of an expert, where gradients of its replicas arrive at its primary
+    max_slots: int  # the most device buffers for a layer's weights
+    has_shadows: bool = False  # whether weights have second records for early updates
+    arrived_numel: int = 0  # parameters of an expert, if replicas send gradients to its primary; else 0
 
     @property
     def kind_offsets(self) -> list[int]:
-        """The first element of each kind in the flat range."""
-        return list(accumulate((_rounded(numel, CUT) for numel in self.numels[:-1]), initial=0))
+        """First element of each kind of weight (first matrices, second matrices, biases) in a layer's flat range."""
+        return list(accumulate((padded(numel, CUT) for numel in self.numels[:-1]), initial=0))
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the flat range, a whole number of equal shards."""
-        return _rounded(sum(_rounded(numel, CUT) for numel in self.numels), CUT * self.num_shards)
+        """Elements of a layer's flat range of weights, padded to equal shards."""
+        return padded(sum(padded(numel, CUT) for numel in self.numels), CUT * self.num_shards)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of the flat range that a rank keeps."""
+        """Elements of a layer's flat range of weights that one rank stores."""
         return self.padded_numel // self.num_shards
 
     @property
     def buckets(self) -> list[tuple[int, int]]:
-        """[first, end) of each bucket in a rank's shard of a layer."""
+        """Elements [first, end) of each bucket in this rank's shard of a layer."""
         most = min(self.limit, int(MOST * self.num_layers * self.shard_numel))
         size = max(most // CUT, 1) * CUT
         return [(first, min(first + size, self.shard_numel)) for first in range(0, self.shard_numel, size)]
 
     @property
     def weight_slots(self) -> int:
-        """Number of layers whose weights the device holds: one computes while the next ones are fetched."""
+        """Number of device buffers for a layer's weights: while a layer computes, the next ones are prefetched."""
         return min(self.max_slots, self.num_layers)
 
     @property
@@ -75,45 +77,45 @@ class ExpertRecords:
 
     @property
     def grad_slot_bytes(self) -> int:
-        """Bytes of an element of a slot for gradients: fp32, unless the host adds up and no other rank has a shard."""
+        """Bytes per element of a device buffer for gradients: fp32, or the weights' dtype if the host alone sums
+        them."""
         return self.weight_bytes if self.sums_on_host and self.data_parallel_size == 1 else GRAD_BYTES
 
     @property
     def weights_on_device(self) -> int:
-        """Bytes of the slots for weights."""
+        """Bytes of the device buffers for layers' weights."""
         return self.weight_slots * self.padded_numel * self.weight_bytes
 
     @property
     def grads_on_device(self) -> int:
-        """Bytes of the slots for gradients."""
+        """Bytes of the device buffers for layers' gradients."""
         return self.grad_slots * self.padded_numel * self.grad_slot_bytes
 
     @property
     def sum_numel(self) -> int:
-        """Parameters of a layer whose gradient a rank keeps on the target."""
+        """Elements of a layer's gradient that this rank stores on the host or disk."""
         return self.padded_numel if self.sums_on_host else self.shard_numel
 
     @property
     def weights_kept(self) -> int:
-        """Bytes of the weights' records, and of their shadows."""
+        """Bytes of the weights' records on the host or disk, with their shadows for early updates."""
         each = sum(padded((end - first) * self.weight_bytes) for first, end in self.buckets)
         return self.num_layers * each * (1 + self.has_shadows)
 
     @property
     def grads_kept(self) -> int:
-        """Bytes of the gradients' records: the buckets of each shard that this rank adds up."""
+        """Bytes of the gradients' records on the host or disk, for all shards that this rank sums."""
         each = sum(padded((end - first) * GRAD_BYTES) for first, end in self.buckets)
         return self.num_layers * each * (self.sum_numel // self.shard_numel)
 
     @property
     def largest_record(self) -> int:
-        """Bytes of a host stage for any record of the disk."""
+        """Bytes of a host buffer that can hold any record of the disk."""
         return padded(max((end - first for first, end in self.buckets), default=0) * max(self.weight_bytes, GRAD_BYTES))
 
     @property
     def staging(self) -> int:
-        """Bytes of the host that records pass through: stages for the disk, a bucket for saves and loads, and stages
-        for micro-batches' gradients."""
+        """Bytes of reused host buffers: for records of the disk, one bucket of a save, and micro-batches' gradients."""
         disk_stages = (PASS_STAGES + UPDATE_STAGES) * self.largest_record if self.target == "disk" else 0
         each = self.padded_numel * self.weight_bytes + self.arrived_numel * GRAD_BYTES
         leaving = GRAD_SLOTS * each if self.sums_on_host else 0
@@ -130,13 +132,13 @@ class ExpertRecords:
 
     @property
     def bytes_by_target(self) -> dict[str, int]:
-        """Bytes by purpose and target, with the keys of the metrics."""
+        """Bytes of weights, gradients and buffers on the host or disk, with the keys of the metrics."""
         kept = {f"weights_{self.target}": self.weights_kept, f"gradients_{self.target}": self.grads_kept}
         return {**kept, "staging_host": self.staging}
 
     @property
     def bytes_by_purpose(self) -> dict[str, dict[str, int]]:
-        """Bytes by target, then by purpose; the arrangement counts the experts' optimizer state."""
+        """Bytes of experts as {"device" | "host" | "disk": {purpose: bytes}}, without their optimizer state."""
         kept, none = {"weights": self.weights_kept, "gradients": self.grads_kept}, {"weights": 0, "gradients": 0}
         return {
             "device": {"weights": self.weights_on_device, "gradients": self.grads_on_device},
@@ -146,7 +148,7 @@ class ExpertRecords:
 
 
 def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRecords | None:
-    """Return the records of a rank with this number of MoE layers; None where experts are stored on the device."""
+    """Return the record sizes of a rank with this number of MoE layers, or None if experts are stored on the device."""
     if not derived.streams_experts(config) or not num_layers:
         return None
     assert config.moe.num_experts is not None
@@ -170,14 +172,10 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
 
 
 def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecords | None:
-    """Return the records of a stage's ranks; None where experts are stored on the device or there are none."""
+    """Return the record sizes for the ranks of a pipeline stage, or None if the stage has no offloaded experts."""
     is_moe = derived.moe_layer_pattern(config)
     layers = [layer for chunk in layers_of_stage(config, stage) for layer in chunk]
     return expert_records(config, world_size, sum(bool(is_moe[layer]) for layer in layers))
-
-
-def _rounded(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,9 +185,9 @@ def _rounded(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class BytesMoved:
-    """Bytes of experts that one rank moves: over the link `up` to the device and `down` from it, `read` from the disk
-    and `written` to it; `gathered` and `reduced` among ranks with the same experts, all ranks together; `host`: host
-    memory that additions and updates read and write."""
+    """Bytes of offloaded experts that one rank transfers: `up` to the device and `down` from it, `read` from the disk
+    and `written` to it; `gathered` and `reduced` over all ranks with the same experts; `host`: read and written in host
+    memory by additions and updates."""
 
     up: int = 0
     down: int = 0
@@ -203,32 +201,33 @@ class BytesMoved:
         return BytesMoved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def times(self, number: int) -> BytesMoved:
-        """Multiply all bytes by a number."""
+        """Return all byte counts multiplied by a number."""
         return BytesMoved(*(number * each for each in astuple(self)))
 
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Bytes that one rank moves for one layer's experts; `state_target`, `state_bytes`: of a parameter's optimizer
-    state."""
+    """Bytes that one rank transfers for the offloaded experts of one layer. `state_target`: where the optimizer state
+    is stored; `state_bytes`: its bytes per parameter."""
 
     records: ExpertRecords
     state_target: str
     state_bytes: int
-    num_gradients: int  # that a layer sends to the target in a step
+    num_gradients: int  # copied out per layer and step
 
     @property
     def on_disk(self) -> bool:
         return self.records.target == "disk"
 
     def fetch(self) -> BytesMoved:
-        """Weights are fetched to a slot: a rank's shard from its target, the other shards from the other ranks."""
+        """Return the bytes of fetching a layer's weights to the device: this rank's shard from host or disk, the other
+        shards from other ranks."""
         shard = self.records.shard_numel * self.records.weight_bytes
         whole = self.records.padded_numel * self.records.weight_bytes
         return BytesMoved(up=shard, read=shard * self.on_disk, gathered=whole if self.records.num_shards > 1 else 0)
 
     def gradient(self, is_first: bool, is_last: bool) -> BytesMoved:
-        """A gradient is copied out: a micro-batch's, which the host adds to the earlier ones, or the sum of all."""
+        """Return the bytes of copying out a layer's gradient: one micro-batch's, for the host to add up, or the sum."""
         of, disk = self.records, int(self.on_disk)
         kept, whole = of.shard_numel * GRAD_BYTES, of.padded_numel * GRAD_BYTES
         reduced = whole if of.data_parallel_size > 1 else 0
@@ -240,23 +239,21 @@ class LayerTraffic:
         return BytesMoved(down=own, read=earlier * disk, written=whole * disk, host=own + earlier + whole)
 
     def update(self) -> BytesMoved:
-        """Return the bytes that the optimizer's step on a rank's shard moves, if it runs on the host."""
+        """Return the bytes of the optimizer's update of this rank's shard of a layer, if the host runs the update."""
         of, state = self.records, self.state_bytes
         weights, disk = of.weight_bytes, int(self.on_disk)
         state_disk = state * (self.state_target == "disk")
-        own = weights if weights == MASTER_BYTES else 0  # a weight that is no master is not read
-        copied = (
-            2 * of.has_shadows * (state * (self.state_target == "host") + own * (1 - disk))
-        )  # to shadows of the host
+        own = weights if weights == MASTER_BYTES else 0  # a weight is read only if it is its own master
+        to_shadows = 2 * of.has_shadows * (state * (self.state_target == "host") + own * (1 - disk))  # on the host
         return BytesMoved(
             read=of.shard_numel * (disk * (GRAD_BYTES + own) + state_disk),
             written=of.shard_numel * (disk * weights + state_disk),
-            host=of.shard_numel * (2 * state + copied + GRAD_BYTES + weights + own),
+            host=of.shard_numel * (2 * state + to_shadows + GRAD_BYTES + weights + own),
         )
 
     @property
     def gradients_out(self) -> BytesMoved:
-        """Gradients of all layers in a step."""
+        """Bytes of copying the gradients of all layers off the device in a step."""
         ends = self.gradient(True, self.num_gradients == 1)
         if self.num_gradients > 1:
             ends += self.gradient(False, True) + self.gradient(False, False).times(self.num_gradients - 2)
@@ -264,14 +261,14 @@ class LayerTraffic:
 
     @property
     def updates(self) -> BytesMoved:
-        """Updates of all layers in a step."""
+        """Bytes of the optimizer's updates of all layers in a step."""
         return self.update().times(self.records.num_layers)
 
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """The experts' traffic of one rank in a step. `visits`: MoE layers in the order of use; `fills`: when their weights
-    are fetched to a slot."""
+    """Bytes that one rank transfers for offloaded experts in a step. `visits`: MoE layers in the order of use; `fills`:
+    the copies of their weights to device buffers."""
 
     layer: LayerTraffic
     visits: Sequence[int]
@@ -279,7 +276,7 @@ class ExpertTraffic:
 
     @property
     def fetched(self) -> BytesMoved:
-        """Weights of all layers."""
+        """Bytes of fetching the weights of all layers to the device in a step."""
         return self.layer.fetch().times(len(self.fills))
 
     @property
@@ -288,13 +285,13 @@ class ExpertTraffic:
 
 
 def moe_visits(config: Config, num_micro_batches: int, stage: int, forward_only: bool = False) -> list[int]:
-    """Return the MoE layers of a stage, from 0 in the whole model, in the order in which a step visits them."""
+    """Return a stage's MoE layers (numbered from 0 in the whole model) in the order in which a step visits them."""
     is_moe = derived.moe_layer_pattern(config)
     return [layer for layer in layer_visits(config, num_micro_batches, stage, forward_only) if is_moe[layer]]
 
 
 def layer_traffic(config: Config, world_size: int, stage: int) -> LayerTraffic | None:
-    """Return the traffic of one layer on a stage's ranks; None where no experts are offloaded."""
+    """Return the bytes that a rank of a stage transfers for one layer's experts, or None if none are offloaded."""
     records = records_of_stage(config, world_size, stage)
     if records is None:
         return None
@@ -303,7 +300,7 @@ def layer_traffic(config: Config, world_size: int, stage: int) -> LayerTraffic |
 
 
 def expert_traffic(config: Config, world_size: int, stage: int) -> ExpertTraffic | None:
-    """Return the traffic of a stage's ranks in a step; None where no experts are offloaded."""
+    """Return the bytes that a rank of a stage transfers for experts in a step, or None if none are offloaded."""
     layer = layer_traffic(config, world_size, stage)
     if layer is None:
         return None

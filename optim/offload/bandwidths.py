@@ -1,8 +1,8 @@
-"""Measured bandwidths of one rank's link, updates and disk while every rank works: the choice of an update's engine
-depends on them.
+"""Measured bandwidths of a rank's link to the host, its optimizer updates and its disk, while all ranks are busy. The
+choice between host and device for updates depends on them.
 
-The ranks of a node share the host's memory and its disk, and often the link: a rank alone is faster than a rank in a
-step. Therefore all ranks start each piece of work together.
+The ranks of a node share host memory, a disk and often the link, so one rank alone is faster than in a step. Therefore
+all ranks start each measurement together.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from memory.copy_stream import CopyStream
 from optim.arrangement.buckets import GRAD_BYTES
 from optim.arrangement.engines import Bandwidths
 from optim.offload.kernel import SCRATCH, State, UpdateScalars, adamw
-from optim.offload.records import OffloadMemory, RecordLayout
+from optim.offload.records import OffloadMemory
 
 REPEATS = 3
 
 
 @dataclass(frozen=True)
 class _TimedWork:
-    """Work that is timed, in its copy stream, once `ready` is done."""
+    """A job that is timed on its copy stream. It can start once `ready` is done."""
 
     stream: CopyStream
     call: Callable[[], object]
@@ -37,48 +37,43 @@ class _TimedWork:
 
 
 @torch.no_grad()
-def measure(memory: OffloadMemory, layout: RecordLayout) -> Bandwidths:
-    """Measure the least bandwidths of all ranks, so that all choose the same engines.
+def measure(memory: OffloadMemory) -> Bandwidths:
+    """Measure this rank's bandwidths, and return the minimum over all ranks, so that all choose the same engines.
 
-    A collective call, while no update and no save is in flight. The stages and the buffer lose their contents.
+    A collective call, while no update and no save is in flight. It overwrites the reused buffers for records.
     """
-    works = _link_and_updates(memory, layout) if memory.device_stages and memory.host_stages else [None] * 4
+    works = _link_and_updates(memory) if memory.device_stages and memory.host_stages else [None] * 4
     rates = [*(_rate(memory.link.device, work) for work in works), *_disk_rates(memory)]
     return Bandwidths(*_least(rates, memory.link.device))
 
 
 def _least(numbers: Sequence[float], device: torch.device) -> list[float]:
-    """Return the least of all ranks' numbers, once all ranks have called."""
+    """Return the element-wise minimum of these numbers over all ranks, after all ranks have made the call."""
     least = torch.tensor(numbers, dtype=torch.float64, device=device)
     if dist.get_world_size() > 1:
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return least.tolist()
 
 
-def _link_and_updates(memory: OffloadMemory, layout: RecordLayout) -> list[_TimedWork]:
-    """Return the work of a record: its copies to the device and from it, its update on the host and on the device."""
+def _link_and_updates(memory: OffloadMemory) -> list[_TimedWork]:
+    """Return four jobs to time on one record: copies to and from the device, updates on the host and on the device."""
     link, device_stage, host_stage = memory.link, memory.device_stages[0], memory.host_stages[0]
     for users in (*(stage.users for stage in memory.device_stages), *(stage.users for stage in memory.host_stages)):
         for done in users.all():
             done.wait()
     on_device, on_host = device_stage.record, memory.buffer[: device_stage.record.numel()]
-    numel = on_device.numel() // layout.bytes_per_element
-    # Zeros: a CPU is slow with numbers too small for the format.
+    numel = on_device.numel() // memory.layout.bytes_per_element
+    # Zeros, because a CPU is slow with denormal numbers.
     on_device.zero_()
     on_host.zero_()
 
     def update(record: torch.Tensor) -> Callable[[], None]:
         grads, own = (torch.zeros(numel, dtype=torch.float32, device=record.device) for _ in range(2))
-        kinds = layout.split(record, numel)
+        kinds = memory.layout.split(record, numel)
         state = State([kinds.get("master", own)], [kinds["exp_avg"]], [kinds["exp_avg_sq"]])
-        weights, step = (
-            torch.zeros(numel, dtype=host_stage.weights.dtype, device=record.device),
-            torch.ones_like(own[0]),
-        )
-        scratch, rates = (
-            torch.empty(SCRATCH, dtype=torch.float32, device=record.device),
-            UpdateScalars(0.0, 0.0, 0.9, 0.95, 1e-8),
-        )
+        weights = torch.zeros(numel, dtype=host_stage.weights.dtype, device=record.device)
+        step, rates = torch.ones_like(own[0]), UpdateScalars(0.0, 0.0, 0.9, 0.95, 1e-8)
+        scratch = torch.empty(SCRATCH, dtype=torch.float32, device=record.device)
 
         def work() -> None:
             adamw(state, [grads], step, [rates], scratch)
@@ -99,7 +94,7 @@ def _link_and_updates(memory: OffloadMemory, layout: RecordLayout) -> list[_Time
 
 
 def _disk_rates(memory: OffloadMemory) -> list[float]:
-    """Measure the bytes per second of reads and of writes; infinite without state on the disk."""
+    """Measure the bytes per second of disk reads and of writes. Both are infinite if no state is on the disk."""
     store, targets, device = memory.store, memory.arrangement.targets, memory.link.device
     has_any = bool(memory.device_stages and memory.host_stages) and "disk" in targets
     index = max((i for i, target in enumerate(targets) if target == "disk"), key=store.sizes.__getitem__, default=0)
@@ -121,9 +116,9 @@ def _disk_rates(memory: OffloadMemory) -> list[float]:
 
 
 def _rate(device: torch.device, work: _TimedWork | None) -> float:
-    """Measure the bytes per second of work that all ranks start together; infinite for None."""
+    """Measure the bytes per second of a job that all ranks start together. It is infinite if there is no job."""
     if work is not None:
-        work.stream.submit(work.call, (work.ready,)).wait()  # the first touches its memory
+        work.stream.submit(work.call, (work.ready,)).wait()  # the first call touches its memory
     seconds = []
     for _ in range(REPEATS):
         _least([0.0], device)

@@ -1,4 +1,5 @@
-"""Builds the OffloadedOptimizer of a config: cuts and arranges the buckets, and takes their memory from the budgets."""
+"""Builds the OffloadedOptimizer for a config: cuts parameters into buckets, decides where these are stored, and
+reserves the memory."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
-from base.errors import ConfigError
 from configs.schema import Config
 from memory.budgets import DISK, HOST
 from memory.disk import Disk
@@ -32,7 +32,7 @@ from optim.offload.experts import PURPOSE, OffloadedExperts
 from optim.offload.optimizer import Hyperparameters, OffloadedOptimizer
 from optim.offload.records import RecordLayout, allocate
 from parallel.dtypes import DTYPES
-from parallel.joint_errors import raise_together
+from parallel.joint_errors import raised_together
 from parallel.megatron.offloaded import (
     ExternalShardedOptimizer,
     ExternalWholeOptimizer,
@@ -54,10 +54,10 @@ def build_offload(
     link: HostLink,
     device_capacity: float = math.inf,
 ) -> OffloadedOptimizer:
-    """Build the owner of the state of an optimizer whose members keep none, and take all its memory.
+    """Build the optimizer that has the offloaded state of Megatron's optimizers, and allocate all its memory.
 
-    A collective call. `device_capacity`: bytes of the device for state. Raises ConfigError on every rank where a rank's
-    state does not fit.
+    A collective call. `device_capacity`: bytes of device memory for optimizer state. Raises ConfigError on every rank
+    if the state of a rank does not fit.
     """
     settings, dtype = config.optimizer, DTYPES[config.training.precision]
     experts = _experts(config, topology, chunks, link)
@@ -72,27 +72,23 @@ def build_offload(
         [bucket.reduced_at_step_end for bucket in buckets],
         [bucket.expert_bucket is not None for bucket in buckets],
     )
-    arrangement, disk, problem = None, None, None
-    with contextlib.ExitStack() as undo:  # on an error the experts' memory is given back
+    disk = None
+    with contextlib.ExitStack() as undo:  # on an error, the experts' memory is released
         if experts is not None:
             undo.callback(experts.close)
-        try:
+        with raised_together():
             arrangement = _arrange(request, device_capacity, config)
             if arrangement.disk_bytes:
                 assert config.memory.disk_dir is not None
                 disk = Disk(config.memory.disk_dir, arrangement.disk_bytes)
-        except ConfigError as error:
-            problem = str(error)
-        raise_together(problem)
         undo.pop_all()
-    assert arrangement is not None
-    memory = allocate(arrangement, dtype, link, disk)
+    memory = allocate(arrangement, layout, buckets, experts, dtype, link, disk)
     shared = Hyperparameters(settings.beta1, settings.beta2, settings.epsilon, settings.early_update)
-    offload = OffloadedOptimizer(slices, buckets, layout, memory, shared, experts)
+    offload = OffloadedOptimizer(slices, memory, shared)
     if arrangement.flexible:
         offload.choose(settings.engine)
     if experts is None:
-        offload.initialize()  # with experts once their weights are there
+        offload.initialize()  # with offloaded experts, later: their weights do not exist yet
     gate_weights(chunks, offload.gate)
     watch_reduced(chunks, offload.reduced)
     for member in members(optimizer):
@@ -104,15 +100,16 @@ def build_offload(
 def _experts(
     config: Config, topology: Topology, chunks: Sequence[DistributedDataParallel], link: HostLink
 ) -> OffloadedExperts | None:
-    """Return the records of offloaded experts, zeroed; None where there are none.
+    """Allocate the records of this rank's offloaded experts, filled with zeros. Returns None if no experts are
+    offloaded.
 
-    A collective call. Raises ConfigError on every rank where a rank's records do not fit.
+    A collective call. Raises ConfigError on every rank if the records of a rank do not fit.
     """
     layers = _offloaded_layers(chunks)
     records = expert_records(config, topology.world_size, len(layers))
-    problem, disk = None, None
+    disk = None
     with contextlib.ExitStack() as undo:
-        try:
+        with raised_together():
             if records is not None:
                 for budget, num_bytes in ((HOST, records.host_bytes), (DISK, records.disk_bytes)):
                     budget.take(num_bytes, PURPOSE)
@@ -122,9 +119,6 @@ def _experts(
                     instead = "moe.weights_device=host optimizer.state_device=host"
                     disk = Disk(config.memory.disk_dir, records.disk_bytes, instead)
                     undo.callback(disk.close)
-        except ConfigError as error:
-            problem = str(error)
-        raise_together(problem)
         undo.pop_all()
     if records is None:
         return None
@@ -134,8 +128,8 @@ def _experts(
 
 
 def _offloaded_layers(chunks: Sequence[DistributedDataParallel]) -> list[list[torch.nn.Parameter]]:
-    """Return the stand-ins of offloaded weights by layer, one for each kind, matrices before biases."""
-    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}  # by the module that holds a layer's
+    """Return the placeholders of offloaded weights by layer, one for each kind of weight, matrices before biases."""
+    found: dict[str, list[tuple[str, torch.nn.Parameter]]] = {}  # by the module of a layer's experts
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.module.named_parameters():
             if is_off_device(parameter):
@@ -151,7 +145,7 @@ def add_experts(
     slices: list[OwnedSlice],
     buckets: list[Bucket],
 ) -> None:
-    """Add the slices and buckets of offloaded experts to those of the other weights, in the order of first use."""
+    """Add slices and buckets of offloaded experts to those of the other weights, and sort the buckets by first use."""
     order = {id(each): i for i, each in enumerate(p for chunk in chunks for p in chunk.module.parameters())}
     groups = {
         id(parameter): (index, group)
@@ -162,7 +156,7 @@ def add_experts(
     }
     records = experts.records
     low, high = experts.shard * records.shard_numel, (experts.shard + 1) * records.shard_numel
-    # [start, end) of the elements of each kind of weight that this rank keeps.
+    # [start, end) of the elements of each kind of weight that this rank stores.
     kinds = zip(experts.kind_offsets, records.numels, strict=True)
     spans = [(min(max(low - first, 0), numel), min(max(high - first, 0), numel)) for first, numel in kinds]
     for layer, parameters in enumerate(experts.layers):
@@ -173,7 +167,7 @@ def add_experts(
             layer_slices.append((len(slices), start, end))
             slices.append(OwnedSlice(parameter, start, end, group, (member, layer), True, first))
         buckets += _cut_experts(experts, layer, layer_slices, min(order[id(parameter)] for parameter in parameters))
-    # Buckets that DDP gathers together are first used together: they must not wait for the experts between them.
+    # Buckets that DDP gathers together are first needed together, so experts must not be sorted between them.
     gathered: dict[tuple[int, ...], int] = {}
     for bucket in buckets:
         key = slices[bucket.slice_spans[0].index].bucket_key
@@ -184,7 +178,7 @@ def add_experts(
 def _cut_experts(
     experts: OffloadedExperts, layer: int, slices: Sequence[tuple[int, int, int]], order: int
 ) -> list[Bucket]:
-    """Cut a layer's shard into buckets; slices: (index, first, end of the elements here), one for each kind."""
+    """Cut a layer's shard of experts into buckets. slices: (index, first, end) of this rank's elements, by kind."""
     found = []
     for number, (first, end) in enumerate(experts.bounds):
         spans = []
@@ -198,12 +192,12 @@ def _cut_experts(
 
 
 def _arrange(request: ArrangementRequest, device_capacity: float, config: Config) -> Arrangement:
-    """Arrange this rank's buckets within the budgets, and take their bytes. Raises ConfigError."""
+    """Decide where buckets are stored, within the budgets, and reserve their bytes. Raises ConfigError."""
     on_disk = DISK.headroom if config.memory.disk_dir is not None else 0.0
     found = arrange(request, Capacity(device_capacity, HOST.headroom, on_disk))
     if found is None:
         found = least(request)
-    # First the sum, so that an error names a budget that is enough for all purposes.
+    # Reserve the sum first, so that an error names a budget that is enough for all purposes.
     HOST.take(found.host_bytes, "optimizer state off the device")
     HOST.give(found.host_bytes, "optimizer state off the device")
     DISK.take(found.disk_bytes, "optimizer state")

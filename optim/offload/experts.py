@@ -1,12 +1,11 @@
-"""Weights and gradients of offloaded experts: records of the host or the disk, and their copies to the device and
-back.
+"""Weights and gradients of offloaded experts: records on the host or the disk, and the copies to and from the device.
 
-A layer's experts are one flat range (optim/arrangement/experts.py). Ranks with the same experts may keep a shard of it
-each: then a fetch copies that shard to the device and gathers the others from the other ranks (SE-MoE, arXiv
-2205.10034, section 3.2), and a gradient is reduced and scattered before it is copied out. OffloadedOptimizer has the
-optimizer's state of a shard.
+The experts of a layer are one flat range (optim/arrangement/experts.py). Ranks with the same experts may each store a
+shard of it: then a fetch copies that shard to the device and all-gathers the others (SE-MoE, arXiv 2205.10034, section
+3.2), and a gradient is reduce-scattered before it is copied out. The optimizer state of the shard is in
+OffloadedOptimizer.
 
-The thread that computes makes all calls, and no call waits.
+Only the thread that computes makes calls, and no call waits.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -30,17 +30,17 @@ from optim.arrangement.experts import PASS_STAGES, UPDATE_STAGES, ExpertRecords
 from parallel.norms import squares_into
 from parallel.owned import at_hand
 
-NUM_GRAD_STAGES = 2  # one is filled while the host reads the other
+NUM_GRAD_STAGES = 2  # one buffer is filled while the host reads the other
 PURPOSE = "experts off the device"  # in the budgets
-# Gradients of replicas that arrived at their primaries: the expert's number on this rank, and a gradient of all its
-# matrices in fp32.
+# Gradients that replicas of experts have sent to their primary: (number of the expert on this rank, fp32 gradient of
+# all its matrices).
 Arrived = Sequence[tuple[int, torch.Tensor]]
 
 
 @dataclass
 class GradStage:
-    """Host memory for a micro-batch's gradient of a layer, in the weights' dtype, and for a replica's gradient that
-    arrived at its primary, in fp32."""
+    """Host buffers for the gradient of a layer from one micro-batch, in the weights' dtype, and for the gradient that
+    an expert's replica has sent to its primary, in fp32."""
 
     flat: torch.Tensor
     record: torch.Tensor
@@ -48,10 +48,10 @@ class GradStage:
 
 
 class GradStages:
-    """Host memory that micro-batches' gradients of experts pass through before the host adds them up."""
+    """Reused host buffers for the gradients of experts from single micro-batches, before the host adds them up."""
 
     def __init__(self, link: HostLink, numel: int, arrived_numel: int, dtype: torch.dtype):
-        """numel: of a layer's gradient; arrived_numel: of an expert's where gradients of replicas arrive, or 0."""
+        """numel: elements of a layer's gradient. arrived_numel: elements of a gradient that a replica sends, or 0."""
         self._link = link
         self.num_bytes = 0  # copied out since the start
         size, arrived_size = numel * dtype.itemsize, arrived_numel * torch.float32.itemsize
@@ -61,11 +61,11 @@ class GradStages:
         ]
 
     def next(self) -> GradStage:
-        """Return the stage that is free first."""
+        """Return the host buffers that are expected to be free first."""
         return self._stages[soonest_free([each.users for each in self._stages])]
 
     def copy_out(self, stage: GradStage, memory: torch.Tensor, grad: torch.Tensor) -> Completion:
-        """Copy a flat gradient from the device to a stage's memory."""
+        """Copy a flat gradient from the device to the memory of a host buffer. Returns the completion of the copy."""
         on_gpu = self._link.device.type == "cuda"
 
         def work() -> None:
@@ -79,7 +79,8 @@ class GradStages:
 
 
 class OffloadedExperts:
-    """The records of one rank's offloaded experts. Layers are numbered on this rank, from 0."""
+    """Stores the weights and gradients of one rank's offloaded experts, and copies them to and from the device. Layers
+    are numbered from 0 on this rank."""
 
     def __init__(
         self,
@@ -89,8 +90,8 @@ class OffloadedExperts:
         disk: Disk | None,
         group: dist.ProcessGroup | None,
     ):
-        """layers: stand-ins of each layer's weights by kind, [experts, ...] each. group: the ranks with the same
-        experts, for these collectives alone; None: only this rank has them."""
+        """layers: placeholders of each layer's weights, [experts, ...] for each kind. group: the ranks with the same
+        experts, for collectives of this class only; None if no other rank has these experts."""
         self.records, self.layers, self.link, self.disk = records, layers, link, disk
         self.kind_offsets, self.sums_on_host = records.kind_offsets, records.sums_on_host
         self.dtype = layers[0][0].dtype
@@ -101,7 +102,7 @@ class OffloadedExperts:
         self.bounds = [(start + first, start + end) for first, end in self.buckets]  # in the flat range
         num_shards = records.sum_numel // records.shard_numel
         origin = 0 if num_shards > 1 else start
-        # [first, end) of the gradients that this rank keeps: those of all shards, or of its own.
+        # [first, end) of the gradients that this rank stores: those of all shards, or of its own shard.
         self._sums = [
             (origin + shard * records.shard_numel + first, origin + shard * records.shard_numel + end)
             for shard in range(num_shards)
@@ -117,12 +118,12 @@ class OffloadedExperts:
         number = 0 if on_host else PASS_STAGES + UPDATE_STAGES
         stages = [link.allocate(records.largest_record, in_blocks=True) for _ in range(number)]
         self.store = Store(link, sizes, memory, stages, disk, offsets(sizes)[:-1], min(PASS_STAGES, number))
-        self.when_final: Callable[[int], None] | None = None  # called with a layer whose gradient is complete
+        self.when_final: Callable[[int], None] | None = None  # called with a layer once its gradient is complete
         self.buffer = link.allocate(records.largest_record, in_blocks=True)
         numels = records.padded_numel, records.arrived_numel
         self._stages = GradStages(link, *numels, self.dtype) if self.sums_on_host else None
         self._read = [Users() for _ in sizes]  # the readers of each record
-        self._collective = Completion.already()  # the last one: all ranks have them in the same order
+        self._collective = Completion.already()  # the last one; all ranks must run them in the same order
         self._squares: dict[tuple[int, ...], tuple[torch.Tensor, Completion]] = {}
         self._bytes_up = self._bytes_down = 0
         self._square_buffers: dict[int, torch.Tensor] = {}  # by layer
@@ -130,7 +131,8 @@ class OffloadedExperts:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes of weights and gradients since the start: to the device, from it, read from the disk, written to it."""
+        """Bytes of weights and gradients so far: copied to the device (up), from it (down), read from and written to
+        disk."""
         down = self._bytes_down + (0 if self._stages is None else self._stages.num_bytes)
         store = self.store
         return {"up": self._bytes_up, "down": down, "read": store.bytes_read, "written": store.bytes_written}
@@ -138,7 +140,7 @@ class OffloadedExperts:
     # -- weights -----------------------------------------------------------------------------------------------------
 
     def bring(self, layer: int, weight_slot: torch.Tensor, free: Sequence[Completion]) -> list[Completion]:
-        """Copy a layer's weights to a slot of the device, [padded_numel], once it is free."""
+        """Copy a layer's weights to a device buffer [padded_numel] once `free` is done. Returns the completions."""
         start = self.weight_index(layer, 0)
         ups = [self._copy_up(start + i, weight_slot[first:end], free) for i, (first, end) in enumerate(self.bounds)]
         if self.records.num_shards == 1:
@@ -147,16 +149,16 @@ class OffloadedExperts:
         return [self._collectively(lambda: dist.all_gather_into_tensor(weight_slot, own, group=self._group), ups)]
 
     def weight_index(self, layer: int, bucket: int) -> int:
-        """Return the index of the record of a bucket's weights."""
+        """Return the index in the store of the record with a bucket's weights."""
         return layer * len(self.buckets) + bucket
 
     def grad_index(self, layer: int, bucket: int) -> int:
-        """Return the index of the record of a bucket's gradient, once the step's passes are done."""
+        """Return the index in the store of the record with a bucket's gradient, complete after a step's passes."""
         return self._num_weights + layer * len(self._sums) + self._own_sums + bucket
 
     @contextmanager
     def filling(self, layer: int) -> Iterator[None]:
-        """Inside, a layer's parameters are in host memory; their values at the end become its weights."""
+        """Within this context, a layer's parameters are ordinary host tensors; their last values become its weights."""
         flat, parameters = torch.zeros(self.records.padded_numel, dtype=self.dtype), self.layers[layer]
         spans = zip(self.kind_offsets, parameters, strict=True)
         with at_hand(parameters, [flat[start : start + each.numel()].view(each.shape) for start, each in spans]):
@@ -165,7 +167,7 @@ class OffloadedExperts:
             self.put_weights(self.weight_index(layer, bucket), flat[first:end])
 
     def put_weights(self, index: int, weights: torch.Tensor) -> None:
-        """Overwrite a record with a flat tensor of the host, and wait for it."""
+        """Overwrite a record with flat weights on the host, and wait until it is stored."""
         checkout = self.store.overwrite(index)
         for done in (*checkout.change_after, *checkout.free):
             done.wait()
@@ -176,21 +178,21 @@ class OffloadedExperts:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Forget the last step's gradients: a step's passes begin."""
+        """Forget the gradients of the last step, before the passes of a new step."""
         self._squares.clear()
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks hold the same experts, and add to their gradients."""
+        """Whether other ranks have the same experts and add to their gradients."""
         return self.records.data_parallel_size > 1
 
     def add(
         self, layer: int, grad_slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
     ) -> list[Completion]:
-        """Add a micro-batch's gradient to the sum on the host; the first one overwrites it.
+        """Add a micro-batch's gradient of a layer to the sum on the host; the first micro-batch overwrites the sum.
 
-        The gradient is that of a slot, [padded_numel] in the weights' dtype, and those that arrived from replicas of
-        its experts. Return when the slot is free again.
+        grad_slot: the gradient in a device buffer [padded_numel], in the weights' dtype. arrived: gradients that
+        replicas of its experts have sent. Returns completions after which the device buffer is free.
         """
         stages = self._stages
         assert stages is not None
@@ -219,7 +221,7 @@ class OffloadedExperts:
         is_first: bool,
         is_last: bool,
     ) -> None:
-        """Add a staged gradient to the sum; spans: (start in the stage, start in the flat range, elements)."""
+        """Add a gradient in host memory to the sum. spans: (start in the memory, start in the flat range, elements)."""
         stage, source, left = staged
         for number, (first, end) in enumerate(self._sums):
             addends = [
@@ -231,30 +233,32 @@ class OffloadedExperts:
                 continue
             index = self._num_weights + layer * len(self._sums) + number
             checkout = self.store.overwrite(index, LAYERS) if is_first else self.store.fetch(index, priority=LAYERS)
-            work = _adding(checkout.target.view(torch.float32), addends, is_first)
+            target = checkout.target.view(torch.float32)
+            views = self._views_by_kind(target[: end - first], first) if is_last else []
+            squares = torch.zeros(len(views), dtype=torch.float64)
             done = self.link.host.submit(
-                self._and_squares(work, checkout, layer, number, (first, end)) if is_last else work,
+                partial(_add_up, target, addends, is_first, views, squares),
                 (left, checkout.there, *checkout.change_after),
                 num_bytes=sum(addend.numel() for addend, _ in addends) * (4 + source.itemsize + 4 * (not is_first)),
                 free=(*self._read[index].all(), *checkout.free),
             )
             if is_last:
-                self._squares[layer, number] = self._squares[layer, number][0], done
+                self._squares[layer, number] = squares, done
             self._watch(self.store.put(checkout, done))
             stage.users.add(done)
 
     def sum_to(self, layer: int, grad_slot: torch.Tensor, free: Sequence[Completion]) -> list[Completion]:
-        """Copy the sum on the host to a slot for gradients, fp32 [padded_numel]."""
+        """Copy a layer's gradient sum from the host to a device buffer, fp32 [padded_numel]. Returns completions."""
         start = self._num_weights + layer * len(self._sums)
         return [self._copy_up(start + i, grad_slot[first:end], free) for i, (first, end) in enumerate(self._sums)]
 
     def finish(self, layer: int, grad_slot: torch.Tensor) -> list[Completion]:
-        """Reduce a layer's gradient, which this rank has completed in a slot, over the ranks with the same experts, and
-        copy it out. Return when the slot is free again."""
+        """Reduce a layer's complete gradient, in a device buffer, over the ranks with the same experts, and store it on
+        the host or disk. Returns completions after which the device buffer is free."""
         start = self.shard * self.records.shard_numel
         own = grad_slot[start : start + self.records.shard_numel]
         views = self._views_by_kind(own, start)
-        if layer not in self._square_buffers:  # it stays: nothing else gets this memory while a stream writes to it
+        if layer not in self._square_buffers:  # kept, so that no tensor reuses memory that a stream writes
             self._square_buffers[layer] = torch.zeros(len(views), dtype=torch.float64, device=self.link.device)
         squares = self._square_buffers[layer]
         ready = Completion.so_far(self.link.device)
@@ -292,8 +296,8 @@ class OffloadedExperts:
         return downs
 
     def squares(self) -> torch.Tensor:
-        """Return the squared norms of this rank's gradients, fp64 on its device: by layer and kind, and by bucket if
-        sums are on the host. Empty where another rank counts them."""
+        """Return the squared norms of this rank's gradients, fp64 on its device: one per layer and kind of weight, and
+        per bucket if the host sums gradients. Empty if another rank counts them."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.link.device)]
         for _, (squares, done) in sorted(self._squares.items(), key=lambda item: item[0]):
             done.follow()
@@ -306,8 +310,8 @@ class OffloadedExperts:
     def borrow(self, layer: int, bucket: int, early: bool, after: Sequence[Completion]) -> tuple[Checkout, Checkout]:
         """Check out the records of a bucket's weights, to be changed, and of its gradient.
 
-        Weights are read where they are their own masters. early: changed weights are put to the shadow. `after`: work
-        that reads of the disk wait for.
+        Old weights are read only if they are their own masters. early: changed weights go to the shadow. `after`: jobs
+        that reads from the disk wait for.
         """
         index = self.weight_index(layer, bucket)
         to = self._first_shadow + index if early else index
@@ -318,11 +322,11 @@ class OffloadedExperts:
         return weights, self.store.fetch(self.grad_index(layer, bucket), after=after)
 
     def readers(self, layer: int, bucket: int, early: bool) -> list[Completion]:
-        """Return the reads of the weights that an update changes, or of their shadow."""
+        """Return the reads of a bucket's weights, or of their shadow, that must end before an update changes them."""
         return self._read[self.weight_index(layer, bucket) + early * self._first_shadow].all()
 
     def commit(self, layer: int, bucket: int) -> None:
-        """Make the shadow the bucket's weights."""
+        """Make the shadow that an early update wrote the weights of a bucket."""
         index = self.weight_index(layer, bucket)
         shadow = self._first_shadow + index
         self.store.swap(index, shadow)
@@ -331,17 +335,18 @@ class OffloadedExperts:
     def give_back(
         self, layer: int, bucket: int, checkouts: tuple[Checkout, Checkout], updated: Completion
     ) -> Completion:
-        """Return checkouts that are changed once `updated` is done. The result: the weights are stored."""
+        """Put changed weights back and release the gradient, after `updated`. Returns the completion of the write."""
         weights, grads = checkouts
         self._release(self.grad_index(layer, bucket), grads, updated)
         return self._watch(self.store.put(weights, updated))
 
     def snapshot(self, buckets: Sequence[tuple[int, int]]) -> Snapshot:
-        """Keep the current weights of these buckets, (layer, bucket) each, for a save."""
+        """Return the weights of buckets, each (layer, bucket), for a save; they cannot change until it releases
+        them."""
         return self.store.snapshot([self.weight_index(*each) for each in buckets], self.buffer)
 
     def read_weights(self, layer: int, bucket: int) -> torch.Tensor:
-        """Return a bucket's weights, flat, on the host, valid until the next call. Waits for them."""
+        """Return a bucket's weights as a flat host tensor, valid until the next call. Waits for a write in flight."""
         index = self.weight_index(layer, bucket)
         checkout = self.store.fetch(index)
         checkout.there.result()
@@ -349,23 +354,21 @@ class OffloadedExperts:
         return checkout.source.view(self.dtype)
 
     def problem(self) -> str | None:
-        """Return the error of a copy or an exchange in one line; None while there is none."""
+        """Return the error of a failed copy or collective as one line, or None."""
         for done in self._watched:
             if done.is_issued and done.error is not None and not isinstance(done.error, Cancelled):
                 return " ".join(str(done.error).split()) or type(done.error).__name__
         return None
 
     def close(self) -> None:
-        """Free the memory in the budgets, once the link is closed."""
+        """Release the reserved memory after the link was closed, and delete the scratch file."""
         if self.disk is not None and not self.link.is_running:
             self.disk.close()
         HOST.give(self.records.host_bytes, PURPOSE)
         DISK.give(self.records.disk_bytes, PURPOSE)
 
-    # -----------------------------------------------------------------------------------------------------------------
-
     def _copy_up(self, index: int, target: torch.Tensor, free: Sequence[Completion]) -> Completion:
-        """Copy a record to a span of a slot of the device."""
+        """Copy a record to a range of a device buffer. Returns the completion of the copy."""
         checkout = self.store.fetch(index, priority=LAYERS)
         source, size = checkout.source.view(target.dtype), checkout.source.numel()
         work = lambda: target.copy_(source, non_blocking=True)  # noqa: E731
@@ -384,22 +387,8 @@ class OffloadedExperts:
         self.store.release(checkout, read)
         self._read[index].add(read)
 
-    def _and_squares(
-        self, work: Callable[[], None], checkout: Checkout, layer: int, number: int, span: tuple[int, int]
-    ) -> Callable[[], None]:
-        target, (first, end) = checkout.target.view(torch.float32), span
-        views = self._views_by_kind(target[: end - first], first)
-        squares = torch.zeros(len(views), dtype=torch.float64)
-        self._squares[layer, number] = squares, Completion.already()
-
-        def with_squares() -> None:
-            work()
-            squares_into(views, squares)
-
-        return with_squares
-
     def _views_by_kind(self, flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-        """Return views of a run of the flat range, from element `start` on, one for each kind of weight in it."""
+        """Return views of `flat` (elements of the flat range from `start` on), one for each kind of weight in it."""
         views = []
         for first, numel in zip(self.kind_offsets, self.records.numels, strict=True):
             low, high = max(first, start), min(first + numel, start + flat.numel())
@@ -413,12 +402,15 @@ class OffloadedExperts:
         return done
 
 
-def _adding(target: torch.Tensor, addends: Sequence[tuple[torch.Tensor, int]], over: bool) -> Callable[[], None]:
-    """Return work that adds to a record, or overwrites it: (addend, its start in the record) each."""
-
-    def work() -> None:
-        for addend, start in addends:
-            span = target[start : start + addend.numel()]
-            span.copy_(addend) if over else span.add_(addend)
-
-    return work
+def _add_up(
+    target: torch.Tensor,
+    addends: Sequence[tuple[torch.Tensor, int]],
+    overwrites: bool,
+    views: Sequence[torch.Tensor],
+    squares: torch.Tensor,
+) -> None:
+    """Add (addend, its start in `target`) to a record, or overwrite it; then write the squared norms of `views`."""
+    for addend, start in addends:
+        span = target[start : start + addend.numel()]
+        span.copy_(addend) if overwrites else span.add_(addend)
+    squares_into(views, squares)

@@ -1,7 +1,7 @@
-"""AdamW on a bucket's tensors, in place, by PyTorch's fused kernel, on the host or on the device.
+"""AdamW on the tensors of a bucket, in place, with PyTorch's fused kernel, on the host or on the device.
 
-The kernel is that of the optimizer on the device (torch.optim.AdamW, fused), on the same slices or on cuts of them that
-keep its bits: the engine that updates a bucket changes no number.
+It is the kernel of torch.optim.AdamW(fused=True), on the same slices or on cuts of them that keep its bits. So the
+choice of the engine that updates a bucket changes no number.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-SCRATCH = 2**18  # elements of exp_avg that are in fp32 at once where it is stored in bf16
+SCRATCH = 2**18  # elements of exp_avg that are converted to fp32 at a time if it is stored in bf16
 
 
 @dataclass(frozen=True)
 class UpdateScalars:
-    """The hyperparameters of one parameter group in one step."""
+    """The AdamW hyperparameters of one parameter group in one step."""
 
     lr: float
     weight_decay: float
@@ -27,7 +27,7 @@ class UpdateScalars:
 
 @dataclass(frozen=True)
 class State:
-    """A bucket's tensors by span, flat, all on one device. The update changes `masters`, in fp32."""
+    """A bucket's master weights (fp32) and moments as flat tensors per slice, on one device. Updates change them."""
 
     masters: Sequence[torch.Tensor]
     exp_avgs: Sequence[torch.Tensor]
@@ -41,39 +41,27 @@ def adamw(
     rates: Sequence[UpdateScalars],
     scratch: torch.Tensor,
 ) -> None:
-    """Take the `step`-th step (fp32 []); `rates` are the spans'. `scratch` (fp32 [SCRATCH]) is used where exp_avg is in
-    bf16."""
+    """Update a bucket in place. step: number of the step, fp32 []; rates: hyperparameters per slice; scratch: fp32
+    [SCRATCH], used if exp_avg is stored in bf16."""
     for own in dict.fromkeys(rates):
         chosen = [index for index, each in enumerate(rates) if each == own]
-        masters, own_grads, exp_avgs, exp_avg_sqs = (
-            [each[i] for i in chosen] for each in (state.masters, grads, state.exp_avgs, state.exp_avg_sqs)
-        )
-        if exp_avgs[0].dtype == torch.float32:
-            _fused(masters, own_grads, exp_avgs, exp_avg_sqs, step, own)
+        tensors = [[each[i] for i in chosen] for each in (state.masters, grads, state.exp_avgs, state.exp_avg_sqs)]
+        if tensors[2][0].dtype == torch.float32:
+            _fused(tensors, step, own)
             continue
-        for master, grad, exp_avg, exp_avg_sq in zip(masters, own_grads, exp_avgs, exp_avg_sqs, strict=True):
+        for master, grad, exp_avg, exp_avg_sq in zip(*tensors, strict=True):
             for start in range(0, master.numel(), SCRATCH):
                 span = slice(start, start + SCRATCH)
                 wide = scratch[: exp_avg[span].numel()].copy_(exp_avg[span])
-                _fused([master[span]], [grad[span]], [wide], [exp_avg_sq[span]], step, own)
+                _fused([[master[span]], [grad[span]], [wide], [exp_avg_sq[span]]], step, own)
                 exp_avg[span].copy_(wide)
 
 
-def _fused(
-    masters: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    step: torch.Tensor,
-    rates: UpdateScalars,
-) -> None:
+def _fused(tensors: list[list[torch.Tensor]], step: torch.Tensor, rates: UpdateScalars) -> None:
     torch._fused_adamw_(
-        list(masters),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
+        *tensors,  # masters, gradients, exp_avg, exp_avg_sq
         [],
-        [step] * len(masters),
+        [step] * len(tensors[0]),
         amsgrad=False,
         lr=rates.lr,
         beta1=rates.beta1,

@@ -1,10 +1,10 @@
-"""An optimizer whose state is stored on the device, the host or the disk, bucket by bucket, and whose update overlaps
-with the passes.
+"""An optimizer whose state is stored on device, host or disk in buckets, and whose updates overlap with forward and
+backward passes.
 
-By default the update runs into the next forward pass, bucket by bucket in the order of first use; a pass that needs a
-weight waits for its buckets alone. An early update runs during the backward pass, as gradients become final: the norm
-is not known yet, so that the result is stored in a shadow, and dropped where the step is clipped or rejected. Either
-way the numbers are those of an update that waits for everything.
+By default, updates run during the next forward pass, one bucket after the other in the order of first use; an operation
+that needs a weight waits only for the buckets of that weight. An early update runs during the backward pass, once its
+gradients are final. The gradient norm is not known then, so its result is written to a shadow, and is dropped if the
+step is clipped or rejected. In both cases the numbers are those of an update that waits for all gradients.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ import torch
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from memory.completion import Completion
-from optim.arrangement.buckets import Bucket
 from optim.arrangement.engines import Bandwidths, ElementBytes, choose
 from optim.offload.bandwidths import measure
 from optim.offload.bucket_jobs import BucketJobs, Early, UpdateJob
-from optim.offload.experts import OffloadedExperts
 from optim.offload.kernel import UpdateScalars
-from optim.offload.records import WEIGHT, OffloadMemory, RecordLayout, StateSnapshot
+from optim.offload.records import WEIGHT, OffloadMemory, StateSnapshot
 from parallel.megatron.offloaded import OwnedSlice
 
-CLIPPED_WINDOW = 100  # last steps that early_update=auto considers
-CLIPPED_FEW = 0.1  # share of clipped steps below which early updates are worth it
+CLIPPED_WINDOW = 100  # recent steps that early_update=auto considers
+CLIPPED_FEW = 0.1  # early_update=auto updates early if a smaller share of these steps was clipped
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """The settings that all parameter groups share, and when updates may be early."""
+    """The AdamW settings that all parameter groups share, and whether updates may run during the backward pass."""
 
     beta1: float
     beta2: float
@@ -42,59 +40,51 @@ class Hyperparameters:
 
 
 class OffloadedOptimizer:
-    """The state and the updates of one rank. The training's thread makes all calls; no call waits for the device."""
+    """Stores and updates one rank's optimizer state. Only the training thread makes calls; none waits for the
+    device."""
 
     def __init__(
         self,
         slices: Sequence[OwnedSlice],
-        buckets: Sequence[Bucket],
-        layout: RecordLayout,
         memory: OffloadMemory,
         hyperparameters: Hyperparameters,
-        experts: OffloadedExperts | None = None,
     ):
-        """experts: the weights and gradients of buckets of offloaded experts."""
-        self.experts = experts
-        self.slices, self.buckets, self.layout, self.memory = slices, buckets, layout, memory
-        self.hyperparameters, self.device = hyperparameters, memory.link.device
-        self.jobs = BucketJobs(slices, buckets, layout, memory, experts)
+        self.slices, self.memory, self.hyperparameters = slices, memory, hyperparameters
+        self.buckets, self.layout, self.experts = memory.buckets, memory.layout, memory.experts
+        self.device, self.jobs = memory.link.device, BucketJobs(slices, memory)
         self.engines = list(memory.arrangement.engines)
-        self.rates: Bandwidths | None = None  # as `choose` measured them
+        self.rates: Bandwidths | None = None  # measured by `choose`
         self.steps = 0  # taken
         self.num_committed = self.num_dropped = 0  # early updates of buckets
         self._buckets_of: dict[torch.nn.Parameter, list[int]] = {}
         self._buckets_of_layer: dict[int, list[int]] = {}  # of offloaded experts
-        for index, bucket in enumerate(buckets):
+        for index, bucket in enumerate(self.buckets):
             if bucket.expert_bucket is not None:
                 self._buckets_of_layer.setdefault(bucket.expert_bucket[0], []).append(index)
-                continue  # a pass waits for their copy to the device
+                continue  # a pass waits for the copy of the weights to the device
             for span in bucket.slice_spans:
                 indices = self._buckets_of.setdefault(slices[span.index].parameter, [])
                 if index not in indices:
                     indices.append(index)
-        # By bucket, in flight: new weights, until a pass has waited for them; this step's gradient, to the host; this
-        # step's early update, to the shadow.
+        # Jobs in flight, by bucket: the copy of new weights, until a pass has waited for it; the copy of this step's
+        # gradient to the host; this step's early update.
         self._back: dict[int, Completion] = {}
         self._left: dict[int, Completion] = {}
         self._early: dict[int, Early] = {}
         self._newest: list[int] = []  # buckets whose gradient DDP reduced last
-        self._newest_records: list[int] = []  # buckets of offloaded experts whose gradient became final last
+        self._newest_records: list[int] = []  # buckets of the offloaded layer whose gradient became final last
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
         self._snapshot: StateSnapshot | None = None
         self._may_leave = self._may_update = False
         self._inverse_scale: torch.Tensor | None = None
         self._unscaled: dict[int, Completion] = {}
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
-        if experts is not None:
-            experts.when_final = self.final_records
-
-    # -----------------------------------------------------------------------------------------------------------------
-    # A step
-    # -----------------------------------------------------------------------------------------------------------------
+        if self.experts is not None:
+            self.experts.when_final = self.final_records
 
     def begin_step(self, inverse_scale: torch.Tensor | None, passive: bool = False) -> None:
-        """Begin the passes of a step; what an earlier step has left is dropped. `inverse_scale`: of the fp16 loss.
-        passive: the step will not update."""
+        """Prepare for the passes of a step, and drop what an earlier step has left. inverse_scale: 1 / the fp16 loss
+        scale. passive: no update follows."""
         self.drop()
         if self.experts is not None:
             self.experts.begin_step()
@@ -107,7 +97,7 @@ class OffloadedOptimizer:
             self._found_inf.zero_()
 
     def reduced(self, group: Any) -> None:
-        """Start work on the gradients of one of DDP's bucket groups, whose reduction is in flight."""
+        """Copy out, or update with, the gradients of a DDP bucket group whose reduction has just started."""
         if not self._may_leave:
             return
         final: tuple[Completion, ...] = (Completion.so_far(self.device), _Reduction(group.grad_reduce_handle))
@@ -119,7 +109,7 @@ class OffloadedOptimizer:
         self._newest = indices
         for index in indices:
             if self._inverse_scale is not None:
-                # Also for buckets that wait: a slice in several buckets is unscaled as a whole.
+                # Also for buckets that are not updated early: the slices of a gradient must all be unscaled.
                 self._unscaled[index] = self.jobs.unscale(index, final, self._found_inf, self._inverse_scale)
             ready = (self._unscaled[index],) if index in self._unscaled else final
             job = UpdateJob(self.steps + 1, self._rates(index))
@@ -132,7 +122,7 @@ class OffloadedOptimizer:
                     self._early[index] = self.jobs.stream(index, job, ready, early=True)
 
     def final_records(self, layer: int) -> None:
-        """Start early updates of a layer's offloaded experts, whose gradient is final."""
+        """Start early updates of the offloaded experts of a layer whose gradient is final."""
         indices = self._buckets_of_layer.get(layer, []) if self._may_update else []
         if not any(self._updates(index) for index in indices):
             return
@@ -150,8 +140,7 @@ class OffloadedOptimizer:
         return self._may_update and self.memory.arrangement.early[index]
 
     def unscaled(self) -> tuple[set[int], torch.Tensor | None]:
-        """Return (addresses of gradients that are divided by the fp16 loss scale, the number of those that
-        overflowed)."""
+        """Return (addresses of gradients that were divided by the fp16 loss scale, how many of them overflowed)."""
         grads: set[int] = set()
         for index, done in self._unscaled.items():
             done.order()
@@ -160,7 +149,7 @@ class OffloadedOptimizer:
         return grads, self._found_inf if grads else None
 
     def update(self, coefficient: float) -> None:
-        """Start the update of all weights with the step's gradients times `coefficient`."""
+        """Start the update of all weights, with the step's gradients multiplied by `coefficient`."""
         self._cancel_ahead()
         self.steps += 1
         gradients, clipped = Completion.so_far(self.device), coefficient < 1
@@ -184,7 +173,7 @@ class OffloadedOptimizer:
                 self._back[index] = self.jobs.in_place(index, job, gradients)
 
     def drop(self) -> None:
-        """Drop the step's early work; passes wait until nothing reads its gradients any more."""
+        """Drop early copies and updates of this step. Later passes wait until nothing reads its gradients any more."""
         self._cancel_ahead()
         self.num_dropped += len(self._early)
         early = {index: update.done for index, update in self._early.items()}
@@ -193,10 +182,10 @@ class OffloadedOptimizer:
         self._unscaled, self._left, self._early = {}, {}, {}
 
     def _cancel_ahead(self, keep: Sequence[int] = ()) -> None:
-        """Cancel early work that has not started.
+        """Cancel early copies and updates that have not started, except those of the buckets `keep`.
 
-        The backward pass goes through the buckets in the reverse order of the next forward pass. Where there is not
-        time for all of them, work in the order of submission would leave the first buckets of that pass to the end.
+        The backward pass reaches buckets in the reverse order of the next forward pass. If there is too little time for
+        all, working in the order of submission would leave the buckets that the forward pass needs first to the end.
         """
         for index in [index for index in self._early if index not in keep]:
             if self._early[index].first.cancel():
@@ -206,8 +195,7 @@ class OffloadedOptimizer:
                 del self._left[index]
 
     def gate(self, parameter: torch.nn.Parameter) -> None:
-        """Have the current stream wait until the last step has changed this parameter's weights and read its
-        gradient."""
+        """Make the current CUDA stream wait until the last step has updated this parameter and read its gradient."""
         if not self._back:
             return
         for index in self._buckets_of.get(parameter, ()):
@@ -215,23 +203,24 @@ class OffloadedOptimizer:
                 done.order()
 
     def synchronize(self) -> None:
-        """Have the current stream wait until the last step has changed all weights."""
+        """Make the current CUDA stream wait until the last step has updated all weights."""
         for index in list(self._back):
             self._back.pop(index).order()
 
     def problem(self) -> str | None:
-        """Return the error of a copy or an update in one line; None while there is none. An error stays."""
+        """Return the first error of a background copy or update as one line, or None. Later calls return it again."""
         return self.jobs.problem() or (None if self.experts is None else self.experts.problem())
 
     def choose(self, engine: str) -> bool:
-        """Measure the bandwidths and choose each bucket's engine (optim/arrangement/engines.py); whether any changes.
+        """Measure bandwidths, and choose whether device or host updates each bucket. Returns whether this changes any
+        bucket's engine.
 
-        A collective call, between two steps, while no save is in flight.
+        A collective call between two steps, while no save is in flight. See optim/arrangement/engines.py.
         """
         assert self._snapshot is None or self._snapshot.is_over
         self.synchronize()
         arrangement = self.memory.arrangement
-        self.rates = measure(self.memory, self.layout)
+        self.rates = measure(self.memory)
         before, may = self.engines, [index for index, own in enumerate(self.engines) if own != "record"]
         numels, targets = [arrangement.numels[index] for index in may], [arrangement.targets[index] for index in may]
         chosen = dict(zip(may, choose(engine, numels, targets, ElementBytes.of(arrangement), self.rates), strict=True))
@@ -239,7 +228,7 @@ class OffloadedOptimizer:
         return self.engines != before
 
     def close(self) -> None:
-        """Free its memory in the budgets, once the link is closed."""
+        """Release the reserved memory, after the link was closed."""
         self.memory.close()
         if self.experts is not None:
             self.experts.close()
@@ -249,16 +238,16 @@ class OffloadedOptimizer:
     # -----------------------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StateSnapshot:
-        """Return the current state, to be read bucket by bucket; a bucket changes only once it is released. Waits until
-        an earlier snapshot is released."""
+        """Return the current state for a save; a bucket cannot change until the save has released it. Waits until an
+        earlier snapshot is released."""
         if self._snapshot is not None:
             self._snapshot.wait()
-        self._snapshot = StateSnapshot(self.memory, self.layout, self.buckets, self.experts)
+        self._snapshot = StateSnapshot(self.memory)
         return self._snapshot
 
     def empty(self, index: int) -> dict[str, torch.Tensor]:
-        """Return flat host tensors, by kind, from which `fill` takes a bucket's state, and the weights of offloaded
-        experts; the same memory for every bucket."""
+        """Return flat host tensors by kind for a bucket's state (and weights of offloaded experts), to be filled before
+        `fill` stores them. All buckets use the same memory."""
         bucket = self.buckets[index]
         kinds = self.layout.split(self.memory.buffer, bucket.numel)
         if self.experts is not None and bucket.expert_bucket is not None:
@@ -266,7 +255,7 @@ class OffloadedOptimizer:
         return kinds
 
     def fill(self, index: int) -> None:
-        """Make the contents of the tensors of `empty` the bucket's state, and wait for it."""
+        """Store the tensors of `empty`, which the caller has filled, as a bucket's state, and wait until it is done."""
         expert_bucket = self.buckets[index].expert_bucket
         if self.experts is not None and expert_bucket is not None:
             weights = self.empty(index)[WEIGHT]
@@ -283,7 +272,7 @@ class OffloadedOptimizer:
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """Set the state of a new run: masters from the weights, no moments."""
+        """Set the optimizer state of a new run: masters are copies of the weights, and moments are zero."""
         self.steps = 0
         for index in range(len(self.buckets)):
             kinds = self.empty(index)
@@ -295,14 +284,17 @@ class OffloadedOptimizer:
 
     @torch.no_grad()
     def reload(self) -> None:
-        """Copy the masters from the weights; the moments stay."""
+        """Copy the model's weights to the fp32 masters, and leave the moments as they are."""
         if self.layout.has_master:
             self.change(range(len(self.buckets)), self._copy_masters)
 
     @torch.no_grad()
     def change(self, indices: Sequence[int], change: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """Call `change(index, state by kind)` on the state of these buckets, flat tensors on the host, one bucket after
-        the other. Between two steps; waits for a save that is in flight."""
+        """Call `change(index, state)` for each of these buckets, to modify its state in place: flat host tensors by
+        kind.
+
+        Call it between two steps. It waits for a save that is in flight.
+        """
         self.synchronize()
         snapshot = self.snapshot()
         for index in range(len(self.buckets)):
@@ -327,10 +319,8 @@ class OffloadedOptimizer:
                 kinds["master"][span.offset : span.offset + span.end - span.start].copy_(weights)
 
     def _rates(self, index: int) -> list[UpdateScalars]:
-        shared, groups = (
-            self.hyperparameters,
-            [self.slices[span.index].group for span in self.buckets[index].slice_spans],
-        )
+        shared = self.hyperparameters
+        groups = (self.slices[span.index].group for span in self.buckets[index].slice_spans)
         return [
             UpdateScalars(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
             for group in groups
@@ -338,26 +328,25 @@ class OffloadedOptimizer:
 
 
 class _Reduction(Completion):
-    """A reduction of DDP that is in flight."""
+    """The completion of a gradient reduction that DDP has started."""
 
     def __init__(self, handle: Any) -> None:
         super().__init__()
         self._handle = handle
 
     def when_issued(self, call: Callable[[], None]) -> None:
-        """Call at once: waiting is left to the handle."""
+        """Call the function immediately: `wait` and `order` wait for the reduction."""
         call()
 
     def wait(self, timeout: float = 0.0) -> None:
-        """Wait, with the process group's time-out."""
+        """Wait for the reduction, up to the timeout of its process group."""
         self._handle.wait()
 
     def order(self, timeout: float = 0.0) -> None:
-        """Wait, on a GPU by the current stream."""
+        """Wait for the reduction, on a GPU only with the current CUDA stream."""
         self._handle.wait()
 
 
 def offload_of(optimizer: MegatronOptimizer) -> OffloadedOptimizer | None:
-    """Return the owner of an optimizer's offloaded state; None where Megatron-core's optimizer has it, on the
-    device."""
+    """Return the OffloadedOptimizer behind an optimizer, or None if Megatron-core keeps the state on the device."""
     return getattr(optimizer, "offload", None)

@@ -1,5 +1,5 @@
-"""Records of optimizer state: their layout in bytes, the memory that they are stored in and pass through, and snapshots
-that saves read bucket by bucket while training continues."""
+"""Records of optimizer state, one per bucket: their layout in bytes, the memory that stores them and that they pass
+through, and snapshots that a save reads bucket by bucket while training continues."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from memory.store import Store
 from optim.arrangement.buckets import Arrangement, Bucket
 from optim.offload.experts import OffloadedExperts
 
-WEIGHT = "weight"  # in addition to the kinds of a record: the weights of a bucket of offloaded experts
+WEIGHT = "weight"  # an additional kind of state: the weights of a bucket of offloaded experts
 
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """The bytes of a bucket's record: [master][exp_avg_sq][exp_avg]. A parameter in fp32 is its own master."""
+    """The bytes of a bucket's optimizer state: [master][exp_avg_sq][exp_avg]. An fp32 parameter is its own master."""
 
     has_master: bool
     moment_dtype: torch.dtype  # of exp_avg
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
-        """Kinds of state in a record, in order; the wide ones first, so that each is aligned to its own size."""
+        """Kinds of state in a record and their dtypes, in storage order: the widest first, so that all are aligned."""
         masters = {"master": torch.float32} if self.has_master else {}
         return {**masters, "exp_avg_sq": torch.float32, "exp_avg": self.moment_dtype}
 
@@ -38,7 +38,7 @@ class RecordLayout:
         return sum(dtype.itemsize for dtype in self.kinds.values())
 
     def split(self, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-        """Split a record of `numel` elements into its kinds, as flat views into its bytes."""
+        """Return the kinds of state in a record of `numel` elements, as flat views of its bytes."""
         views, start = {}, 0
         for kind, dtype in self.kinds.items():
             end = start + numel * dtype.itemsize
@@ -47,14 +47,9 @@ class RecordLayout:
         return views
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class DeviceStage:
-    """Device memory that one record at a time passes through."""
+    """Device memory through which records from the host or the disk are streamed, one at a time."""
 
     record: torch.Tensor
     weights: torch.Tensor | None  # for new weights of early updates, flat, in the model's dtype
@@ -63,7 +58,7 @@ class DeviceStage:
 
 @dataclass
 class HostStage:
-    """Host memory that the gradient and the weights of one bucket at a time pass through."""
+    """Host memory through which the gradient and weights of one bucket at a time are copied."""
 
     grads: torch.Tensor  # fp32, flat
     weights: torch.Tensor  # of the model's dtype, flat
@@ -72,34 +67,37 @@ class HostStage:
 
 @dataclass
 class OffloadMemory:
-    """The memory of one rank's optimizer state, allocated once: records on device, host and disk, and stages."""
+    """The buckets of one rank's optimizer state, and all memory for them: their records, and reused buffers."""
 
     arrangement: Arrangement
+    layout: RecordLayout
+    buckets: Sequence[Bucket]
+    experts: OffloadedExperts | None  # the weights and gradients of buckets of offloaded experts
     link: HostLink
     store: Store  # records of the host and the disk, with the buckets' indices
     resident: Sequence[torch.Tensor | None]  # records of the device
     device_stages: Sequence[DeviceStage]
     host_stages: Sequence[HostStage]
-    # Of the host, by bucket: gradients that are copied out early, fp32; new weights of early updates. The shadow of
-    # record i is record len(buckets) + i of the store.
+    # Host memory by bucket: for gradients that are copied out during the backward pass, fp32, and for new weights of
+    # early updates. The shadow of record i is record len(buckets) + i of the store.
     grad_areas: Sequence[torch.Tensor | None]
     weight_areas: Sequence[torch.Tensor | None]
-    buffer: torch.Tensor  # of the host, for the largest record; saves and loads use it
+    buffer: torch.Tensor  # host memory for the largest record, used by saves and loads
     disk: Disk | None
-    _unread: dict[int, Completion] = field(default_factory=dict)  # residents that a save has not read
+    _unread: dict[int, Completion] = field(default_factory=dict)  # records on the device that a save has not read
 
     def unread(self, index: int) -> tuple[Completion, ...]:
-        """Return what a change of a resident waits for: a save that has not read it."""
+        """Return the completions that a change of a record on the device waits for: a save that has not read it yet."""
         done = self._unread.get(index)
         return () if done is None or done.is_issued else (done,)
 
     def snapshot_resident(self, index: int) -> Completion:
-        """Have changes of a resident wait until the result is finished."""
+        """Make changes of a record on the device wait for the returned completion, which a save finishes."""
         self._unread[index] = Completion()
         return self._unread[index]
 
     def close(self) -> None:
-        """Free the memory in the budgets, and the file unless a thread of the link still uses it."""
+        """Release the reserved memory, and delete the scratch file unless a thread of the link still uses it."""
         if self.disk is not None and not self.link.is_running:
             self.disk.close()
         for purpose, num_bytes in self.arrangement.host_bytes_by_purpose.items():
@@ -107,8 +105,16 @@ class OffloadMemory:
         DISK.give(self.arrangement.disk_bytes, "optimizer state")
 
 
-def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, link: HostLink, disk: Disk | None) -> OffloadMemory:
-    """Allocate the memory that `arrangement` counts; records of the device and the host are zero."""
+def allocate(
+    arrangement: Arrangement,
+    layout: RecordLayout,
+    buckets: Sequence[Bucket],
+    experts: OffloadedExperts | None,
+    weights_dtype: torch.dtype,
+    link: HostLink,
+    disk: Disk | None,
+) -> OffloadMemory:
+    """Allocate all memory that an arrangement of buckets counts. Records on device and host are zero."""
     device, sizes = link.device, arrangement.sizes
     targets, numels = arrangement.targets, arrangement.numels
 
@@ -133,7 +139,7 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, link: HostLin
         DeviceStage(
             torch.empty(streamed.size * arrangement.bytes_per_element, dtype=torch.uint8, device=device),
             torch.empty(streamed.size, dtype=weights_dtype, device=device) if any(arrangement.new_weights) else None,
-            Users(Completion.so_far(device)),  # the earlier users of this memory
+            Users(Completion.so_far(device)),  # earlier users of this memory may still be running
         )
         for _ in range(streamed.number)
     ]
@@ -145,6 +151,9 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, link: HostLin
     disk_shadows = [size if early else 0 for size, early in zip(on_disk, arrangement.early, strict=True)]
     return OffloadMemory(
         arrangement,
+        layout,
+        buckets,
+        experts,
         link,
         Store(link, 2 * sizes, records + shadows, disk_stages, disk, offsets(on_disk + disk_shadows)[:-1]),
         resident,
@@ -157,27 +166,16 @@ def allocate(arrangement: Arrangement, weights_dtype: torch.dtype, link: HostLin
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Snapshots
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 class StateSnapshot:
-    """The state at one moment, for a save. Any one thread may read and release; a bucket changes only once released."""
+    """The optimizer state at one moment, for one thread that saves it. A bucket cannot change before it is released."""
 
-    def __init__(
-        self,
-        memory: OffloadMemory,
-        layout: RecordLayout,
-        buckets: Sequence[Bucket],
-        experts: OffloadedExperts | None = None,
-    ):
-        """The main thread takes it, between two steps. experts: the weights of buckets of offloaded experts."""
-        self._memory, self._layout, self._buckets, self._experts = memory, layout, buckets, experts
-        # The index of each bucket's weights among those kept; buckets of padding alone have none.
-        expert_buckets = dict.fromkeys(b.expert_bucket for b in buckets if b.expert_bucket is not None)
+    def __init__(self, memory: OffloadMemory):
+        """Take the snapshot, in the main thread between two steps."""
+        self._memory, self._buckets, self._experts = memory, memory.buckets, memory.experts
+        # The index of each bucket's weights in their snapshot; buckets with only padding have none.
+        expert_buckets = dict.fromkeys(b.expert_bucket for b in self._buckets if b.expert_bucket is not None)
         self._weight_index = {each: index for index, each in enumerate(expert_buckets)}
-        self._weights = None if experts is None else experts.snapshot(list(expert_buckets))
+        self._weights = None if self._experts is None else self._experts.snapshot(list(expert_buckets))
         stored = [index for index, target in enumerate(memory.arrangement.targets) if target != "device"]
         self._stored_index = {index: number for number, index in enumerate(stored)}
         self._records = memory.store.snapshot(stored, memory.buffer)
@@ -190,8 +188,8 @@ class StateSnapshot:
         ]
 
     def read(self, index: int) -> dict[str, torch.Tensor]:
-        """Return a bucket's state by kind, flat tensors of the host, valid until the next `read` or its release. Raises
-        the error of its last change."""
+        """Return a bucket's state as flat host tensors by kind, valid until the next `read` or its release. Raises the
+        error of its last change."""
         if index in self._stored_index:
             record = self._records.read(self._stored_index[index])
         else:
@@ -201,7 +199,7 @@ class StateSnapshot:
             work = lambda: record[:size].copy_(resident, non_blocking=True)  # noqa: E731
             self._memory.link.down.submit(work, (self._so_far,), priority=SAVES).result()
         bucket = self._buckets[index]
-        kinds = self._layout.split(record, bucket.numel)
+        kinds = self._memory.layout.split(record, bucket.numel)
         if self._experts is not None and bucket.expert_bucket is not None:
             assert self._weights is not None
             weights = self._weights.read(self._weight_index[bucket.expert_bucket])
@@ -209,14 +207,14 @@ class StateSnapshot:
         return kinds
 
     def release(self, index: int) -> None:
-        """Let a bucket change."""
+        """Allow a bucket's state to change again, after the save has read it."""
         expert_bucket = self._buckets[index].expert_bucket
         if self._weights is not None and expert_bucket is not None:
             self._weights.release(self._weight_index[expert_bucket])
-        self._released[index].finish()  # last: whoever waits for it may take a snapshot of the weights again
+        self._released[index].finish()  # last, because a waiting thread may then snapshot the weights again
 
     def close(self) -> None:
-        """Let all buckets change."""
+        """Allow the state of all buckets to change again."""
         if self._weights is not None:
             self._weights.close()
         for released in self._released:
@@ -228,6 +226,6 @@ class StateSnapshot:
         return all(released.is_issued for released in self._released)
 
     def wait(self) -> None:
-        """Wait until all buckets are released. Raises TimeoutError."""
+        """Block until all buckets are released. Raises TimeoutError."""
         for released in self._released:
             released.wait()

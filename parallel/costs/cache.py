@@ -1,5 +1,5 @@
-"""Measured costs on disk, by a key of everything they depend on: the group's first rank reads or measures them for
-all ranks."""
+"""Measured costs in files, by a key of everything they depend on. The first rank of a group reads or writes them for
+all its ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def hardware_key(device: torch.device) -> dict[str, Any]:
-    """Return the properties of this machine that the speed of computation depends on."""
+    """Return the properties of this machine that determine the speed of computation, as a cache key."""
     key: dict[str, Any] = {"device": device.type, "processor": _processor_name(), "cores": os.cpu_count()}
     key |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
     if device.type == "cuda":
@@ -29,7 +29,7 @@ def hardware_key(device: torch.device) -> dict[str, Any]:
 
 
 def layout_key(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Return the known properties of a group that the speed of communication depends on."""
+    """Return the properties of a process group that determine the speed of communication, as a cache key."""
     if group is None:
         return {"group_size": 1}
     return {"group_size": group.size(), "world_size": dist.get_world_size(), "backend": str(dist.get_backend(group))}
@@ -53,12 +53,12 @@ def cached(
     group: dist.ProcessGroup | None = None,
     still_true: Callable[[dict[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
-    """Return the values (JSON) of `key`, from a file of `folder`, or made and written there. Without `folder` they are
-    always made, and never written.
+    """Return the measured costs (JSON values) for a key: from its file in `folder` or, if there is none, the result of
+    `make()`, which is then written there. Without `folder` nothing is read or written.
 
-    All ranks of `group` call it and get the values of its first rank. `still_true(values)` may measure whether cached
-    values are still valid; its answer must be equal on all ranks. A file that is damaged or of another version is made
-    again, with a log line.
+    All ranks of `group` make the call and get the values of its first rank. `still_true(values)` may measure whether
+    cached values are still valid; its answer must be equal on all ranks. A file that is damaged or of another version
+    is replaced, with a log line.
     """
     is_first = group is None or group.rank() == 0
     path = None if folder is None else cache_path(folder, key)
@@ -66,7 +66,7 @@ def cached(
     values = _from_first(values, device, group)
     if values is not None and still_true is not None and not still_true(values):
         if is_first:
-            logger.warning("measured costs in %s no longer hold here; measuring again", path)
+            logger.warning("measured costs in %s are no longer valid on this machine; measuring again", path)
         values = None
     if values is None:
         values = _from_first(make(), device, group)
@@ -79,7 +79,7 @@ def cached(
 def _from_first(
     values: dict[str, Any] | None, device: torch.device, group: dist.ProcessGroup | None
 ) -> dict[str, Any] | None:
-    # Always through JSON, so that a value is the same whether it was read, received or just made.
+    # Always through JSON, so that values are the same whether they were read, received or just measured.
     message = [json.dumps(values)]
     if group is not None and group.size() > 1:
         dist.broadcast_object_list(message, group=group, group_src=0, device=device)

@@ -1,4 +1,4 @@
-"""Files of measured costs. The module does not import torch, so that a plan can read them quickly."""
+"""Files of measured costs. The module does not import torch, so that planning a run can read them quickly."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-VERSION = 2  # of the files: raise it when a measurement or a model changes its meaning
+VERSION = 2  # of the file format: raise it when the meaning of a measurement or model changes
 
 logger = logging.getLogger(__name__)
 
 
 def cache_path(folder: str | os.PathLike[str], key: dict[str, Any]) -> Path:
-    """Return the path of a key's file."""
+    """Return the path of the file for measured costs with this key."""
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return Path(folder) / f"costs_{name}.json"
 
 
 def read_cache(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the values in a file; None if it is missing or, with a log line, if `write_cache` did not write it."""
+    """Return the measured costs in a file, or None if it is missing or, with a log line, invalid or for another key."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -31,13 +31,12 @@ def read_cache(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
         logger.warning("cannot read measured costs from %s (%s); measuring again", path, error)
         return None
     if not isinstance(content, dict) or not isinstance(content.get("values"), dict):
-        logger.warning("%s holds no measured costs; measuring again", path)
+        logger.warning("the file %s does not contain measured costs; measuring again", path)
     elif content.get("version") != VERSION:
-        logger.warning(
-            "%s has version %s of measured costs, not %d; measuring again", path, content.get("version"), VERSION
-        )
+        message = "measured costs in %s have format version %s instead of %d; measuring again"
+        logger.warning(message, path, content.get("version"), VERSION)
     elif content.get("key") != json.loads(json.dumps(key)):
-        logger.warning("%s holds measured costs of something else; measuring again", path)
+        logger.warning("measured costs in %s are for other hardware or settings; measuring again", path)
     elif content.get("digest") != _digest(content["values"]):
         logger.warning("the measured costs in %s are damaged; measuring again", path)
     else:
@@ -46,7 +45,7 @@ def read_cache(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def write_cache(path: Path, key: dict[str, Any], values: dict[str, Any]) -> None:
-    """Write values atomically: readers find the old file or the new one. Failures are logged, not raised."""
+    """Write measured costs to a file atomically: readers get the old file or the new one. Failures are only logged."""
     content = {"version": VERSION, "key": key, "values": values, "digest": _digest(values)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +57,7 @@ def write_cache(path: Path, key: dict[str, Any], values: dict[str, Any]) -> None
             os.fsync(file.fileno())
         os.replace(file.name, path)
     except OSError as error:
-        logger.warning("cannot keep measured costs in %s (%s); the next run measures again", path, error)
+        logger.warning("cannot write measured costs to %s (%s); the next run measures again", path, error)
 
 
 def _digest(values: dict[str, Any]) -> str:

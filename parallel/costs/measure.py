@@ -1,6 +1,6 @@
-"""Short measurements of computation and communication, equal on all ranks: each time is the slowest rank's.
+"""Short measurements of computation and communication. All ranks get equal results: each time is the slowest rank's.
 
-The model of mutual slowdown of computation and communication is MPipeMoE's (Zhang et al., IPDPS 2023).
+The model of how computation and communication slow each other down is MPipeMoE's (Zhang et al., IPDPS 2023).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from parallel.costs.models import Curve, Line, fit_curve, fit_line
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 25  # measurements of each size; the median is used
-MAX_SLOWDOWN = 10.0  # a greater one is a disturbed measurement
+MIN_ROUNDS, MAX_ROUNDS = 3, 25  # measurements of each size, of which the median is used
+MAX_SLOWDOWN = 10.0  # a larger factor is the result of a disturbance
 MAX_REPEATS = 64
 
 Call = Callable[[], None]
@@ -29,7 +29,7 @@ def _wait_for_device(device: torch.device) -> None:
 
 
 def max_over_ranks(values: Sequence[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    """Return the maxima over the ranks of `group` (None: this process alone)."""
+    """Return the elementwise maximum of `values` over the ranks of a group; None means this process alone."""
     if group is None or group.size() == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=device)
@@ -38,7 +38,7 @@ def max_over_ranks(values: Sequence[float], device: torch.device, group: dist.Pr
 
 
 def time_call(call: Call, device: torch.device) -> float:
-    """Return the seconds of one call, until the device has finished it."""
+    """Return the seconds that a call takes until the device has finished it."""
     _wait_for_device(device)
     start = time.perf_counter()
     call()
@@ -53,22 +53,23 @@ def measure(
     group: dist.ProcessGroup | None,
     budget: float,
 ) -> tuple[list[int], list[float]]:
-    """Return measured sizes and the median seconds of `make(size)()` for rising sizes, each the slowest rank's.
+    """Time `make(size)()` for increasing sizes. Returns the measured sizes and, for each, the median seconds of the
+    slowest rank.
 
-    Sizes alternate, so that a disturbance affects all of them. It takes about `budget` seconds: sizes that would take
-    longer are skipped (at least two remain), and rounds end early. The calls may communicate: all ranks make the same
-    ones.
+    Sizes alternate, so that a disturbance affects all of them. The measurement takes about `budget` seconds: sizes that
+    would take longer are skipped (at least two are measured), and it repeats less often. The calls may communicate, so
+    all ranks must make the same ones.
     """
     begin = time.perf_counter()
     calls: list[Call] = []
     times: list[list[float]] = []
     for number, size in enumerate(sizes):
         call = make(size)
-        time_call(call, device)  # the first one allocates and compiles
+        time_call(call, device)  # the first call allocates and compiles
         seconds, spent = max_over_ranks([time_call(call, device), time.perf_counter() - begin], device, group)
         calls.append(call)
         times.append([seconds])
-        # The next size probably takes longer in proportion, and is called at least 1 + MIN_ROUNDS times.
+        # The next size probably takes proportionally longer, and is measured at least 1 + MIN_ROUNDS times.
         ahead = seconds * sizes[number + 1] / size * (1 + MIN_ROUNDS) if number + 1 < len(sizes) else 0.0
         if number >= 1 and spent + ahead > budget:
             break
@@ -88,8 +89,7 @@ def measure_line(
     group: dist.ProcessGroup | None = None,
     budget: float = 2.0,
 ) -> Line:
-    """Measure and fit a line: `make(size)` returns a call that sends, copies or computes `size` units. All ranks call
-    it."""
+    """Time a cost and fit a line. `make(size)` returns a call that sends, copies or computes. A collective call."""
     return fit_line(*measure(make, sizes, device, group, budget))
 
 
@@ -100,15 +100,15 @@ def measure_curve(
     group: dist.ProcessGroup | None = None,
     budget: float = 1.0,
 ) -> Curve:
-    """Measure and fit the curve of a computation: `make(size)` returns a call that computes on `size` items."""
+    """Time a computation and fit a curve to it. `make(size)` returns a call that computes on `size` items."""
     return fit_curve(*measure(make, sizes, device, group, budget))
 
 
 def measure_copies(
     sizes: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None, budget: float = 0.5
 ) -> tuple[Line, Line]:
-    """Return lines over bytes of copies from the device to (pinned) host memory and back; on the CPU, of copies within
-    its memory."""
+    """Time copies from the device to pinned host memory and back; return a line (seconds over bytes) for each
+    direction. On a CPU, both are copies within host memory."""
     on_gpu = device.type == "cuda"
     near = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     far = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_gpu)
@@ -130,11 +130,11 @@ def measure_slowdown(
     group: dist.ProcessGroup | None = None,
     budget: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the slowdown factors of computation during communication, and of communication during computation.
+    """Return the factors by which communication slows computation down, and computation slows communication down.
 
-    `communicate` starts an exchange and returns a function that waits for it; all ranks call both in the same order.
-    Enough exchanges are started to outlast the computation. So all of its time is slowed, and the time of the rest of
-    the exchanges afterwards, at full speed, shows their progress during the computation.
+    `communicate` starts a transfer and returns a function that waits for it; all ranks call both in the same order.
+    Enough transfers are started to last longer than the computation, so all of the computation is slowed down. The
+    other transfers then run at full speed, and their time shows how far communication got during the computation.
     """
 
     def exchange(count: int) -> None:
@@ -147,7 +147,7 @@ def measure_slowdown(
     time_call(compute, device)
     time_call(communicate(), device)
     compute_seconds, exchange_seconds = alone(compute), alone(lambda: exchange(1))
-    # Exchanges that take 1.5 to 3 times as long as all of the computation.
+    # The transfers take 1.5 to 3 times as long as all computations.
     fitting = exchange_seconds / (3.0 * compute_seconds) if compute_seconds > 0 else 1.0
     num_computations = max(1, min(MAX_REPEATS, int(fitting)))
     needed = 1.5 * num_computations * compute_seconds / max(exchange_seconds, 1e-9)
@@ -173,9 +173,9 @@ def measure_slowdown(
             wait()
         _wait_for_device(device)
         end = time.perf_counter()
-        # The rest is the whole less the computation: the rank that computes longest is not the one that waits longest.
+        # The rest is computed from maxima, because the rank that computes longest is not the one that waits longest.
         during, whole, posting = max_over_ranks([computed - posted, end - start, posted - start], device, group)
-        # The time of starting the exchanges is lost for the computation in any case, so the factors exclude it.
+        # Starting the transfers delays the computation in any case, so the factors exclude it.
         progress = exchange_alone - posting - max(0.0, whole - posting - during)
         factors.append((during / compute_alone, during / progress if progress > 0 else 1.0))
         (spent,) = max_over_ranks([time.perf_counter() - begin], device, group)

@@ -1,6 +1,6 @@
 """Cost models: seconds as a function of a size.
 
-A model is a straight line (startup plus time per byte, as in PipeMoE, Shi et al., INFOCOM 2023) or, if small sizes
+A model is a straight line (startup time plus time per byte, as in PipeMoE, Shi et al., INFOCOM 2023) or, if small sizes
 are slower than a line predicts, a piecewise linear curve. The module does not import torch.
 """
 
@@ -15,7 +15,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds as a function of a size: `alpha` + `beta` * size, and 0 for size 0 (nothing is started then)."""
+    """Seconds as a linear function of a size: `alpha` + `beta` * size, but 0 for size 0, when nothing is started."""
 
     alpha: float
     beta: float
@@ -27,10 +27,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a monotonic function of a size: linear between points, constant before the first, and continued with
+    """Seconds as a piecewise linear, monotonic function of a size: constant up to the first point, and continued with
     the last slope.
 
-    So it has the knee below which smaller work is not faster. With one point it is constant.
+    So it can model a size below which less work is not faster. With one point it is constant.
     """
 
     sizes: tuple[float, ...]
@@ -49,11 +49,11 @@ NOTHING = Line(0.0, 0.0)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Fit a line by least squares with weights 1 / seconds^2 (all sizes count equally), with no negative coefficient.
-    Raises ValueError without sizes."""
+    """Fit a line by least squares with weights 1 / seconds^2, so that all sizes count equally; no coefficient is
+    negative. Raises ValueError without sizes."""
     if not sizes or len(sizes) != len(seconds):
         raise ValueError(
-            f"a line is fitted to as many times as sizes, at least one; got {len(sizes)} sizes, {len(seconds)} times"
+            f"Fitting a line needs at least one size and a time for each; got {len(sizes)} sizes, {len(seconds)} times."
         )
     weights = [1.0 / max(t, 1e-12) ** 2 for t in seconds]
     total = sum(weights)
@@ -63,9 +63,9 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     together = sum(w * (n - mean_size) * (t - mean_time) for w, n, t in zip(weights, sizes, seconds, strict=True))
     beta = together / spread if spread > 0 else 0.0
     alpha = mean_time - beta * mean_size
-    if beta <= 0:  # the best fit without slope
+    if beta <= 0:  # best fit without slope
         alpha, beta = mean_time, 0.0
-    elif alpha < 0:  # the best fit through the origin
+    elif alpha < 0:  # best fit through the origin
         products = sum(w * n * t for w, n, t in zip(weights, sizes, seconds, strict=True))
         alpha, beta = 0.0, products / sum(w * n * n for w, n in zip(weights, sizes, strict=True))
     plain_mean = statistics.fmean(seconds)
@@ -75,12 +75,12 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Fit a curve to measured points (positive, rising sizes) on which time never falls with the size, and time per
+    """Fit a curve to measured points (positive, increasing sizes), such that time never falls with size and time per
     item never rises.
 
-    So a whole never costs more than its chunks: an apparent gain of chunks is a disturbance (or a cache that is not
-    warm for the chunks of a layer either), and must not be a reason to cut. Neighbours that contradict this share their
-    mean time per item. Raises ValueError for other sizes.
+    So a large size never costs more than the sum of its chunks: if chunks were measured to be cheaper, that is a
+    disturbance (or a cache that would not be warm for the chunks of a layer either), and no reason to cut work into
+    chunks. Neighbouring points that contradict this get their mean time per item. Raises ValueError for other sizes.
     """
     if (
         not sizes
@@ -89,10 +89,10 @@ def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
         or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False))
     ):
         raise ValueError(
-            f"a curve needs as many times as sizes, at least one, the sizes rising; got {list(sizes)}, {len(seconds)} "
-            "times"
+            "Fitting a curve needs positive, increasing sizes, and one time for each; got the sizes "
+            f"{list(sizes)} and {len(seconds)} times."
         )
-    pools: list[tuple[float, int]] = []  # (time per item, points that share it), falling
+    pools: list[tuple[float, int]] = []  # (time per item, number of points that share it), with falling times
     for size, time_of_size in zip(sizes, seconds, strict=True):
         rate, count = time_of_size / size, 1
         while pools and rate > pools[-1][0]:

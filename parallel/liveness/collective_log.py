@@ -1,8 +1,8 @@
-"""The last collective that this process started, and the time that it has waited for collectives.
+"""A log of the last collective that this process started, and of the time it has waited for collectives.
 
-torch records this for NCCL alone, and reports it only after a failure. So each method of a process group that starts a
-collective is wrapped, and the wait for one; that costs about a microsecond per call. The wrappers are installed once
-per process, and never removed.
+torch records this only for NCCL, and reports it only after a failure. So each method of a process group that starts a
+collective is wrapped, and so is the wait for one, which costs about a microsecond per call. The wrappers are installed
+once per process and never removed.
 """
 
 from __future__ import annotations
@@ -17,54 +17,36 @@ import torch.distributed as dist
 
 # Names in torch 2.11 to 2.13; a name that a version does not have is skipped.
 _STARTERS = (
-    *(
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "broadcast",
-        "barrier",
-        "gather",
-        "scatter",
-        "send",
-        "recv",
-        "recv_anysource",
-    ),
-    *(
-        "allgather",
-        "_allgather_base",
-        "all_gather_single",
-        "all_gather_single_coalesced",
-        "allgather_into_tensor_coalesced",
-    ),
-    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-    *("reduce_scatter_tensor_coalesced", "alltoall", "alltoall_base", "all_to_all_single"),
-)
-
+    "allreduce allreduce_coalesced reduce broadcast barrier gather scatter send recv recv_anysource "
+    "allgather _allgather_base all_gather_single all_gather_single_coalesced allgather_into_tensor_coalesced "
+    "reduce_scatter _reduce_scatter_base reduce_scatter_single reduce_scatter_single_coalesced "
+    "reduce_scatter_tensor_coalesced alltoall alltoall_base all_to_all_single"
+).split()
 
 _RECORD = struct.Struct("<4q")  # step, collectives started, index in _STARTERS, ranks in the group
 BOX_BYTES = _RECORD.size
 
 
 class CollectiveLog:
-    """Record of this process's collectives. `waiting_since` is None unless the host waits for one now.
+    """A log of this process's collectives. `waiting_since`: when the host began to wait for a collective, or None.
 
-    `box` is memory shared with other processes, BOX_BYTES long, from which they read the last collective of a process
-    that was killed.
+    `box` is shared memory of BOX_BYTES, from which other processes can read the last collective of a process that was
+    killed.
     """
 
     def __init__(self) -> None:
         self.name = "none"
         self.group_size = 0
         self.count = 0
-        self.waited = 0.0  # seconds in total; on CUDA the device waits, not the host, so it stays near 0
+        self.waited = 0.0  # seconds of the host in total; near 0 on CUDA, where the device waits
         self.waiting_since: float | None = None  # time.monotonic()
-        self.error: BaseException | None = None  # the last one that a collective raised
-        self.step = 0  # finished ones
-        self.index = 0  # of the last collective in _STARTERS
+        self.error: BaseException | None = None  # the last error that a collective raised
+        self.step = 0  # number of finished steps
+        self.index = 0  # index of the last collective in _STARTERS
         self.box: Any = None
 
     def note_step(self, step: int) -> None:
-        """Set the number of finished steps."""
+        """Record the number of finished steps."""
         self.step = step
         self.write_box()
 
@@ -74,12 +56,12 @@ class CollectiveLog:
 
     @property
     def last(self) -> str:
-        """Description of the last collective that was started."""
+        """The last collective that was started, as text: its name and its number of ranks."""
         return _describe(self.name, self.group_size)
 
 
 def read_box(box: Any) -> tuple[int, str]:
-    """Return the number of finished steps and the last collective of the process that writes this shared-memory box."""
+    """Return (number of finished steps, last collective as text) of another process from the memory it shares."""
     step, count, index, group_size = _RECORD.unpack_from(box)
     return step, _describe(_STARTERS[index].strip("_"), group_size) if count else "none"
 
@@ -93,7 +75,7 @@ _installed = False
 
 
 def install() -> CollectiveLog:
-    """Start recording; return the log of this process. May be called more than once."""
+    """Start to log collectives, and return the log of this process. Can be called more than once."""
     global _installed
     if not _installed:
         _installed = True
@@ -106,7 +88,7 @@ def install() -> CollectiveLog:
 
 
 def raised(error: BaseException | None) -> bool:
-    """Whether an error was raised by a collective, directly or as the cause or context of another error."""
+    """Whether a collective raised this error, directly or as the cause or context of another error."""
     while error is not None:
         if error is log.error or isinstance(error, dist.DistError):
             return True

@@ -1,13 +1,14 @@
-"""Rendezvous of the ranks of a job: the store of this attempt, and the network interface that they listen on.
+"""How the ranks of a job find each other: the key-value store of the current attempt, and the network interface on
+which they listen.
 
-torchrun (2.11 to 2.13) keeps one key-value store over all its restarts, and restarted ranks find in it the entries of
-the last attempt: gloo then connects to addresses where nobody listens, and NCCL to an identity that is gone. Restart
-counts do not identify attempts either: a node that joins later counts from 0. So rank 0 makes up a name for the attempt
-and gives it to each rank that asks.
+torchrun (2.11 to 2.13) keeps one store over all its restarts. Restarted ranks find the entries of the last attempt in
+it: gloo then connects to addresses where nobody listens, and NCCL to an identity that no longer exists. Restart counts
+do not identify attempts either: a node that joins later counts from 0. So rank 0 invents a name for the attempt and
+gives it to each rank that asks.
 
-A run on one node listens on the loopback alone. The guarantees of that, and the rules on several nodes, are in
-docs/guide/network.md. Otherwise gloo would listen at the address of the host's name, NCCL at that of the first network
-card, and torch's store, which does not authenticate, on every interface.
+A run on one node listens only on the loopback interface. docs/guide/network.md describes what that guarantees, and the
+rules for several nodes. Otherwise gloo would listen at the address of the host's name, NCCL at that of the first
+network card, and torch's store, which does not authenticate, on every interface.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ ADDRESS = "127.0.0.1"
 
 
 def launcher_holds_store() -> bool:
-    """Whether the job's store is in torchrun's process, not in rank 0's."""
+    """Whether the job's key-value store is in torchrun's process instead of rank 0's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -37,7 +38,7 @@ _joined: dist.Store | None = None
 
 
 def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Return the store of a launch's processes for this attempt; the same object until `forget`. All ranks call it.
+    """Return the key-value store of the current attempt of a job, the same object until `forget`. All ranks call it.
 
     Raises TimeoutError or torch's DistError if some ranks do not call it in time.
     """
@@ -50,7 +51,7 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
             name = _invite(store, launch.world_size, timeout) if launch.rank == 0 else _ask(store, launch.rank, timeout)
             _joined = dist.PrefixStore(name, store)  # a name that no earlier attempt has used
         elif launch.world_size == 1:
-            _joined = dist.HashStore()  # no other ranks, so nothing has to listen
+            _joined = dist.HashStore()  # there are no other ranks for which a port would have to be open
         else:
             _joined = loopback_store(launch.rank, launch.world_size, timeout)
             if _joined is None:
@@ -59,13 +60,13 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
 
 
 def forget() -> None:
-    """Leave the store: the next `job_store` returns another one."""
+    """Forget the key-value store, so that the next call of `job_store` connects to a new one."""
     global _joined
     _joined = None
 
 
 def _invite(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Give the attempt's name, on rank 0, to each rank that asks, until all have it. Keys differ per attempt."""
+    """Give the name of this attempt to each rank that asks, until all have it, and return it. Rank 0 calls this."""
     name, missing = f"attempt-{uuid.uuid4().hex}", set(range(1, world_size))
     deadline = time.monotonic() + timeout.total_seconds()
     answered: set[str] = set()
@@ -80,7 +81,8 @@ def _invite(store: dist.Store, world_size: int, timeout: timedelta) -> str:
                     store.set(f"name/{asking}", name)
         if missing and time.monotonic() > deadline:
             ranks = ", ".join(map(str, sorted(missing)))
-            raise TimeoutError(f"rank {ranks} of {world_size} did not come within {timeout.total_seconds():g} s")
+            seconds = f"{timeout.total_seconds():g} s"
+            raise TimeoutError(f"{len(missing)} of {world_size} ranks did not join the job within {seconds}: {ranks}")
         time.sleep(POLL)
     return name
 
@@ -91,7 +93,7 @@ def _ask(store: dist.Store, rank: int, timeout: timedelta) -> str:
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check([f"name/{me}"]):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not come within {timeout.total_seconds():g} s")
+            raise TimeoutError(f"rank 0 did not join the job within {timeout.total_seconds():g} s")
         time.sleep(POLL)
     name = store.get(f"name/{me}").decode()
     store.set(f"came/{name}/{rank}", "")
@@ -99,7 +101,7 @@ def _ask(store: dist.Store, rank: int, timeout: timedelta) -> str:
 
 
 def is_loopback_enough(world_size: int) -> bool:
-    """Whether all ranks of this job run on one node, according to their launcher."""
+    """Whether all ranks of this job run on one node, according to the launcher's environment."""
     if world_size == 1:
         return True
     if "GROUP_WORLD_SIZE" in os.environ:  # torchrun's number of nodes
@@ -108,8 +110,8 @@ def is_loopback_enough(world_size: int) -> bool:
 
 
 def use_loopback() -> None:
-    """Let gloo and NCCL listen on the loopback alone, unless the user has set an interface. Call it before groups
-    exist."""
+    """Make gloo and NCCL listen only on the loopback interface, unless the user has chosen an interface. Call it before
+    process groups exist."""
     interface = next(
         name for name, entries in psutil.net_if_addrs().items() if any(entry.address == ADDRESS for entry in entries)
     )
@@ -118,14 +120,14 @@ def use_loopback() -> None:
 
 
 def loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
-    """Return a store held by rank 0, for a job without a launcher's store. All ranks call it.
+    """Return a key-value store in rank 0's process for a job that was not started by torchrun. All ranks call it.
 
-    None if MASTER_ADDR is not the loopback: then torch's own rendezvous is right.
+    Returns None if MASTER_ADDR is not the loopback address: then torch's own rendezvous must be used.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not port or not _is_loopback(address):
         return None
-    # Ranks do not wait for others here: with different numbers of ranks some would wait in vain.
+    # Ranks do not wait for each other here: if they were started with different world sizes, some would wait in vain.
     if rank != 0:
         return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout, wait_for_workers=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -142,8 +144,8 @@ def loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is the loopback. Its own name does not count: some systems give it a loopback address that other
-    nodes do not know."""
+    """Whether a host is the loopback. The host's own name does not count: on some systems it has a loopback address
+    that other nodes cannot reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

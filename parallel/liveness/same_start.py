@@ -1,7 +1,8 @@
-"""Check before the first collective that all ranks were started with the same command, code and versions.
+"""A check before the first collective that all ranks were started with the same command, code and versions.
 
-Otherwise a typing error on one node would train a mixture of two settings, or hang without naming a key. Each rank puts
-a digest into the job's store; rank 0 compares them, asks for details if they differ, and all ranks raise an error.
+Otherwise a typing error on one node could train a mixture of two settings, or hang without naming a key. Each rank puts
+a digest into the job's key-value store. Rank 0 compares the digests and asks for details if they differ; then all ranks
+raise an error.
 """
 
 from __future__ import annotations
@@ -23,38 +24,37 @@ from configs.keys import get
 from configs.schema import KEYS, Config
 from configs.show import show
 
-# Folders, budgets and processes of a node: no number of the training depends on them.
+# Keys of a node's folders, budgets and processes, on which no number of the training depends.
 MAY_DIFFER = frozenset(
     ("data.cache_dir", "data.num_workers", "memory.disk_budget", "memory.disk_dir", "memory.host_budget")
 )
 ROOT = Path(__file__).parents[2]
 SOURCE = "base checkpoint configs data inference launch memory models moe optim parallel simulator training".split()
 SUFFIXES = (".py", ".cpp", ".h")
-LATE = 2.0  # seconds that other ranks have to arrive after two differ
-ANSWER = 5.0  # seconds for the details, and until all ranks have read the error
+LATE = 2.0  # seconds that other ranks may still take once two digests differ
+ANSWER = 5.0  # seconds to wait for the details, and until all ranks have read the error
 POLL = 0.02  # seconds
-SHOWN = 3  # keys that a message lists
-ASKED = 16  # ranks whose details are compared
+SHOWN = 3  # most names that a message lists
+ASKED = 16  # most ranks whose details are compared
 
 Facts = dict[str, str]  # values that must be equal on all ranks, by name
 
 
 def facts_of(composed: Config) -> Facts:
-    """Return the facts of this rank's start: each key of the composed config, before `auto` keys are decided, each
-    file of the product by digest, and the versions of torch and Megatron-core."""
+    """Return what must be equal on all ranks, as text by name: each key of the composed config (before `auto` values
+    are decided), a digest of each source file, and the versions of torch and Megatron-core."""
     facts = {key: show(get(composed, key), None) for key in KEYS if key not in MAY_DIFFER}
     facts["version of torch"] = torch.__version__
     facts["version of megatron-core"] = importlib.metadata.version("megatron-core")
     paths = [ROOT / "train.py", *(path for package in SOURCE for path in (ROOT / package).rglob("*"))]
     for path in sorted(path for path in paths if path.suffix in SUFFIXES):
-        facts[f"file {path.relative_to(ROOT).as_posix()}"] = hashlib.blake2b(
-            path.read_bytes(), digest_size=4
-        ).hexdigest()
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=4)
+        facts[f"file {path.relative_to(ROOT).as_posix()}"] = digest.hexdigest()
     return facts
 
 
 def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Raise ConfigError on every rank if facts differ between ranks, with their names, values and ranks.
+    """Raise ConfigError on every rank if facts differ between ranks. The message lists their names, values and ranks.
 
     All ranks call it. Raises TimeoutError if some ranks do not call it in time.
     """
@@ -80,7 +80,7 @@ def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: 
         store.set("refusal", difference(every) or "")
     text = _wait(store, "refusal", 0, timeout)
     store.set(f"read/{rank}", "")
-    if rank == 0:  # it may hold the store
+    if rank == 0:  # the store may be in its process
         end = time.monotonic() + ANSWER
         while not store.check([f"read/{one}" for one in digests]) and time.monotonic() < end:
             time.sleep(POLL)
@@ -88,9 +88,9 @@ def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: 
 
 
 def difference(every: Mapping[tuple[int, ...], Facts]) -> str | None:
-    """Describe different facts in one line: the first names, each with its values and the ranks that have them.
+    """Describe in one line the facts that differ: the first names, each with its values and the ranks that have them.
 
-    None if all are equal. `every`: ranks that share facts -> these facts.
+    Returns None if all facts are equal. `every` maps ranks that share facts to these facts.
     """
     found: dict[str, str] = {}
     for name in dict.fromkeys(name for facts in every.values() for name in facts):
@@ -111,7 +111,7 @@ def difference(every: Mapping[tuple[int, ...], Facts]) -> str | None:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Format ranks as `rank 1` or `ranks 0-3,7`."""
+    """Format rank numbers as text, such as `rank 1` or `ranks 0-3,7`."""
     ranges: list[list[int]] = []
     for rank in sorted(ranks):
         if ranges and rank == ranges[-1][1] + 1:
@@ -123,7 +123,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) -> dict[int, str]:
-    """Return the digests of all ranks, or of those that arrive within LATE seconds after one unlike `own`."""
+    """Return the digests of all ranks, without ranks that are more than LATE seconds later than one unlike `own`."""
     found, missing = {0: own}, set(range(1, world_size))
     end = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < end:
@@ -140,7 +140,7 @@ def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) ->
 
 
 def _wait(store: dist.Store, key: str, rank: int, timeout: timedelta) -> str:
-    """Return the text of a key that another rank sets; the error names `rank` if it does not."""
+    """Return the text that a rank stores under a key. Raises TimeoutError, naming the rank, if it stores none."""
     try:
         store.wait([key], timeout)
     except dist.DistError:
@@ -149,4 +149,4 @@ def _wait(store: dist.Store, key: str, rank: int, timeout: timedelta) -> str:
 
 
 def _never_came(rank: int, timeout: timedelta) -> NoReturn:
-    raise TimeoutError(f"rank {rank} did not come within {timeout.total_seconds():g} s")
+    raise TimeoutError(f"rank {rank} did not join the job within {timeout.total_seconds():g} s")

@@ -1,12 +1,12 @@
-"""Ranks watch each other, so that a job with a dead, stopped or hung rank ends soon, with the name of the rank.
+"""Ranks watch each other, so that a job with a dead, stopped or hung rank ends soon and names that rank.
 
-A collective with a lost rank blocks the others, on NCCL in a way that Python cannot interrupt. So each rank has a
-thread that puts a heartbeat into the job's key-value store (under torchrun it is in torchrun's process, which outlives
-the ranks) and watches the heartbeats of a few other ranks: the next ones in a ring and all on its own host. A dead
-process disappears from the host's process table, which is seen within a second; a silent one has been stopped, or its
-host is gone; a rank whose collective takes nearly `parallel.timeout_seconds` waits for ranks that are not in it. The
-first rank to see a problem writes the verdict into the store, where every rank finds it. The caller's `on_verdict` then
-runs in the thread.
+A collective with a lost rank blocks the other ranks, on NCCL in a way that Python cannot interrupt. So each rank has a
+thread that writes a heartbeat to the job's key-value store (which torchrun keeps in its own process, so it outlives the
+ranks) and watches the heartbeats of a few other ranks: the next ones in a ring, and all on its own machine. A dead
+process is missing in the machine's process table, which is noticed within a second. A silent process has been stopped,
+or its machine is lost. A rank whose collective takes nearly `parallel.timeout_seconds` waits for ranks that have not
+started it. The first rank that notices a problem writes a verdict to the store, where every rank finds it; then
+`on_verdict` of the caller runs in the thread.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from parallel.liveness import collective_log, rendezvous
 ROOT = Path(__file__).resolve().parents[2]
 INTERVAL = 1.0  # seconds between two rounds
 MAX_SILENCE = 120.0  # most seconds without a heartbeat, for any timeout of collectives
-NEIGHBOURS = 3  # ranks of the ring that each rank watches: one is left if two neighbours die together
-STALL_SHARE = 0.8  # of the timeout: a verdict comes before the backend gives up
-STORE_SECONDS = 10.0  # that one answer of the store may take
+NEIGHBOURS = 3  # ranks of the ring that each rank watches, so that two neighbours may die together
+STALL_SHARE = 0.8  # of the timeout, so that there is a verdict before the backend gives up
+STORE_SECONDS = 10.0  # that an answer of the store may take
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank that ended the job, and the reason."""
+    """The rank because of which the job ends, and the reason."""
 
     rank: int
     host: str
     step: int  # finished steps
     reason: str  # continues "rank 3 on node-a "
-    collective: str  # the last one that the rank started
+    collective: str  # the last one that the rank has started
     witness: int  # the rank that found the problem
     stop: bool = False  # a signal asked the rank to end, before it had anything to save
 
@@ -60,7 +60,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class _RankProcess:
-    """The process of a rank. Ranks of the same `machine` see each other's process ids."""
+    """The process of a rank. Ranks with the same `machine` see each other's process ids."""
 
     host: str
     machine: str
@@ -71,24 +71,28 @@ class _RankProcess:
 
 @dataclass(frozen=True)
 class _Beat:
-    """A rank's heartbeat: `number` grows with each beat, `left` is set when the rank ends normally."""
+    """The heartbeat of a rank. `number` grows with each beat; `left` is set when the rank ends normally."""
 
     number: int
     step: int
     calls: int  # collectives started
-    share: float  # calls of this step, relative to those of the step before
-    stalled: float  # seconds without a new call
-    waits: bool  # inside a collective
-    where: str
+    share: float  # collectives of this step, relative to the step before
+    stalled: float  # seconds since the last collective was started
+    waits: bool  # whether the rank is in a collective
+    where: str  # line of code of the main thread
     collective: str
     left: bool = False
 
 
-class Watchdog:
-    """The watching threads of one rank. The constructor is a collective call, in which ranks exchange their processes.
+NO_BEAT = _Beat(0, 0, 0, 0.0, 0.0, False, "", "none")  # of a rank that has not been seen yet
 
-    timeout: `parallel.timeout_seconds`. A rank that is silent for half of that, at most MAX_SILENCE, counts as lost.
-    on_verdict: called once, in a thread, on every live rank, with the verdict and whether this rank wrote it.
+
+class Watchdog:
+    """Threads of one rank that watch other ranks. The constructor is a collective call, in which ranks exchange their
+    process ids.
+
+    timeout: `parallel.timeout_seconds`. A rank that is silent for half of it, but at most MAX_SILENCE seconds, counts
+    as lost. on_verdict: called once on every live rank, in a thread, with the verdict and whether this rank wrote it.
     """
 
     def __init__(self, timeout: float, device: torch.device, on_verdict: Callable[[Verdict, bool], None]):
@@ -118,11 +122,11 @@ class Watchdog:
         self._watched = sorted((ring | self._local) - {self.rank})
         self._boxes = {rank: _open_box(self._processes[rank].box) for rank in self._local}
         self._log.box = _open_box(box_path)
-        self._beats: dict[int, tuple[_Beat, float]] = {}  # the last beat of each rank, and when it was new
+        self._beats: dict[int, tuple[_Beat, float]] = {}  # by rank: the last beat, and when it was first seen
         self._last_round = time.monotonic()
         self._store, self._store_host = _open_store()
         dist.barrier()
-        os.unlink(box_path)  # its readers have it open
+        os.unlink(box_path)  # all readers have opened it
         self._number = 0
         self._threads = [
             threading.Thread(target=target, daemon=True, name="watchdog")
@@ -132,26 +136,27 @@ class Watchdog:
             thread.start()
 
     def note_step(self, step: int) -> None:
-        """Set the number of finished steps."""
+        """Record the number of finished steps."""
         self._step = step
         self._log.note_step(step)
         self._calls_per_step, self._calls_before = self._log.count - self._calls_before, self._log.count
 
     def accuse_myself(self, reason: str, stop: bool = False) -> Verdict:
-        """End the job because of this rank. Returns the valid verdict, which another rank may have written before."""
+        """End the job because of this rank. Returns the verdict that counts, which may be another rank's earlier
+        one."""
         mine = replace(self._about_myself(reason), stop=stop)
         try:
             return self._decide(mine)
-        except Exception:  # the store is gone, and the job with it
+        except Exception:  # the store has ended, and so has the job
             return mine
 
     def verdict_within(self, seconds: float) -> Verdict | None:
-        """Wait for a verdict, for example after an error that another rank's end may have caused."""
+        """Wait up to `seconds` for a verdict, such as after an error that the end of another rank may have caused."""
         self._decided.wait(seconds)
         return self._verdict
 
     def close(self) -> None:
-        """Leave the watch: no rank waits for this one any more. Ranks close together, after their last collective."""
+        """Stop watching, and tell the others that this rank ends normally. Ranks close after their last collective."""
         if not self._closed.is_set():
             self._closed.set()
             self._threads[0].join(timeout=STORE_SECONDS)
@@ -165,7 +170,7 @@ class Watchdog:
         while not self._closed.wait(INTERVAL if self._number else 0.0):
             now = time.monotonic()
             paused = now - self._last_round - INTERVAL
-            if paused > self.silence / 2:  # this process itself was stopped, and saw no beats
+            if paused > self.silence / 2:  # this process itself was stopped, and has seen no beats
                 self._beats = {rank: (beat, seen + paused) for rank, (beat, seen) in self._beats.items()}
             try:
                 self._round(now)
@@ -176,7 +181,7 @@ class Watchdog:
                 if broken or isinstance(error, dist.DistNetworkError):
                     self._end(self._lost_store(f"cannot be reached any more ({error})"), written=False)
                     return
-                time.sleep(INTERVAL)  # a slow answer; the other thread limits how long
+                time.sleep(INTERVAL)  # the answer was slow; the other thread limits for how long
                 continue
             self._last_round = time.monotonic()
             if self._verdict is not None:
@@ -186,7 +191,7 @@ class Watchdog:
         self._number += 1
         try:
             beat = self._beat()
-        except torch.AcceleratorError as error:  # after a fault of the device every query raises this
+        except torch.AcceleratorError as error:  # raised by each query after a fault of the device
             self._decide(self._about_myself(f"its GPU failed: {str(error).splitlines()[0]}"))
             return
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
@@ -211,7 +216,7 @@ class Watchdog:
 
     def _look_at(self, rank: int, now: float) -> None:
         if not self._store.check([f"beat/{rank}"]):
-            self._beats.setdefault(rank, (_Beat(0, 0, 0, 0.0, 0.0, False, "", "none"), now))
+            self._beats.setdefault(rank, (NO_BEAT, now))
             return
         beat = _Beat(**json.loads(self._store.get(f"beat/{rank}")))
         known = self._beats.get(rank)
@@ -225,7 +230,7 @@ class Watchdog:
         if rank in self._local:
             state = _state(self._processes[rank])
             if state is None:
-                # It may have left, or written a verdict, since the last look at its beat.
+                # It may have ended normally, or written a verdict, since its beat was read.
                 self._look_at(rank, now)
                 gone = not self._beats[rank][0].left and not self._store.check(["verdict"])
                 return self._verdict_on(rank, "is dead (killed from outside, or out of memory)") if gone else None
@@ -248,7 +253,7 @@ class Watchdog:
         return Verdict(self.rank, self._processes[self.rank].host, self._step, reason, self._log.last, self.rank)
 
     def _who_holds_up(self, now: float) -> Verdict:
-        """Accuse the rank that a collective of this one waits for: it is in none, or behind the others."""
+        """Return a verdict on the rank that this rank's collective waits for: it is in none, or behind the others."""
         for rank in range(self.world_size):
             if rank != self.rank:
                 self._look_at(rank, now)
@@ -264,28 +269,19 @@ class Watchdog:
         now, calls = time.monotonic(), self._log.count
         if calls != self._last_call[0]:
             self._last_call = calls, now
-        done = (calls - self._calls_before) / max(1, self._calls_per_step)
+        share = (calls - self._calls_before) / max(1, self._calls_per_step)
         stalled = now - self._last_call[1]
-        return _Beat(
-            number=self._number,
-            step=self._step,
-            calls=calls,
-            share=done,
-            stalled=stalled,
-            waits=self._waits(stalled),
-            where=self._where(),
-            collective=self._log.last,
-        )
+        waits, where = self._waits(stalled), self._where()
+        return _Beat(self._number, self._step, calls, share, stalled, waits, where, self._log.last)
 
     def _waits(self, stalled: float) -> bool:
-        """Whether this rank is inside a collective. With NCCL the device waits: the only sign is work that does not
-        end."""
+        """Whether this rank is in a collective. With NCCL, the only sign of that is GPU work that does not end."""
         if self._log.waiting_since is not None or self._device.type == "cpu":
             return self._log.waiting_since is not None
         return stalled > self._stall / 4 and not torch.cuda.default_stream(self._device).query()
 
     def _where(self) -> str:
-        """Return the innermost line of this project that the main thread executes."""
+        """Return the line of this project's code that the main thread is executing."""
         frame = sys._current_frames().get(self._main or 0)
         for line, number in traceback.walk_stack(frame) if frame is not None else ():
             path = Path(line.f_code.co_filename)
@@ -294,7 +290,7 @@ class Watchdog:
         return "an unknown line"
 
     def _decide(self, mine: Verdict) -> Verdict:
-        """Write a verdict unless there is one, and act on the valid one."""
+        """Write a verdict to the store unless it has one, and act on the verdict in the store. Returns that verdict."""
         text = json.dumps(asdict(mine))
         counts = _read_verdict(self._store.compare_set("verdict", "", text), self.world_size)
         self._end(counts, written=counts == mine)
@@ -308,13 +304,13 @@ class Watchdog:
         process = self._processes[verdict.rank]
         ends_by_itself = verdict.stop or verdict.reason.startswith(("raised ", "stopped: "))
         if verdict.rank in self._local and _state(process) is not None and not ends_by_itself:
-            # A stopped process answers no other signal, and torchrun would wait half a minute for its answer.
+            # A stopped process reacts to no other signal, and torchrun would wait half a minute for it.
             os.kill(process.pid, signal.SIGKILL)
-        self._on_verdict(verdict, written)  # before the main thread is informed and may end the process
+        self._on_verdict(verdict, written)  # first, as the main thread may end the process once it is informed
         self._decided.set()
 
     def _watch_the_store(self) -> None:
-        """End the job if the store does not answer, which blocks the other thread forever."""
+        """End the job if the key-value store does not answer, which would block the other thread forever."""
         while not self._closed.wait(INTERVAL) and self._verdict is None:
             silent = time.monotonic() - self._last_round
             if silent > self.silence:
@@ -326,12 +322,12 @@ class Watchdog:
         if self._store_host is not None:  # in the launcher
             lost = f"lost the launcher at {self._store_host}: it {reason}"
             return self._about_myself(lost)
-        self._beats.setdefault(0, (_Beat(0, 0, 0, 0.0, 0.0, False, "", "none"), 0.0))
+        self._beats.setdefault(0, (NO_BEAT, 0.0))
         return self._verdict_on(0, f"holds the job's store, which {reason}")
 
 
 def _open_store() -> tuple[dist.Store, str | None]:
-    """Connect to the job's store; return the connection, and the launcher's address if the launcher holds the store."""
+    """Connect to the job's key-value store. Returns the store, and the launcher's address if it is the launcher's."""
     default = dist.distributed_c10d._get_default_store()
     own = default.clone()
     own.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -347,7 +343,7 @@ def _open_box(path: str) -> mmap.mmap:
 
 
 def _machine() -> str:
-    """Return a name that is equal for two processes that see each other's process ids."""
+    """Return a name that is equal for two processes exactly if they see each other's process ids."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
@@ -355,7 +351,7 @@ def _machine() -> str:
 
 
 def _state(rank_process: _RankProcess) -> str | None:
-    """Return the status of a process of this machine, None if it is gone."""
+    """Return the status of a process on this machine, or None if it is gone."""
     try:
         process = psutil.Process(rank_process.pid)
         status = process.status()
@@ -365,11 +361,11 @@ def _state(rank_process: _RankProcess) -> str | None:
 
 
 def _read_verdict(text: bytes, world_size: int) -> Verdict:
-    """Parse a verdict. Raises ValueError for a text that no rank writes."""
+    """Parse a verdict from the key-value store. Raises ValueError for a text that no rank writes."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != get_type_hints(Verdict):
-        raise ValueError("its fields are others")
+        raise ValueError("its fields are not those of a verdict")
     verdict = Verdict(**fields)
     if verdict.rank not in range(world_size):
-        raise ValueError(f"of rank {verdict.rank}, where there are {world_size}")
+        raise ValueError(f"it accuses rank {verdict.rank} of a job with {world_size} ranks")
     return verdict

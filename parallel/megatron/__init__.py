@@ -1,10 +1,10 @@
 """All changes that Mixtrain makes to Megatron-core 0.16.1.
 
-`fixes.py` fixes defects on every device, `grad_buffers.py` saves passes over gradients and weights; `cpu.py` lets
-Megatron-core, whose code names CUDA, run on the host. `cpu.py` is not imported on a machine that trains on GPUs.
-`startup.py` avoids most of what Megatron-core loads when it is imported; for that this package must be imported before
-any other module of Megatron-core. `router.py`, `optimizer.py` and `ddp.py` use its private names; the last two support
-parameters that its buffers do not hold (parallel/owned.py).
+`fixes.py` fixes defects on every device, and `grad_buffers.py` avoids passes over gradients and weights. `cpu.py` makes
+Megatron-core, whose code names CUDA, run on a CPU; it is not imported on a machine that trains on GPUs. `startup.py`
+avoids most of what Megatron-core imports, so this package must be imported before any other module of Megatron-core.
+`router.py`, `optimizer.py` and `ddp.py` use private names of Megatron-core; the last two handle parameters that its
+buffers do not have (parallel/owned.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _applied: str | None = None
 
 
 def require_version() -> None:
-    """Raise RuntimeError for a Megatron-core version that this package was not written for."""
+    """Raise RuntimeError unless the Megatron-core version is the one that these patches were written for."""
     if megatron.core.__version__ != EXPECTED_VERSION:
         raise RuntimeError(
             f"megatron-core {megatron.core.__version__} is installed, but the patches in parallel/megatron were "
@@ -31,10 +31,10 @@ def require_version() -> None:
 
 
 def apply_patches(device_type: str | None = None) -> None:
-    """Patch Megatron-core once per process, before any of its objects is built.
+    """Patch Megatron-core once per process, before any of its objects is created.
 
-    `device_type` is "cuda" or "cpu"; None takes CUDA when there is one. Raises RuntimeError for another Megatron-core
-    version, or when a process asks for a second device type.
+    `device_type` is "cuda" or "cpu"; None means CUDA if there is a GPU. Raises RuntimeError for another Megatron-core
+    version, or if a process asks for a second device type.
     """
     global _applied
     if device_type is None:
@@ -43,8 +43,7 @@ def apply_patches(device_type: str | None = None) -> None:
         return
     if _applied is not None:
         raise RuntimeError(
-            f"Megatron-core is already patched for {_applied}; one process trains on one device type, not also "
-            f"{device_type}."
+            f"Megatron-core is already patched for {_applied} in this process. Use another process for {device_type}."
         )
     require_version()
     from parallel.megatron import fixes, grad_buffers

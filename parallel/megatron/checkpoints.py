@@ -1,4 +1,4 @@
-"""Access to the internals of Megatron-core 0.16.1's activation checkpointing."""
+"""Access to internals of Megatron-core 0.16.1's activation checkpointing."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ require_version()
 def around_checkpoints(
     chunk: torch.nn.Module, context: Callable[[Callable[[], bool]], AbstractContextManager[None]]
 ) -> None:
-    """Make a model chunk that checkpoints all its layers run them in a context.
+    """Make a model chunk, which must checkpoint all its layers, run these layers within a context.
 
-    The tensors that autograd saves inside are those that the checkpoints keep, unless the function that `context` gets
-    returns that a checkpointed layer is computing: Megatron-core enables gradients for some operations of a layer.
+    In it, autograd saves the tensors that the checkpoints keep. If Megatron-core enables gradients inside a
+    checkpointed layer, autograd saves other tensors, too; the function that is passed to `context` returns whether such
+    a layer computes.
     """
     (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))
     forward = block._checkpointed_forward
@@ -34,8 +35,8 @@ def around_checkpoints(
 
 
 class CheckpointedCall:
-    """A call of a layer under Megatron-core's checkpoint without autograd's graph: the caller keeps its input and calls
-    `backward`. `run`: [s, b, H] -> [s, b, H]."""
+    """A layer's call under Megatron-core's activation checkpointing, but outside autograd's graph: the caller stores
+    the input and calls `backward`. `run`: the layer, [s, b, H] -> [s, b, H]."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._run = run
@@ -43,12 +44,12 @@ class CheckpointedCall:
 
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute the layer's output."""
+        """Compute the layer's output without saving activations."""
         return CheckpointFunction.forward(self, self._run, False, hidden)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def backward(self, hidden: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Recompute the layer; return the gradient of its input from that of its output."""
+        """Recompute the layer, and return the gradient of its input from that of its output."""
         self._input = hidden.requires_grad_()
         del hidden
         return CheckpointFunction.backward(self, grad)[2]  # type: ignore[no-any-return]
@@ -56,11 +57,11 @@ class CheckpointedCall:
     # The attributes of autograd's context that CheckpointFunction uses.
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Ignore the tensors, which the caller keeps."""
+        """Ignore these tensors, because the caller stores the layer's input."""
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The input, which can be read once."""
+        """The layer's input, which can be read once."""
         assert self._input is not None
         given, self._input = self._input, None
         return (given,)

@@ -1,10 +1,9 @@
-"""The CPU host adapter: Megatron-core 0.16.1 names CUDA in some hundred places, which are changed to "cpu" here.
+"""Adapter for CPUs: Megatron-core 0.16.1 names CUDA in about a hundred places, which are changed to "cpu" here.
 
-Method: the compiled functions of the listed modules are rewritten in place. The constant "cuda" becomes "cpu", the name
-`cuda` (as in `torch.cuda.current_device()` or `tensor.cuda()`) becomes `cpu` (`torch.cpu` has the same small
-interface), and the tensor type names that the optimizers compare with lose their "cuda.". That costs nothing at run
-time, needs no global mode, leaves `torch.cuda` alone, and works in every thread. Functions that renaming cannot fix
-are replaced below.
+The compiled functions of the listed modules are rewritten in place. The constant "cuda" becomes "cpu", the name `cuda`
+(as in `torch.cuda.current_device()` or `tensor.cuda()`) becomes `cpu` (`torch.cpu` has the same small interface), and
+tensor type names that the optimizers compare lose their "cuda.". That costs nothing at run time, needs no global mode,
+leaves `torch.cuda` unchanged, and works in every thread. Functions that renaming cannot fix are replaced below.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MODULES = (
 
 
 def apply() -> None:
-    """Rewrite the listed modules for the CPU. Called once, by parallel.megatron.apply_patches."""
+    """Rewrite the listed modules for a CPU. Called once, by parallel.megatron.apply_patches."""
     from megatron.core.tensor_parallel import random
 
     for name in MODULES:
@@ -59,7 +58,7 @@ def apply() -> None:
     _rewrite_module(random, {"cuda": "random"})
     random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
-    # Upstream's fork warns if the host's generator changed inside, which is the purpose here.
+    # Megatron's own fork warns if the host's generator was used inside, which is the purpose here.
     random.CudaRNGStatesTracker.fork = _fork
     _use_host_splits()
     _gather_uneven_over_gloo()
@@ -67,7 +66,7 @@ def apply() -> None:
 
 
 def _functions(module: types.ModuleType) -> Iterator[types.FunctionType]:
-    """Yield every plain function that the module defines, also inside classes, properties and decorators."""
+    """Yield every plain function that a module defines, including those in classes, properties and decorators."""
     for value in vars(module).values():
         members = vars(value).values() if isinstance(value, type) and value.__module__ == module.__name__ else [value]
         for member in members:
@@ -105,7 +104,7 @@ def _rewrite_module(module: types.ModuleType, names: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Use the tracked state `name` for random numbers inside the block; forks nest."""
+    """Within this context, random numbers are drawn from the tracked state `name`. Contexts can be nested."""
     outer_name, outer_state = tracker._current_state_name, torch.get_rng_state()
     if outer_name in tracker.states_:
         tracker.states_[outer_name] = outer_state
@@ -120,8 +119,8 @@ def _fork(tracker: Any, name: str = "model-parallel-rng") -> Iterator[None]:
 
 
 def _use_host_splits() -> None:
-    # On a GPU the dispatcher copies its split sizes to the host on a side stream and waits for them; here they are on
-    # the host already, and only need the numpy form of all_to_all_single.
+    # On a GPU, the dispatcher copies its split sizes to the host on a side stream and waits for them. Here they are on
+    # the host, and are only converted to numpy as all_to_all_single needs it.
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def take_splits(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -136,7 +135,7 @@ def _use_host_splits() -> None:
 
 
 def _gather_uneven_over_gloo() -> None:
-    # gloo's all_gather needs equal shapes; a dropless dispatch with expert tensor parallelism gathers unequal ones.
+    # gloo's all_gather needs equal shapes, but dropless dispatch with expert tensor parallelism gathers unequal ones.
     from megatron.core.tensor_parallel import mappings
 
     gather_first_dim = mappings._gather_along_first_dim
@@ -160,8 +159,8 @@ def _gather_uneven_over_gloo() -> None:
 
 
 def _gather_parameters_one_by_one() -> None:
-    # gloo's coalesced all-gather (torch 2.13) corrupts the heap: some thousand small ones in a row, which is what DDP
-    # sends to gather its parameters, end in a segmentation fault, also in a group of one. Single gathers do not.
+    # gloo's coalesced all-gather (torch 2.13) corrupts the heap: a few thousand small ones in a row, as DDP makes
+    # them to gather its parameters, end in a segmentation fault, even in a group of one. Separate gathers do not.
     from megatron.core.distributed import param_and_grad_buffer
 
     coalesce = param_and_grad_buffer._coalescing_manager

@@ -1,4 +1,4 @@
-"""Access to the internals of Megatron-core 0.16.1's Float16Module, DistributedDataParallel and schedules."""
+"""Access to internals of Megatron-core 0.16.1's Float16Module, DistributedDataParallel and schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ require_version()
 
 
 def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """Wrap a bare chunk to compute in bf16 or fp16: its parameters are cast, its buffers keep their types."""
+    """Wrap a bare model chunk to compute in bf16 or fp16: its parameters are cast, its buffers keep their dtypes."""
     buffers = [(module, *named) for module in chunk.modules() for named in module.named_buffers(recurse=False)]
     wrapped = Float16Module(settings, chunk)
     # Without this the cast rounds the routers' counts and biases (github.com/NVIDIA/Megatron-LM/pull/7081).
@@ -33,24 +33,25 @@ def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Fl
 def wrap(
     data: DistributedDataParallelConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """Wrap bare chunks for data parallelism, except their owned parameters, which get gradients of their own.
+    """Wrap bare model chunks in Megatron's DDP, except for owned parameters (parallel/owned.py), which get separate
+    gradients.
 
-    Gradients are summed over the ranks, not averaged.
+    Gradients are summed over the ranks instead of averaged.
     """
     settings, wrapped = get_model_config(chunks[0]), []
     for i, chunk in enumerate(chunks):
         own = owners(chunk.parameters())
         with _left_out(own):
             outer = DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=groups)
-        # Without this gradients are averages, so that a loss must be larger by the number of ranks: activations'
-        # gradients in fp16 would overflow that many times sooner than on one rank.
+        # Without this, gradients are averages, and the loss must be multiplied by the number of ranks: the fp16
+        # gradients of activations would overflow at a loss scale that is smaller by this factor.
         for buffer in (*outer.buffers, *outer.expert_parallel_buffers):
             for bucket in buffer.buckets:
                 bucket.gradient_scaling_factor = 1.0
         for owner in own:
             owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             owner.begin()
-        # each step resets their gradients too
+        # so that each step resets their gradients, too
         outer.params_with_grad += [owner.parameter for owner in own if not owner.off_device]
         wrapped.append(outer)
     return wrapped
@@ -58,7 +59,7 @@ def wrap(
 
 @contextlib.contextmanager
 def _left_out(own: Sequence[OwnedParameter]) -> Iterator[None]:
-    # DDP's constructor puts every parameter that needs a gradient into a buffer.
+    # Without this, DDP's constructor puts owned parameters into its buffers, as it does all that need gradients.
     for owner in own:
         owner.parameter.requires_grad_(False)
     try:
@@ -69,9 +70,10 @@ def _left_out(own: Sequence[OwnedParameter]) -> Iterator[None]:
 
 
 def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **named: Any) -> None:
-    """Reduce all gradients: those of owned parameters, then all others with Megatron-core's `finalize_model_grads`.
+    """Reduce all gradients: first those of owned parameters, then all others with Megatron-core's
+    `finalize_model_grads`.
 
-    Like that function it first reduces over the data parallel ranks, then over those of tensors and stages.
+    Like that function, it reduces first over data-parallel ranks, then over tensor-parallel ranks and pipeline stages.
     """
     for chunk in chunks:
         for owner in owners(chunk.params_with_grad):
@@ -80,10 +82,10 @@ def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **
 
 
 def release(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Empty wrapped chunks, so that their memory, process groups and threads are freed with the last reference.
+    """Empty wrapped model chunks, so that their memory, process groups and threads are freed with the last reference.
 
-    Without it a process that trains several models keeps them all: autograd's hooks have references to the DDP, in
-    cycles that Python's collector cannot see.
+    Without this, a process that trains several models would keep them all: autograd's hooks refer to the DDP, in cycles
+    that Python's garbage collector cannot see.
     """
     settings = get_model_config(chunks[0])
     settings.grad_scale_func = settings.no_sync_func = settings.grad_sync_func = settings.param_sync_func = None
@@ -94,15 +96,15 @@ def release(chunks: Sequence[DistributedDataParallel]) -> None:
         for owner in owners(chunk.params_with_grad):
             owner.release()
         chunk._modules.clear()
-        chunk.gate = None  # it has a reference to the offloaded optimizer, as the groups' gates have
+        chunk.gate = None  # refers to the offloaded optimizer, as the gates of groups do
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.gate = group.reduced = None
 
 
 def functions_of_a_step(chunks: Sequence[DistributedDataParallel]) -> list[tuple[Any, str, str]]:
-    """Return the functions of Megatron-core that a step calls: (owner, attribute, name in a trace).
+    """Return functions of Megatron-core that a step calls, to be named in a trace: (owner, attribute, name).
 
-    Without their names a trace has kernels and no phases.
+    Otherwise a trace would show kernels but no phases.
     """
     groups = [group for chunk in chunks for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     return [

@@ -1,4 +1,4 @@
-"""Fixes of Megatron-core 0.16.1 that every device needs. Each names the failure without it."""
+"""Fixes of defects in Megatron-core 0.16.1 on every device. Each comment describes the failure without the fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel.norms import tensor_norms
 
 
 def apply() -> None:
-    """Apply all patches. Called once, by parallel.megatron.apply_patches."""
+    """Apply the fixes of this module to Megatron-core. Called once, by parallel.megatron.apply_patches."""
     # Without TransformerEngine the name is never bound, and the router's matrix product raises NameError on every
     # device. None selects the plain torch product. Fixed upstream in 0.17.0.
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -30,16 +30,14 @@ def apply() -> None:
     # wrong, and building a latent attention layer raises TypeError.
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
-    # A transformer layer compares feed-forward classes by identity; for a subclass, which works as well, it warns once
-    # per layer and lets it find its process groups by itself.
+    # A transformer layer compares feed-forward classes by identity. A subclass works, but causes a warning per layer.
     logging.getLogger(transformer_layer.__name__).addFilter(
         lambda record: "Unknown MLP type" not in record.getMessage()
     )
-    # Upstream's norm without TransformerEngine and apex waits for the device once per tensor, and is not exact on the
-    # CPU.
+    # Without TransformerEngine and Apex, the norm waits for the device once per tensor, and is not exact on a CPU.
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm
-    # The package has a function of the same name as the module.
+    # By its path, because the package has a function of the same name as this module.
     module: Any = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     module.get_updated_expert_bias = _updated_bias
     # A non-contiguous tensor, such as the gradient of a tensor in a concatenation, is summed over the tensor ranks in a
@@ -57,8 +55,8 @@ def _norm(
 
 
 def _updated_bias(tokens_LE: torch.Tensor, bias_LE: torch.Tensor, rate: float) -> torch.Tensor:
-    # Upstream compares each count of tokens with a mean in fp32: a difference of one token is lost if a layer has more
-    # than 2^24 assignments in a global batch.
+    # Megatron compares the token counts with their mean in fp32: a difference of one token is lost if a layer routes
+    # more than 2^24 tokens in a global batch.
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(tokens_LE, group=group)
     below_LE = tokens_LE.sum(dim=-1, keepdim=True) - tokens_LE * tokens_LE.size(-1)
@@ -70,15 +68,15 @@ _sends = WeakTensorKeyDictionary()  # output -> its send, while a pipeline runs
 
 def _free_outputs_once_sent() -> None:
     # The interleaved schedule frees a chunk's output while its send may still read it: NCCL's reference to a tensor
-    # does not keep memory that `Tensor.data` frees. Upstream waits since 0.18.0 (#4047), right after it has posted
-    # the send; here the wait is before the output is freed, a backward pass later.
+    # does not keep memory that is freed through `Tensor.data`. Megatron waits since 0.18.0 (#4047), directly after it
+    # has started the send; here the wait is a backward pass later, before the output is freed.
     send, free = p2p_communication.P2PCommunicator.send_forward_recv_forward, schedules.deallocate_output_tensor
     run = schedules.forward_backward_pipelining_with_interleaving
 
     @functools.wraps(send)
     def send_and_note(self: Any, output_tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         received = send(self, output_tensor, *args, **kwargs)
-        # Overlapped: nobody has waited for it. If outputs are not freed, a send must not keep them.
+        # Nobody has waited for an overlapped send. If outputs are never freed, it must not keep them either.
         if isinstance(received, tuple) and output_tensor is not None and self.config.deallocate_pipeline_outputs:
             _sends[output_tensor] = received[1]["send_next"]
         return received
@@ -93,7 +91,7 @@ def _free_outputs_once_sent() -> None:
     def run_and_forget(*args: Any, **kwargs: Any) -> Any:
         try:
             return run(*args, **kwargs)
-        finally:  # a forward pass alone frees nothing, and a send may keep its tensor alive
+        finally:  # forward passes without backward passes free nothing, and a send may keep its tensor alive
             _sends.clear()
 
     p2p_communication.P2PCommunicator.send_forward_recv_forward = send_and_note

@@ -1,6 +1,7 @@
-"""Gradients are added to Megatron-core 0.16.1's buffers and reduced over data parallel ranks without needless passes.
+"""Patches that add gradients to Megatron-core 0.16.1's buffers, and reduce them over data-parallel ranks, without
+needless passes over memory.
 
-The buffers are fp32 and as large as the model's gradients: a pass over them takes a noticeable part of a step's time on
+The buffers are in fp32 and as large as the model's gradients: each pass over them takes a noticeable part of a step on
 every device.
 """
 
@@ -14,11 +15,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 
-Gate = Callable[[torch.nn.Parameter], None]  # waits until no update works on a parameter
+Gate = Callable[[torch.nn.Parameter], None]  # waits until no update uses a parameter or its gradient
 
 
 def apply() -> None:
-    """Apply both patches. Called once, by parallel.megatron.apply_patches."""
+    """Apply the patches of this module to Megatron-core. Called once, by parallel.megatron.apply_patches."""
     # Without this each step fills the buffers with zeros and adds the first micro-batch's gradients to them: one write
     # and one read of the buffers more than needed.
     DistributedDataParallel.zero_grad_buffer = _forget_gradients
@@ -32,26 +33,26 @@ def apply() -> None:
 
 
 def _forget_gradients(self: DistributedDataParallel) -> None:
-    """Replace Megatron's zero_grad_buffer: mark the gradients as those of the last step, which are overwritten."""
+    """Replace Megatron's zero_grad_buffer: mark gradients as old instead, so that the next step overwrites them."""
     for param in self.params_with_grad:
         param.grad_added_to_main_grad = False
         param.grad_is_old = True
         param.__dict__.pop("grad_parts", None)
     if getattr(self, "gate", None) is None and any(adds_by_itself(module) for module in self.modules()):
-        # At once; if an update may still read the buffer, each weight's range is zeroed in the forward pass instead.
+        # Now, unless an update may still read the buffer: then each weight's range is zeroed in the forward pass.
         for buffer in self.buffers + self.expert_parallel_buffers:
             buffer.reset()
         for param in self.params_with_grad:
             if param in self.param_to_bucket_group:
                 param.grad_is_old = False
-            zero_if_old(param)  # a parameter that no buffer holds
+            zero_if_old(param)  # a parameter outside the buffers
     for group in self.bucket_groups + self.expert_parallel_bucket_groups:
         group.reset()
 
 
 def add_with_next(param: torch.Tensor, index: int, grad: torch.Tensor) -> bool:
-    """Add a contribution to the gradient of `param[index]` to its buffer after autograd's next gradient, and before the
-    buffer counts it. Returns False if the parameter has no buffer."""
+    """Add `grad` to the gradient of `param[index]` when autograd has the next gradient of `param`, before DDP counts it
+    as ready. Returns False if the parameter has no gradient buffer."""
     if not hasattr(param, "main_grad"):
         return False
     param.__dict__.setdefault("grad_parts", []).append((index, grad))
@@ -59,12 +60,12 @@ def add_with_next(param: torch.Tensor, index: int, grad: torch.Tensor) -> bool:
 
 
 def adds_by_itself(module: torch.nn.Module) -> bool:
-    """Whether a module's products add their gradients to the buffer, which must then be zeroed before."""
+    """Whether a module's matmuls add weight gradients directly to their buffer, which must be zeroed before."""
     return bool(getattr(module, "fuse_wgrad_accumulation", False))
 
 
 def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
-    """Zero the gradient of the last step. `gate` waits until no update reads it any more; None: no update does."""
+    """Zero a parameter's gradient if it is the last step's. `gate` waits until no update reads it; None: none does."""
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -73,11 +74,11 @@ def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
 
 
 def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Return the buffer to which a pass itself adds its gradient, and whether the pass must overwrite the buffer, which
-    then has the last step's gradient.
+    """Return a parameter's gradient buffer for a backward pass that writes to it directly, and whether the pass must
+    overwrite the last step's gradient instead of adding.
 
-    Updates of the parameter were waited for before the pass read it. Autograd may pass the gradient of another use (a
-    tied embedding's) to the hook, or a dummy.
+    No update reads the buffer any more: the forward pass waited for updates before it read the parameter. Autograd may
+    still pass a dummy, or the gradient of another use of the parameter (a tied embedding), to the parameter's hook.
     """
     is_old = getattr(param, "grad_is_old", False)
     param.grad_is_old = False  # type: ignore[attr-defined]
@@ -86,7 +87,7 @@ def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 class GradientSum:
-    """Sums a backward pass's contributions to a weight's gradient in fp32, in the weight's buffer if it has one."""
+    """Sums one backward pass's contributions to a weight's gradient in fp32, in its gradient buffer if there is one."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self._parameter, self._has_buffer = parameter, hasattr(parameter, "main_grad")
@@ -96,7 +97,7 @@ class GradientSum:
             self._sum, self._writes_over = torch.empty_like(parameter, dtype=torch.float32), True
 
     def add(self, grad: torch.Tensor, matrix_rows: slice = slice(None)) -> None:
-        """Add a contribution to these rows of the weight, which are the same in all calls."""
+        """Add a contribution to some rows of the weight's gradient. All calls must be for the same rows."""
         if self._writes_over:
             if len(grad) < len(self._sum):
                 self._sum.zero_()
@@ -106,15 +107,15 @@ class GradientSum:
             self._sum[matrix_rows].add_(grad)
 
     def for_autograd(self) -> torch.Tensor:
-        """Return the gradient for autograd: a dummy if the buffer has the sum."""
+        """Return the gradient to pass to autograd: the sum, or a dummy if the sum is in the gradient buffer."""
         if self._writes_over:  # there was no contribution
             self._sum.zero_()
         return self._parameter.detach() if self._has_buffer else self._sum.to(self._parameter.dtype)
 
 
 def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
-    """Add a micro-batch's gradient to the step's. The first one overwrites the last step's gradient, after `gate` has
-    waited for an update that may still read it."""
+    """Add a micro-batch's gradient to a parameter's buffer. The first micro-batch overwrites the last step's gradient,
+    after `gate` has waited for updates that may read it."""
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -125,8 +126,8 @@ def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | Non
 
 
 def take_gradient(param: torch.nn.Parameter, gate: Gate | None) -> None:
-    """Add autograd's gradient of a parameter to the step's gradient, and free it."""
-    # A product that added its gradient itself leaves a dummy, except with a tied embedding.
+    """Add the gradient that autograd has computed for a parameter to its gradient buffer, and free it."""
+    # A matmul that has added its gradient to the buffer leaves a dummy, except with a tied embedding.
     added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
     if param.grad is not None and not added:
         add_gradient(param, param.grad, gate)
@@ -136,16 +137,16 @@ def take_gradient(param: torch.nn.Parameter, gate: Gate | None) -> None:
 
 
 def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> Callable[..., None]:
-    """Replace Megatron's hook, which runs when autograd has a parameter's gradient of a micro-batch."""
+    """Replace Megatron's hook that runs when autograd has a parameter's gradient of a micro-batch."""
 
     def hook(*unused: Any) -> None:
         if param not in self.param_to_bucket_group:
             return
         overlap = self.ddp_config.overlap_grad_reduce
-        # The head's gradient of a tied embedding is None if the head has a backward call of its own (layer-wise
-        # schedule): the buffer has it already, and another call passes the embedding's.
+        # In the layer-wise schedule, the head has a separate backward call, where the gradient of a tied embedding is
+        # None: the buffer has it already, and another call adds the embedding's.
         is_there = param.grad is not None or param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        assert is_there or not overlap, "a gradient that is None is not safe with overlap_grad_reduce"
+        assert is_there or not overlap, "overlap_grad_reduce needs a gradient in every backward pass"
         take_gradient(param, getattr(self, "gate", None))
         if overlap:
             self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
@@ -159,20 +160,20 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
 
 
 class _Done:
-    """The handle of an exchange of a single rank, which is done."""
+    """The handle of a collective of a single rank, which is always complete."""
 
     def wait(self) -> None:
         """Return immediately."""
 
 
 class _WaitedOnce:
-    """A gloo exchange with several waiters: each wait of gloo's would write the result again, over later changes."""
+    """The handle of a gloo collective with several waiters: at each wait, gloo would write the result again."""
 
     def __init__(self, handle: Any) -> None:
         self._handle, self._lock = handle, threading.Lock()
 
     def wait(self) -> None:
-        """Wait for the result."""
+        """Wait for the collective, unless it has been waited for."""
         with self._lock:
             if self._handle is not None:
                 self._handle.wait()
@@ -180,17 +181,17 @@ class _WaitedOnce:
 
 
 def _exchange_nothing_alone() -> None:
-    # Without this a group of one copies all gradients and all weights onto themselves; gloo does it through a third
+    # Without this, a group of one rank copies all gradients and weights onto themselves; gloo does that through another
     # buffer of their size.
     reduce, gather = _ParamAndGradBucketGroup.start_grad_sync, _ParamAndGradBucketGroup.start_param_sync
 
     def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:
         if self.is_first_batch and self.grad_reduce_handle is not None:
-            return  # as upstream: the hooks have started it
+            return  # as in Megatron: the hooks have started the reduction
         gate = getattr(self, "gate", None)
         for bucket in self.buckets:
             for param in bucket.params:
-                zero_if_old(param, gate)  # no micro-batch of the step had its gradient
+                zero_if_old(param, gate)  # no micro-batch of the step had a gradient for it
         if not _is_alone(self):
             reduce(self, force_all_reduce)
         else:
@@ -205,7 +206,7 @@ def _exchange_nothing_alone() -> None:
 
     def start_param_sync(self: Any, force_sync: bool = False) -> None:
         if _is_alone(self):
-            self.param_gather_dispatched = True  # readers of a parameter wait only for that
+            self.param_gather_dispatched = True  # all that readers of a parameter wait for
             return
         if (gate := getattr(self, "gate", None)) is not None:  # see parallel/megatron/offloaded.py
             for param in self.params:

@@ -1,8 +1,8 @@
-"""Megatron-core 0.16.1's optimizers without state of their own, for offloaded state: they compute gradients, norm and
-gather, and the offloaded optimizer updates the weights.
+"""Megatron-core 0.16.1's optimizers for offloaded state: they compute gradients and norms and gather weights, but have
+no state, and the offloaded optimizer updates the weights.
 
-Their "precision-aware" mode keeps no fp32 copies and attaches gradients to views of the weights (`decoupled_grad`);
-that mode is enabled for these optimizers alone.
+Megatron's "precision-aware" mode keeps no fp32 copies and attaches gradients to views of the weights
+(`decoupled_grad`). It is enabled only for these optimizers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ require_version()
 
 
 class ExternalShardedOptimizer(DistributedOptimizer):
-    """A sharded member of Megatron's chain whose weights are updated elsewhere: its step only gathers them."""
+    """A sharded optimizer in Megatron's chain that only all-gathers weights; the offloaded optimizer updates them."""
 
-    # Called instead of the method that copies the weights to fp32 copies.
+    # Called when Megatron would copy the weights to the fp32 copies.
     reload: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, optimizer: Any, config: Any, *rest: Any, **named: Any):
@@ -49,7 +49,7 @@ class ExternalShardedOptimizer(DistributedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Gather the weights; their updates may still be in flight, and each gather waits for its own."""
+        """Start the all-gathers of the weights. Each waits for the updates of its weights that are still in flight."""
         if not self.ddp_config.overlap_param_gather:
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
@@ -57,13 +57,14 @@ class ExternalShardedOptimizer(DistributedOptimizer):
 
 
 class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
-    """A member whose parameters no buffer holds (parallel/owned.py), and which are updated whole elsewhere.
+    """An optimizer in Megatron's chain for owned parameters (parallel/owned.py), which the offloaded optimizer updates
+    whole.
 
-    It only has their groups and gradients, in any precision, and makes no fp32 copies.
+    It only has their parameter groups and gradients, in any precision, and makes no fp32 copies.
     """
 
     def __init__(self, optimizer: Any, config: Any, *rest: Any):
-        scaler = rest[0] if len(rest) > 1 else None  # in the order of both classes that this one replaces
+        scaler = rest[0] if len(rest) > 1 else None  # (scaler, init) or (init,), as in the two replaced classes
         MixedPrecisionOptimizer.__init__(self, optimizer, config, scaler, rest[-1])
         self.is_stub_optimizer = False
         self.float16_groups: list[Any] = []
@@ -81,7 +82,7 @@ class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
         return [parameter for parameter in self.get_parameters() if not is_off_device(parameter)]
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """Do nothing: the sharded members' `reload` reads all weights."""
+        """Do nothing, because `reload` of the sharded optimizers copies all weights."""
 
     def step_with_ready_grads(self) -> bool:
         """Do nothing: updates may still be in flight, and a pass that reads a parameter waits for its update."""
@@ -90,7 +91,7 @@ class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
 
 @contextlib.contextmanager
 def building_external() -> Iterator[None]:
-    """Inside, Megatron-core builds these members instead of its own."""
+    """Within this context, Megatron-core builds the optimizers of this module instead of its own."""
     ours = {"DistributedOptimizer": ExternalShardedOptimizer}
     ours |= dict.fromkeys(("Float16OptimizerWithFloat16Params", "FP32Optimizer"), ExternalWholeOptimizer)
     plain = {name: getattr(megatron.core.optimizer, name) for name in ours}
@@ -103,16 +104,17 @@ def building_external() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OwnedSlice:
-    """The elements [start, end) of a flat parameter whose state this rank holds, and their buckets."""
+    """Elements [start, end) of a flattened parameter whose optimizer state this rank has, to be put into buckets."""
 
     parameter: torch.nn.Parameter
     start: int
     end: int
-    group: dict[str, Any]  # of the member's inner optimizer: lr and weight decay
-    # Our buckets do not cross these: member, DDP's buffer and bucket; only the member if reduced at the step's end.
+    group: dict[str, Any]  # parameter group with lr and weight decay
+    # A bucket combines only slices with equal keys: (optimizer in the chain, DDP's buffer, DDP's bucket), or only the
+    # optimizer if the gradient is final only at the step's end.
     bucket_key: tuple[int, ...]
-    reduced_at_step_end: bool  # its gradient is not final when DDP has reduced it
-    order: int  # of first use in the forward pass
+    reduced_at_step_end: bool  # whether its gradient is not final when DDP has reduced it
+    order: int  # position in the order of first use in the forward pass
 
     @property
     def weights(self) -> torch.Tensor:
@@ -124,7 +126,7 @@ class OwnedSlice:
 
 
 def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]) -> list[OwnedSlice]:
-    """Return this rank's slices of all parameters of all members, in the order of first use in the forward pass."""
+    """Return this rank's slices of all parameters in Megatron's optimizers, sorted by first use in the forward pass."""
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.module.named_parameters()]
     settings, found = get_model_config(chunks[0]), []
     for index, member in enumerate(members(optimizer)):
@@ -156,7 +158,7 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
 
 
 def is_reduced_at_step_end(name: str, parameter: torch.nn.Parameter, settings: Any) -> bool:
-    """Whether `finalize_model_grads` adds to a gradient after DDP has reduced it (core/distributed)."""
+    """Whether Megatron's `finalize_model_grads` adds to a parameter's gradient after DDP has reduced it."""
     alike = (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or getattr(
         parameter, "average_gradients_across_tp_domain", False
     )
@@ -170,8 +172,7 @@ def is_reduced_at_step_end(name: str, parameter: torch.nn.Parameter, settings: A
 
 
 def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torch.nn.Parameter], None]) -> None:
-    """Call `gate` with a parameter before a pass reads it, before its gradient of a step is first written, and before
-    it is gathered."""
+    """Call `gate` with each parameter before a pass reads it, a step first writes its gradient, or it is gathered."""
 
     def hook(parameters: list[torch.nn.Parameter], adds: bool) -> Callable[..., None]:
         def before_forward(*_: Any) -> None:
@@ -193,8 +194,8 @@ def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torc
 
 
 def watch_reduced(chunks: Sequence[DistributedDataParallel], reduced: Callable[[Any], None]) -> None:
-    """Call `reduced` with a group of DDP's buckets when its reduction over the data parallel ranks has started, during
-    the last micro-batch's backward pass; the group's `grad_reduce_handle` waits for its end."""
+    """Call `reduced` with a group of DDP's buckets when its gradient reduction starts, during the last micro-batch's
+    backward pass. The group's `grad_reduce_handle` waits for the reduction."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.reduced = reduced

@@ -1,7 +1,7 @@
-"""Access to the internals of Megatron-core 0.16.1's optimizers: members of the chain, slices of the sharded one, and
-the loss scaler.
+"""Access to internals of Megatron-core 0.16.1's optimizers: the single optimizers of a chain, the shards of the sharded
+optimizer, and the fp16 loss scaler.
 
-Each function names the failure without it.
+The docstrings say what would fail without a function.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ require_version()
 def build_chain(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Build Megatron-core's optimizer of wrapped chunks; its last member steps owned parameters (parallel/owned.py)
-    whole. A collective call.
+    """Build Megatron-core's optimizer of wrapped model chunks. Its last member updates owned parameters
+    (parallel/owned.py) whole. A collective call.
 
-    Without it the sharded optimizer would look for owned parameters in DDP's buffers. Megatron-core still groups all
-    parameters: its rule for weight decay holds for owned ones, and no rank needs to know whether another has any.
+    Without this, the sharded optimizer would look for owned parameters in DDP's buffers. Megatron-core still forms the
+    groups of all parameters: its rule for weight decay applies to owned ones too, and no rank needs to know whether
+    another has any.
     """
     make, outside = megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups, []
 
@@ -59,19 +60,19 @@ def build_chain(
 
 
 def members(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the single optimizers in Megatron's chain (dense parameters, expert parameters)."""
+    """Return the single optimizers in Megatron's chain, for dense and for expert parameters."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def is_sharded(member: Any) -> bool:
-    """Whether a member steps slices of one flat buffer (the distributed optimizer) instead of whole parameters."""
+    """Whether an optimizer updates slices of a flat buffer (the distributed optimizer) instead of whole parameters."""
     return isinstance(member, DistributedOptimizer)
 
 
 @dataclass(frozen=True)
 class HeldShard:
-    """This rank's shard of a parameter in the optimizer: the flat range [start, end), its master weights, the member
-    that steps it, and its state."""
+    """This rank's shard of a parameter in the optimizer: elements [start, end) of the flattened parameter, their master
+    weights (`main`), the optimizer in the chain that updates them (`member`), and their state."""
 
     start: int
     end: int
@@ -84,10 +85,10 @@ class HeldShard:
 
 
 def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[HeldShard | None]:
-    """Return this rank's shard of each parameter; None if another data parallel rank holds the whole parameter.
+    """Return this rank's shard of each parameter, or None if another data-parallel rank has the whole parameter.
 
-    Without it the state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and cannot be
-    loaded in another layout.
+    Without this, optimizer state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and
+    cannot be loaded in another layout.
     """
     plain: dict[int, Any] = {}  # id of a main parameter -> the member that steps all of it
     sharded = []
@@ -111,7 +112,7 @@ def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parame
 
 
 def gradient_of(main: torch.Tensor) -> torch.Tensor | None:
-    """Return the gradient of a stepped tensor: `decoupled_grad` if its dtype differs (see offloaded.py)."""
+    """Return the gradient of a tensor that the optimizer updates: `decoupled_grad` if there is one, else `grad`."""
     decoupled: torch.Tensor | None = getattr(main, "decoupled_grad", None)
     return main.grad if decoupled is None else decoupled
 
@@ -120,10 +121,11 @@ def gradient_of(main: torch.Tensor) -> torch.Tensor | None:
 def ready_gradients(
     optimizer: MegatronOptimizer, unscaled: Container[int] = (), overflowed: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Copy the gradients to the stepped tensors, unscaled in fp16; return this rank's overflows, on its device.
+    """Copy gradients to the tensors that the optimizer updates, unscaled in fp16. Returns this rank's number of
+    overflows as a device tensor, or None.
 
-    Gradients at the addresses `unscaled` are unscaled already; `overflowed` is the number of overflows among them.
-    Megatron's `prepare_grads` reads the number on the host, once for each member, after a reduction of its own.
+    `unscaled`: addresses of gradients that are unscaled already; `overflowed`: the number of overflows among them.
+    Megatron's `prepare_grads` would read the number on the host, once per optimizer, after a separate reduction.
     """
     overflows = [] if overflowed is None else [overflowed]
     for member in members(optimizer):
@@ -140,20 +142,15 @@ def ready_gradients(
     return torch.cat(overflows).sum(dim=0, keepdim=True, dtype=torch.float64) if overflows else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The fp16 loss scaler
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def scaler_of(optimizer: MegatronOptimizer) -> Any:
     """Return the fp16 loss scaler, or None in other precisions."""
     return next((scaler for m in members(optimizer) if (scaler := getattr(m, "grad_scaler", None)) is not None), None)
 
 
 def share_scaler(optimizer: MegatronOptimizer) -> None:
-    """Make all members unscale by the scale that multiplies the loss.
+    """Make all optimizers of the chain unscale gradients with the scale that multiplies the loss.
 
-    Megatron gives each member a scaler of its own: after an overflow of the experts' gradients alone they would be
+    Megatron gives each optimizer its own scaler: after an overflow in only the experts' gradients, these would be
     divided by half of the loss's scale forever.
     """
     scaler = scaler_of(optimizer)
@@ -169,8 +166,7 @@ def loss_scale(optimizer: MegatronOptimizer) -> tuple[float, float]:
 
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
-    """Return the fp16 loss scaler's state as numbers, as JSON cannot store the tensors of Megatron's state_dict; None
-    in other precisions."""
+    """Return the fp16 loss scaler's state as numbers, which JSON can store, or None in other precisions."""
     if (scaler := scaler_of(optimizer)) is None:
         return None
     return {
@@ -181,7 +177,7 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
 
 
 def restore_scaler(optimizer: MegatronOptimizer, saved: dict[str, float] | None) -> None:
-    """Restore the numbers of `scaler_state`; None leaves the initial scale."""
+    """Set the fp16 loss scaler to the numbers of `scaler_state`. None leaves the initial scale."""
     scaler = scaler_of(optimizer)
     if scaler is not None and saved is not None:
         scaler._scale = torch.full_like(scaler._scale, saved["scale"])

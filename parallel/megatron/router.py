@@ -1,4 +1,5 @@
-"""Megatron-core 0.16.1's top-k router: three of its private methods are fixed, and its replay hook makes the choice."""
+"""Megatron-core 0.16.1's top-k router with three private methods fixed. Its hook for replayed routing selects the
+experts."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from parallel.megatron import require_version
 
 require_version()
 
-# (scores [T, E], top_k, num_groups, group_top_k, Megatron's function) -> (scores of the chosen [T, k], their numbers
-# [T, k]).
+# (scores [T, E], top_k, num_groups, group_top_k, Megatron's function) -> (scores [T, k] of the chosen experts, their
+# numbers [T, k]).
 Choose = Callable[[torch.Tensor, int, int | None, int | None, Callable[..., Any]], tuple[torch.Tensor, torch.Tensor]]
 
-# (number of the layer from 0, scores [T, E], routing map [T, E]) -> the loss of these tokens without its coefficient.
+# (layer from 0, scores [T, E], routing map [T, E]) -> the loss of these tokens, without its coefficient.
 Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class RouterRows:
-    """The token rows of this rank's routers where context parallelism shards a micro-batch by rows in any order.
+    """The tokens that this rank's routers get if context parallelism shards a micro-batch's tokens in any order.
 
     Attributes:
         ids: int64 `[T]` on the routers' device, in the order of the hidden states: sample * length + position.
@@ -45,42 +46,42 @@ class RouterRows:
 
     @functools.cached_property
     def members(self) -> torch.Tensor:
-        """Mask of the rows of each sample, fp32 `[num_samples, T]` of 0 and 1."""
+        """Mask of the tokens of each sample, fp32 `[num_samples, T]` of 0 and 1."""
         numbers = torch.arange(self.num_samples, device=self.ids.device)
         return ((self.ids // self.length)[None] == numbers[:, None]).float()
 
     @functools.cached_property
     def global_order(self) -> torch.Tensor:
-        """The index that each row would have in one process, int64 `[T]`: by position, then sample."""
+        """The index that each token would have in a single process, int64 `[T]`: by position, then by sample."""
         samples = self.ids // self.length
         return (self.ids - samples * self.length) * self.num_samples + samples
 
 
 class TopKRouter(router.TopKRouter):
-    """Megatron-core's router with experts chosen by `choose`, and without drops; everything else is Megatron's."""
+    """Megatron-core's router, but `choose` selects the experts, and no token is dropped."""
 
-    token_rows: RouterRows | None = None  # of the next call, if sequences are sharded by rows
-    global_balance: Balance | None = None  # the `global_aux_loss`, once it is set
+    token_rows: RouterRows | None = None  # of the next call, if context parallelism shards by tokens
+    global_balance: Balance | None = None  # computes the `global_aux_loss`, once it is set
 
-    # Without this each rank's first step takes a second more: Megatron compiles this sum of a map, even without a bias.
+    # Without this, each rank's first step takes a second longer: Megatron compiles this function even without a bias.
     _apply_expert_bias = inspect.unwrap(router.TopKRouter._apply_expert_bias)
 
     def __init__(
         self, choose: Choose, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None
     ) -> None:
-        # Without this Megatron drops before it counts, so that biases follow the kept assignments; and it drops by the
-        # tokens of this rank alone, and any of equal ones.
+        # Without this, Megatron drops tokens before it counts them, so that biases depend on the kept ones; and it
+        # drops by this rank's tokens alone, and arbitrarily among equal scores.
         config = copy.copy(config)
         config.moe_expert_capacity_factor = None
         super().__init__(config, pg_collection)
-        # Without this the choice is torch.topk, which is far slower on a CPU than a kernel for few choices. Megatron
-        # has no hook for it, but asks a replayer of recorded choices first, if there is one.
+        # Without this, torch.topk chooses, which is far slower on a CPU than a kernel for few choices. Megatron has no
+        # hook for it, but first asks a replayer of recorded choices, if there is one.
         if not config.moe_enable_routing_replay:
             self.router_replay: Any = SimpleNamespace(get_replay_topk=choose)
-        # Without this every step copies (for a rejected step) and clears two tensors a layer that nothing reads.
+        # Without this, every step copies (for a rejected step) and clears two tensors per layer that nothing reads.
         self.global_tokens_per_expert = self.ga_steps = None
         if self.enable_expert_bias:
-            # Without this counts are fp32 numbers, exact up to 2^24 alone.
+            # Without this, counts are fp32 numbers, which are exact only up to 2^24.
             counts = torch.zeros_like(self.expert_bias, dtype=torch.int64)
             self.register_buffer("local_tokens_per_expert", counts, persistent=False)
 
@@ -98,7 +99,7 @@ class TopKRouter(router.TopKRouter):
             return super()._apply_seq_aux_loss(
                 probs, scores_for_aux_loss, routing_map, seq_length, bsz, with_padding_mask
             )
-        # Without this rows are interpreted as [s, b]: the rows of all samples would make one sequence.
+        # Without this, rows are interpreted as [s, b], so that the tokens of all samples would form one sequence.
         with torch.no_grad():
             counts_BE = token_rows.members @ routing_map.float()
             if self.tp_cp_group.size() > 1:
@@ -117,7 +118,7 @@ class TopKRouter(router.TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        # Without this the loss of a micro-batch depends on how many came before it, and waits for all ranks.
+        # Without this, the loss of a micro-batch depends on the number of earlier ones, and waits for all ranks.
         coefficient = self.get_aux_loss_coeff("global_aux_loss")
         if coefficient == 0 or self.global_balance is None:
             return probs

@@ -1,9 +1,9 @@
-"""Import Megatron-core without packages that a training does not use: they are half of a rank's start.
+"""Imports Megatron-core without packages that training does not use, which take half of a rank's start.
 
-Its decorators compile functions as they are defined, which imports PyTorch's compiler, though most are never called;
-here each is compiled when it is first called. Its timers and its inference engine import wandb, which Mixtrain's own
-tracker imports if a run needs it, and TensorBoard. It imports TransformerEngine if that is installed, and fails if that
-import fails: so that import is tried first.
+Megatron-core's decorators compile functions when they are defined, which imports PyTorch's compiler, though most of the
+functions are never called; here each is compiled at its first call. Its timers and its inference engine import
+TensorBoard and wandb, which Mixtrain's own tracker imports if a run needs it. It imports TransformerEngine if that is
+installed, and fails if the import fails; so the import is tried first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOT_USED = ("wandb", "torch.utils.tensorboard")
 
 @functools.cache
 def transformer_engine_fault() -> str | None:
-    """Return the reason why TransformerEngine cannot be used in this process, and disable its import; else None."""
+    """Return why TransformerEngine cannot be used in this process, and block its import; None if it can be used."""
     if importlib.util.find_spec("transformer_engine") is None:
         return "the package transformer-engine is not installed"
     if not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def transformer_engine_fault() -> str | None:
         try:
             importlib.import_module("transformer_engine.pytorch")
             return None
-        except Exception as error:  # of any type: missing libraries raise several types
+        except Exception as error:  # of any type, as missing libraries raise several types
             reason = str(error).strip().splitlines() or [""]
             fault = f"its import failed ({type(error).__name__}: {reason[0]})"
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
@@ -44,9 +44,10 @@ def transformer_engine_fault() -> str | None:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Inside, `torch.compile` waits for the first call, and NOT_USED cannot be imported unless it is loaded already.
+    """Within this context, `torch.compile` does nothing until the first call, and packages in NOT_USED cannot be
+    imported, unless they were before.
 
-    Objects that were imported are excluded from garbage collection.
+    Objects that exist at the end are excluded from garbage collection.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -54,7 +55,7 @@ def spared() -> Iterator[None]:
     compile_now, hidden = torch.compile, [name for name in NOT_USED if name not in sys.modules]
     torch.compile = compiled_when_called  # type: ignore[assignment]
     for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]  # makes an import fail as if it were not installed
+        sys.modules[name] = None  # type: ignore[assignment]  # makes imports fail as if it were not installed
     try:
         yield
     finally:
@@ -67,7 +68,7 @@ def spared() -> Iterator[None]:
 
 
 def compiled_when_called(function: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """Act as `torch.compile`, called or as a decorator with options, but import the compiler at the first call."""
+    """Act like `torch.compile`, as a call or a decorator with options, but compile only at the first call."""
     if function is None:
         return functools.partial(compiled_when_called, **options)
     compiled: Callable[..., Any] | None = None

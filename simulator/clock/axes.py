@@ -1,4 +1,4 @@
-"""Distribution of each parallel axis' ranks over the nodes, and seconds of communication between them."""
+"""Placement of each parallel axis' groups on the nodes, and the seconds of their collectives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from simulator.clock.hardware import Hardware
 
 PIPELINE, DENSE_REPLICAS, EXPERT_REPLICAS = "pipeline", "dense_replicas", "expert_replicas"
 INSIDE, BETWEEN = "inside", "between"
-# How often a collective passes through the ring; each time takes the start-up once and (n - 1) / n of the bytes.
+# Ring passes of a collective. Each costs one start-up and transfers (n - 1) / n of the bytes.
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate with each other: their number, and how many of them are in one node."""
+    """A group of ranks that communicate: how many there are, and how many of them are in one node."""
 
     size: int
     in_node: int
-    num_sharing: int  # such groups that share a node's network card
+    num_sharing: int  # groups of this axis that share a node's network card
 
     @property
     def link(self) -> str:
@@ -31,7 +31,7 @@ class Group:
 
 
 def groups(config: Config, world_size: int, ranks_per_node: int) -> dict[str, Group]:
-    """Return the group of each axis, as parallel/topology.py arranges ranks."""
+    """Return the group of ranks on each parallel axis, in the rank order of parallel/topology.py."""
     parallel, node = config.parallel, min(ranks_per_node, world_size)
     heads = derived.context_heads(config)
     dense = parallel.tensor * parallel.context
@@ -57,7 +57,7 @@ def groups(config: Config, world_size: int, ranks_per_node: int) -> dict[str, Gr
 
 
 def rate(hardware: Hardware, group: Group) -> float:
-    """Return the bytes per second of a ring of these ranks."""
+    """Return the bytes per second at which each rank of the group sends in a ring."""
     if group.link == INSIDE:
         return hardware["inside.rate"]
     own = _card_rate(hardware, group.in_node * group.num_sharing) / group.num_sharing
@@ -65,8 +65,10 @@ def rate(hardware: Hardware, group: Group) -> float:
 
 
 def startup_inside(hardware: Hardware, ranks: int) -> float:
-    """Return the start-up seconds of a gather between ranks of a node: linear between the figures for 2, 4 and 8 ranks,
-    and with the last slope beyond."""
+    """Return the start-up seconds of an all-gather between ranks of one node.
+
+    They are interpolated linearly between the figures for 2, 4 and 8 ranks, and extrapolated with the last slope.
+    """
     if ranks == 1:
         return 0.0
     two, four, eight = (hardware[f"inside.startup_{size}"] for size in (2, 4, 8))
@@ -76,7 +78,7 @@ def startup_inside(hardware: Hardware, ranks: int) -> float:
 
 
 def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) -> float:
-    """Return the seconds of an all_reduce, all_gather or reduce_scatter. `num_bytes`: of all ranks together."""
+    """Return the seconds of an all_reduce, all_gather or reduce_scatter. `num_bytes`: size of the complete tensor."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     nodes = math.ceil(group.size / group.in_node)
@@ -85,9 +87,10 @@ def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) ->
 
 
 def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
-    """Return start-up seconds and seconds per byte of an all-to-all, in which a rank sends equally much to all others.
+    """Return the start-up seconds and the seconds per byte of an all-to-all in which each rank sends equally much to
+    all others.
 
-    The slower of the links inside a node and the node's card counts.
+    The slower of the node's internal links and its network card determines the rate.
     """
     if group.size == 1:
         return 0.0, 0.0
@@ -100,12 +103,12 @@ def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
 
 
 def send(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """Return the seconds in which a rank sends to the next stage, while the other ranks of its node do the same."""
+    """Return the seconds in which a rank sends to the next pipeline stage while all ranks of its node do the same."""
     if group.in_node > 1:
         return hardware["inside.startup_2"] + num_bytes / hardware["inside.rate"]
     return hardware["between.startup"] + num_bytes * group.num_sharing / _card_rate(hardware, group.num_sharing)
 
 
 def _card_rate(hardware: Hardware, ranks: int) -> float:
-    """Return the bytes per second of the network cards that `ranks` ranks of a node use together."""
+    """Return the total bytes per second of the network cards that `ranks` ranks of a node use."""
     return hardware["between.rate"] * max(1.0, ranks / hardware["between.shared_by"])

@@ -1,6 +1,6 @@
-"""Seconds of an MoE layer's routed experts, as moe/planning predicts them for the config's schedule or the chosen one.
+"""Seconds of the routed experts of an MoE layer, predicted by moe/planning for the configured or the chosen chunk plan.
 
-Costs of operations are measured ones, from the cache of moe/planning, or are derived from a hardware's figures.
+Costs of operations are measured (from the cache of moe/planning) or derived from the hardware's figures.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from simulator.clock.hardware import Hardware
 from simulator.clock.passes import BlockWork, PassClock, Reasons
 
 LARGE = 2.0**40  # assignments: second point of a linear curve
-STARTED_PER_EXPERT = {"cuda": 0, "cpu": 4}  # operations; on a GPU all experts of a rank are one product
+STARTED_PER_EXPERT = {"cuda": 0, "cpu": 4}  # operations; on a GPU all experts of a rank are one matmul
 STARTED_PER_CHUNK = 8
 TORCH_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}  # names in the cache
 
@@ -42,7 +42,8 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
     operations = STARTED_PER_CHUNK + experts * STARTED_PER_EXPERT[hardware.kind]
 
     def product(columns: float) -> Curve:
-        """Return seconds by number of assignments of a product of the hidden states with `columns` columns."""
+        """Return the seconds of a matmul of hidden states with a weight of `columns` columns, as a curve over the
+        number of assignments (pairs of a token and an expert)."""
         flops = 2.0 * load.hidden_size * columns / clock.products
         moved = (load.hidden_size + 2 * columns) * element / rate
         fixed = weights * columns / matrices + operations * (each + host)
@@ -70,7 +71,7 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
 
 
 class ExpertCalls:
-    """Predicts calls of a config's MoE layers."""
+    """Predicts the seconds of one call of an MoE layer's routed experts."""
 
     def __init__(
         self,
@@ -88,9 +89,11 @@ class ExpertCalls:
         self.costs = measured or costs_of(config, hardware, self.group, self.load, clock)
 
     def of(self, work: BlockWork, stage: int) -> tuple[Reasons, Reasons]:
-        """Return the seconds of forward and backward pass by reason: computing, and waiting for expert ranks.
+        """Return the seconds of the forward and the backward pass by reason: computing, and waiting for expert-parallel
+        ranks.
 
-        `work`: of the layer, for its shared expert. Raises ConfigError if no plan fits moe.memory_budget.
+        `work` is the MoE layer's work, of which the shared expert overlaps the all-to-alls. Raises ConfigError if no
+        chunk plan fits moe.memory_budget.
         """
         costs = self.costs
         if not self.measured:
@@ -99,7 +102,7 @@ class ExpertCalls:
         plan = self._plan(costs, stage)
         both = predict(costs, self.load, plan)
         alone = predict(replace(costs, exchange=NOTHING, count_exchange=0.0), self.load, plan)
-        # The simulated schedule is known to underestimate the ranks' waiting for each other.
+        # The simulated schedule underestimates how long ranks wait for each other.
         longer = 1.0 + unseen(pass_plans(plan)[1]) * (self.group.size > 1)
         return self._by_reason(both.forward, alone.forward), self._by_reason(longer * both.backward, alone.backward)
 
@@ -118,7 +121,8 @@ class ExpertCalls:
 
 
 def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None:
-    """Return the newest measured costs of this config's MoE layers and a text on the device; None if there are none."""
+    """Return the newest measured costs of this config's MoE layers, and a text that names the device on which they were
+    measured; None if nothing was measured."""
     if not derived.is_moe(config):
         return None
     shared = (config.moe.shared_expert_ffn_hidden_size or 0) // config.parallel.tensor
@@ -149,8 +153,7 @@ def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None
 
 
 def measured_rates(config: Config, device: str) -> tuple[float, float] | None:
-    """Return the measured bytes per second of an all-to-all and FLOP/s of the experts' matrix products; None if
-    nothing was measured."""
+    """Return the measured bytes/s of an all-to-all and FLOP/s of the experts' matmuls; None if nothing was measured."""
     found = measured_costs(config, device)
     if found is None:
         return None

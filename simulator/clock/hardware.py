@@ -1,9 +1,9 @@
-"""Hardware of a cluster as figures, each with unit and source, and the files in configs/hardware that hold them.
+"""Hardware of a cluster as a set of figures with units and sources, and the files in configs/hardware that store them.
 
-A figure holds for one rank's device, or for one group's links, while nothing else uses them; figures with `shared_by`
-are the numbers of ranks that share a resource. A file is a mapping: `kind` (cuda or cpu), `about` (one line), `figures`
-(each of FIGURES with `value`, `source` and, if a fit (simulator/fit.py) changed it, the source's value as `stated`)
-and `errors` (a list of the results of back-tests).
+A figure is measured while nothing else uses the resource: one rank's device or one group's links. Figures that end in
+`shared_by` say how many ranks share a resource. A file is a mapping with `kind` (cuda or cpu), `about` (one line),
+`figures` (every name in FIGURES, with `value`, `source` and, if a fit by simulator/fit.py changed the value, the
+source's value as `stated`) and `errors` (a list of back-test results).
 """
 
 from __future__ import annotations
@@ -32,39 +32,47 @@ MAY_BE_ZERO = ("disk.memory", "disk.read", "disk.write", "products.tile", "launc
 CARDS = {"GB200": "gb200", "GH200": "gh200", "H200": "h200_8x", "H100": "h100_8x", "A100-SXM": "a100_8x"}
 # Name of a figure: its unit, its meaning, and whether a fit may change it.
 FIGURES: dict[str, tuple[str, str, bool]] = {
-    "ranks_per_node": ("ranks", "devices of a node", False),
-    "device.memory": ("bytes", "memory of a device", False),
-    "host.memory": ("bytes", "memory of a node", False),
-    "disk.memory": ("bytes", "scratch disk of a node; 0: none", False),
-    "products.fp32": ("FLOP/s", "large matrix products in fp32", True),
-    "products.half": ("FLOP/s", "large matrix products in bf16 and fp16", True),
-    "products.tile": ("numbers", "a product of sizes m, n, k takes 1 + this * (1/m + 1/n + 1/k) times as long", True),
-    "attention.half": ("FLOP/s", "fused attention in bf16 and fp16", True),
-    "device.rate": ("bytes/s", "memory that operations read and write", True),
-    "device.operation": ("s", "what each operation takes on the device beside its work", True),
-    "launch.operation": ("s", "what the host takes to start an operation", True),
-    "launch.exposed": ("share", "of starting operations, or computing if that is less, that is not hidden", True),
-    "inside.startup_2": ("s", "of a gather between 2 ranks of a node; an all-reduce has it twice", True),
-    "inside.startup_4": ("s", "between 4", True),
-    "inside.startup_8": ("s", "between 8; more ranks go on with this slope", True),
-    "inside.rate": ("bytes/s", "that a rank sends to others of its node, each way", True),
-    "between.startup": ("s", "of a gather between 2 nodes; between n, log2(n) times as much", True),
-    "between.rate": ("bytes/s", "that a node's card carries, each way", True),
-    "between.shared_by": ("ranks", "of a node that use the same card", False),
-    "host.up": ("bytes/s", "from a host to a device", True),
-    "host.down": ("bytes/s", "from a device to a host", True),
-    "host.link_shared_by": ("ranks", "that use the same link to the host", False),
-    "host.rate": ("bytes/s", "memory of a node that all of its ranks read and write", True),
-    "host.update": ("bytes/s", "that a rank's update on the host reads and writes", True),
-    "disk.read": ("bytes/s", "of a node's scratch disk", True),
-    "disk.write": ("bytes/s", "of a node's scratch disk", True),
-    "step.startup": ("s", "what a step takes beside passes, reductions and the update", True),
+    "ranks_per_node": ("ranks", "number of devices in a node", False),
+    "device.memory": ("bytes", "memory of one device", False),
+    "host.memory": ("bytes", "host memory of a node", False),
+    "disk.memory": ("bytes", "size of a node's scratch disk; 0: no disk", False),
+    "products.fp32": ("FLOP/s", "rate of large matmuls in fp32", True),
+    "products.half": ("FLOP/s", "rate of large matmuls in bf16 and fp16", True),
+    "products.tile": ("numbers", "c, if a matmul of sizes m, n, k takes 1 + c * (1/m + 1/n + 1/k) times as long", True),
+    "attention.half": ("FLOP/s", "rate of fused attention in bf16 and fp16", True),
+    "device.rate": ("bytes/s", "rate at which operations read and write device memory", True),
+    "device.operation": ("s", "fixed time of each operation on the device", True),
+    "launch.operation": ("s", "time in which the host launches an operation", True),
+    "launch.exposed": ("share", "share of launching (or of computing, if that is shorter) that is not hidden", True),
+    "inside.startup_2": (
+        "s",
+        "start-up time of an all-gather between 2 ranks of a node; an all-reduce has it twice",
+        True,
+    ),
+    "inside.startup_4": ("s", "start-up time of an all-gather between 4 ranks of a node", True),
+    "inside.startup_8": ("s", "start-up time of an all-gather between 8 ranks of a node", True),
+    "inside.rate": ("bytes/s", "rate at which a rank sends to others in its node, per direction", True),
+    "between.startup": (
+        "s",
+        "start-up time of an all-gather between 2 nodes; between n nodes log2(n) times as much",
+        True,
+    ),
+    "between.rate": ("bytes/s", "rate of a node's network card, per direction", True),
+    "between.shared_by": ("ranks", "number of ranks of a node that share a network card", False),
+    "host.up": ("bytes/s", "rate of copies from a host to a device", True),
+    "host.down": ("bytes/s", "rate of copies from a device to a host", True),
+    "host.link_shared_by": ("ranks", "number of ranks that share a link to the host", False),
+    "host.rate": ("bytes/s", "rate at which all ranks of a node together read and write its memory", True),
+    "host.update": ("bytes/s", "rate at which a rank's update on the host reads and writes", True),
+    "disk.read": ("bytes/s", "read rate of a node's scratch disk", True),
+    "disk.write": ("bytes/s", "write rate of a node's scratch disk", True),
+    "step.startup": ("s", "fixed time of a step, besides passes, reductions and the update", True),
 }
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A value, its source and, if a fit changed the value, the source's own."""
+    """A value with its source; `stated` is the source's value if a fit changed it."""
 
     value: float
     source: str
@@ -85,11 +93,11 @@ class Hardware:
         return self.figures[name].value
 
     def as_stated(self) -> Hardware:
-        """Return the hardware with the sources' values instead of fitted ones."""
+        """Return the hardware with every fitted value replaced by its source's value."""
         return replace(self, figures={name: _stated(figure) for name, figure in self.figures.items()}, errors=())
 
     def with_values(self, values: Mapping[str, float], source: str) -> Hardware:
-        """Return the hardware with these values, which a fit or a test found; `source` names it."""
+        """Return the hardware with some values replaced. `source` names the fit or the test that found them."""
         new = dict(self.figures)
         for name, value in values.items():
             of = _stated(new[name])
@@ -104,11 +112,11 @@ def _stated(figure: Figure) -> Figure:
 
 
 def load_hardware(name_or_path: str) -> Hardware:
-    """Return the hardware of a file, by its name in configs/hardware or by the path of a .yaml file.
+    """Return the hardware that a file describes. The file is given by its name in configs/hardware, or by a .yaml path.
 
     Raises:
-        ConfigError: in one line with file and key, if there is no such file, a key is unknown or missing, a figure has
-            no source, or a value is out of its unit's range.
+        ConfigError: in one line with file and key, if the file does not exist, a key is unknown or missing, a figure
+            has no source, or a value is outside the range of its unit.
     """
     if (wrong := hardware_files.wrong(name_or_path)) is not None:
         rule, close = wrong
@@ -132,18 +140,24 @@ def _parse(content: Mapping[Any, Any], path: Path) -> Hardware:
         _refuse(path, "kind", kind, f"be one of {', '.join(KINDS)}", "kind: cuda")
     about, errors = content.get("about"), content.get("errors", [])
     if not isinstance(about, str) or not about.strip():
-        _refuse(path, "about", about, "say in a line which machine this is", "about: eight cards in a node")
+        _refuse(path, "about", about, "describe in one line which machine this is", "about: eight cards in a node")
     if not isinstance(errors, list) or not all(isinstance(error, Mapping) for error in errors):
         _refuse(path, "errors", errors, "be a list of mappings, as python -m simulator.fit writes them", "errors: []")
     found = content.get("figures")
     if not isinstance(found, Mapping):
-        _refuse(path, "figures", found, "be a mapping of figures to value and source", "a copy of another file's")
+        _refuse(
+            path,
+            "figures",
+            found,
+            "be a mapping from each figure to its value and source",
+            "a copy of those in another file",
+        )
     _check_keys(path, "figures.", found, tuple(FIGURES))
     for name, (unit, meaning, _) in FIGURES.items():
         if name not in found:
             raise ConfigError(
                 f"{path}: figures.{name} ({meaning}, in {unit}) is missing. Give its value and source, as the files "
-                f"of {hardware_files.FOLDER.name} do."
+                "in configs/hardware do."
             )
     figures = {name: _figure(path, name, found[name]) for name in FIGURES}
     return Hardware(path.stem, kind, about, figures, tuple(dict(error) for error in errors))
@@ -156,14 +170,14 @@ def _figure(path: Path, name: str, content: Any) -> Figure:
     _check_keys(path, f"{key}.", content, FIGURE_KEYS)
     source = content.get("source")
     if not isinstance(source, str) or not source.strip():
-        _refuse(path, f"{key}.source", source, "say where the value is from", "source: datasheet")
+        _refuse(path, f"{key}.source", source, "name where the value is from", "source: datasheet")
     value = _number(path, f"{key}.value", name, unit, content.get("value"))
     stated = content.get("stated")
     return Figure(value, source, None if stated is None else _number(path, f"{key}.stated", name, unit, stated))
 
 
 def _number(path: Path, key: str, name: str, unit: str, value: Any) -> float:
-    """Return a figure's value after checking that it is in its unit's range."""
+    """Return a figure's value; raise ConfigError if it is outside the range of its unit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _refuse(path, key, value, f"be a number, in {unit}", f"{key.rpartition('.')[2]}: {_usual(unit)}")
     zero = name in MAY_BE_ZERO or unit == "s" or unit.startswith("s ")
@@ -188,7 +202,7 @@ def _check_keys(path: Path, prefix: str, content: Mapping[Any, Any], known: tupl
     for key in content:
         if key not in known:
             close = nearest(str(key), known)
-            advice = f"Did you mean {prefix}{close}" if close else f"There are {', '.join(known)}"
+            advice = f"Did you mean {prefix}{close}" if close else f"Known keys are {', '.join(known)}"
             raise ConfigError(f"{path}: {prefix}{key} ({show(content[key])}) must be a known key. {advice}.")
 
 

@@ -1,4 +1,5 @@
-"""Event loop of a simulated step: each resource runs its tasks in order, each task once all that it waits for ended."""
+"""Event loop of a simulated step. Each resource (a device, a link) runs its tasks in order; a task starts when the
+tasks that it depends on have ended."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Task:
-    """Work of a resource. `after`: numbers of the tasks that must end before; `reasons`: its seconds by reason."""
+    """A task of one resource. `after`: numbers of the tasks that must end before it starts; `reasons`: its seconds by
+    reason."""
 
     resource: str
     name: str
@@ -25,8 +27,8 @@ class Task:
 
 
 class Loop:
-    """Simulates tasks on resources. Each resource runs its tasks in the order of `add`; a task may wait for a task of
-    another resource that is added later."""
+    """Simulates tasks on resources. Each resource runs its tasks in the order of `add`; a task may depend on a task of
+    another resource that is added afterwards."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -48,18 +50,20 @@ class Loop:
         return number
 
     def wait_also(self, task: int, other: int) -> None:
-        """Let a task that was added before wait for another one."""
+        """Make an added task depend on another task, too."""
         self.tasks[task].after = (*self.tasks[task].after, other)
 
     def run(self) -> float:
-        """Start every task and return the second at which the last one ends for which the next step waits.
+        """Start every task, and return the second at which the last task ends that the next step must wait for.
 
-        Raises RuntimeError if tasks wait for each other.
+        Raises RuntimeError if tasks wait for each other in a cycle.
         """
         tasks, end = self.tasks, 0.0
         queues = {name: deque(queue) for name, queue in self._queues.items()}
         free = dict.fromkeys(queues, 0.0)
-        waiting: dict[int, list[str]] = defaultdict(list)  # heads of queues by what they wait for
+        waiting: dict[int, list[str]] = defaultdict(
+            list
+        )  # resources whose first task waits, by the task that it waits for
         ready = list(queues)
         while ready:
             name = ready.pop()
@@ -88,7 +92,8 @@ class Loop:
         return end
 
     def overlapping(self) -> dict[str, dict[str, float]]:
-        """Return the seconds by reason of each resource with tasks that overlap the next step; no step is shorter."""
+        """Return the seconds by reason of each resource that has tasks overlapping the next step. A step cannot be
+        shorter than the sum of any of them."""
         found: dict[str, dict[str, float]] = {}
         for name in {task.resource for task in self.tasks if task.overlaps_next}:
             total = found.setdefault(name, {})

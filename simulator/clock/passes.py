@@ -1,4 +1,5 @@
-"""Work of a block's forward and backward pass, from the blueprint's operations, and its seconds on a hardware."""
+"""Work (FLOPs, bytes, collectives) of a block's forward and backward pass, counted over the blueprint's operations, and
+the seconds that it takes on a given hardware."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from simulator.context.shared_rows import SharedRows
 from simulator.flops import ATTENTION, OTHERS, PRODUCTS, has_fused_attention
 from simulator.sizes import Sizes
 
-# Device operations that the host starts in forward and backward pass, by kind of operation; other kinds start one each.
+# Device operations that the host launches in forward and backward pass, by kind; other kinds launch one each.
 STARTED = {
     "add": (1, 0),
     "attention": (2, 3),
@@ -51,12 +52,12 @@ REASON_OF_AXIS = {TENSOR: "tensor", EXPERT_TENSOR: "tensor", CONTEXT: "context",
 
 @dataclass(frozen=True)
 class Recipe:
-    """Properties of a trainer that a config does not have; the defaults are Mixtrain's."""
+    """Properties of a training framework that a config does not contain; the defaults are Mixtrain's."""
 
     fused_attention: bool = True
     gradient_bytes: int = 4  # bytes per number of a reduced gradient
     overlaps_reductions: bool = True  # of gradients, if parallel.overlap_grad_reduce is true
-    hides_tensor: bool = True  # tensor ranks' communication in the backward pass overlaps a product
+    hides_tensor: bool = True  # tensor ranks' communication in the backward pass overlaps a matmul
     early_loss_grads: bool = True  # the loss computes its gradients in the forward pass
 
 
@@ -65,8 +66,8 @@ MIXTRAIN = Recipe()
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product: floating-point operations, bytes read and written, and `edge`, the sum of the inverses of its
-    three sizes, a measure of how much of its tiles is unused."""
+    """A matmul: its floating-point operations, the bytes it reads and writes, and `edge`, the sum of the inverses of
+    its three sizes, which measures how much of its tiles is unused."""
 
     flops: float
     bytes: float
@@ -75,8 +76,8 @@ class Product:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective for which the pass waits. `num_bytes`: of all ranks together. `overlapped`: the product that is
-    computed at the same time."""
+    """A collective that the pass waits for. `num_bytes`: size of the complete tensor; `overlapped`: matmul that runs at
+    the same time."""
 
     kind: str
     axis: str
@@ -86,26 +87,18 @@ class Sent:
 
 @dataclass(frozen=True)
 class PassWork:
-    """Work of one rank in one pass of a block."""
+    """Work of one rank in the forward or backward pass of a block."""
 
     products: tuple[Product, ...] = ()
     attention: float = 0.0  # floating-point operations of fused attention
-    bytes: float = 0.0  # read and written by all operations except products
-    started: int = 0  # operations that the host starts
+    bytes: float = 0.0  # read and written by all operations except matmuls
+    started: int = 0  # operations that the host launches
     sent: tuple[Sent, ...] = ()
     rounds: float = 0.0  # bytes of key and value rows that are received while attention computes
     moe: int = 0  # calls of routed experts; their work is not included
 
     def __add__(self, other: PassWork) -> PassWork:
-        return PassWork(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.bytes + other.bytes,
-            self.started + other.started,
-            self.sent + other.sent,
-            self.rounds + other.rounds,
-            self.moe + other.moe,
-        )
+        return PassWork(*(one + two for one, two in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 NO_WORK = PassWork()
@@ -113,8 +106,8 @@ NO_WORK = PassWork()
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Work of a block: of both passes, of the recomputation in the backward pass (`again`), and of the shared expert in
-    both passes, which overlaps the dispatch of the routed ones."""
+    """Work of a block in its forward pass, its backward pass and the recomputation (`again`). `shared_expert` is
+    counted separately, forward and backward, because it overlaps the all-to-alls of the routed experts."""
 
     forward: PassWork
     backward: PassWork
@@ -123,7 +116,7 @@ class BlockWork:
 
 
 class Fold:
-    """Sums up the work of a config's blocks. Raises ValueError for an unknown kind of operation."""
+    """Sums up the work of a block's operations. Raises ValueError for an unknown kind of operation."""
 
     def __init__(
         self, config: Config, device: str, shared: SharedRows, attended_share: float | None, recipe: Recipe = MIXTRAIN
@@ -135,7 +128,7 @@ class Fold:
         self.square = share * (0.5 if config.model.family == "gpt" else 1.0) if self.fused else 1.0
 
     def block(self, block: blueprint.Block) -> BlockWork:
-        """Return the work of a block."""
+        """Return the FLOPs, bytes and collectives of a block's forward pass, backward pass and recomputation."""
         forward = backward = again = NO_WORK
         shared = [NO_WORK, NO_WORK]
         known: dict[str, Tensor] = {}
@@ -220,7 +213,8 @@ class Fold:
         )
 
     def _edge(self, operation: ModelOperation, flops: float) -> float:
-        """Return `Product.edge` of a product with a weight: of its rows, inputs and outputs."""
+        """Return `Product.edge` (sum of the inverse sizes) of a matmul with a weight, from its rows, inputs and
+        outputs."""
         matrices = [blueprint.local_shape(w, self.sizes.ranks) for w in operation.weights if len(w.shape) == 2]
         if not matrices or not flops:
             return 0.0
@@ -237,7 +231,7 @@ class Fold:
 
 
 class Reasons(dict[str, float]):
-    """Seconds by reason, a name in prediction.REASONS; 0 for missing names."""
+    """Seconds by reason. Keys are those of prediction.REASONS; a missing key counts as 0."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -250,14 +244,14 @@ class Reasons(dict[str, float]):
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """Seconds of a block's passes by reason."""
+    """Seconds of a block's forward and backward pass by reason."""
 
     forward: Mapping[str, float]
     backward: Mapping[str, float]
 
 
 class PassClock:
-    """Predicts the seconds of passes on a hardware."""
+    """Predicts the seconds of forward and backward passes on a given hardware."""
 
     def __init__(self, config: Config, hardware: Hardware, groups: Mapping[str, Group]) -> None:
         self.hardware, self.groups = hardware, groups
@@ -274,15 +268,15 @@ class PassClock:
         return BlockSeconds(forward, backward)
 
     def product(self, of: Product) -> float:
-        """Return the seconds of a matrix product."""
+        """Return the seconds of a matmul."""
         computing = of.flops / self.products * (1 + self.tile * of.edge)
         return max(computing, of.bytes / self.hardware["device.rate"])
 
     def of(self, work: PassWork, call: Reasons | None = None) -> Reasons:
         """Return the seconds of a pass. `call`: seconds of its routed experts.
 
-        The host starts operations while the device computes earlier ones; of the shorter of both, the share
-        launch.exposed is not hidden.
+        The host launches operations while the device runs earlier ones. Of the shorter of launching and computing, the
+        share `launch.exposed` is not hidden.
         """
         rate, per_operation = self.hardware["device.rate"], self.hardware["device.operation"]
         result = Reasons()

@@ -1,7 +1,7 @@
-"""Prediction of a step's seconds for any config and hardware, without a run.
+"""Prediction of the seconds of a training step for any config and hardware, without a run.
 
-A layer is timed once per kind and shape, a stage is the sum of its layers, and schedule.py simulates the pipeline.
-Measured costs of MoE layers can replace those derived from the hardware's figures.
+A layer is timed once per kind and shape, a pipeline stage is the sum of its layers, and schedule.py simulates the
+pipeline. Measured costs of MoE layers can replace costs derived from the hardware's figures.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from models import blueprint
 from moe.planning.costs import LayerCosts
@@ -32,13 +33,12 @@ _works: OrderedDict[Any, BlockWork] = OrderedDict()
 
 
 class StepClock:
-    """Predicts a config's step on a hardware. Raises ConfigError if no plan of the MoE layers fits their budget."""
+    """Predicts the step of a job on some hardware. Raises ConfigError if no chunk plan of the MoE layers fits their
+    memory budget."""
 
     def __init__(
         self,
-        config: Config,
-        world_size: int,
-        vocab_size: int,
+        job: Job,
         hardware: Hardware,
         *,
         attended_share: float | None = None,
@@ -46,22 +46,24 @@ class StepClock:
         recipe: Recipe = MIXTRAIN,
         measured: LayerCosts | None = None,
     ) -> None:
-        """`attended_share`, `shared`: as in simulator/flops.py. `recipe`: of another trainer. `measured`: costs of MoE
-        layers on this hardware."""
+        """`attended_share`: as in simulator/flops.py. `shared`: sharding of sequences over context ranks, if known.
+        `recipe`: properties of another training framework. `measured`: costs of MoE layers measured on this
+        hardware."""
         self._measured = measured
-        self.config, self.world_size, self.vocab_size = config, world_size, vocab_size
+        config = job.config
+        self.job, self.config = job, config
         self.hardware, self.recipe = hardware, recipe
-        self.groups = groups(config, world_size, int(hardware["ranks_per_node"]))
+        self.groups = groups(config, job.world_size, int(hardware["ranks_per_node"]))
         self.clock = PassClock(config, hardware, self.groups)
         self.shared = shared or shared_rows(config)
         self._fold = Fold(config, hardware.kind, self.shared, attended_share, recipe)
-        self._key = _key(config, vocab_size, hardware.kind, attended_share, shared, recipe)
+        self._key = _key(config, job.vocab_size, hardware.kind, attended_share, shared, recipe)
         self._calls: ExpertCalls | None = None
         self._seconds: dict[Any, BlockSeconds] = {}
-        self.micro_batches = derived.num_micro_batches(config, world_size)
+        self.micro_batches = derived.num_micro_batches(config, job.world_size)
 
     def chunks(self) -> list[list[BlockSeconds]]:
-        """Return the seconds of both passes of each stage's model chunks, by reason."""
+        """Return the seconds of each model chunk's forward and backward pass by reason, per pipeline stage."""
         slides = derived.window_pattern(self.config)
         result = []
         for stage, chunks in enumerate(blueprint.model_chunks(self.config)):
@@ -99,7 +101,7 @@ class StepClock:
     def _expert_calls(self) -> ExpertCalls:
         if self._calls is None:
             self._calls = ExpertCalls(
-                self.config, self.world_size, self.hardware, self.groups, self.clock, self._measured
+                self.config, self.job.world_size, self.hardware, self.groups, self.clock, self._measured
             )
         return self._calls
 
@@ -111,41 +113,40 @@ class StepClock:
                 block = replace(blueprint.layer(config, bool(name[1])), slides=name[2])
             elif name[0] == "embedding":
                 first = blueprint.ModelChunk((), True, name[1])
-                block = blueprint.blocks(config, self.vocab_size, first)[0]
+                block = blueprint.blocks(config, self.job.vocab_size, first)[0]
             else:
-                block = blueprint.blocks(config, self.vocab_size, blueprint.ModelChunk((), name[1], True))[-1]
+                block = blueprint.blocks(config, self.job.vocab_size, blueprint.ModelChunk((), name[1], True))[-1]
             _works[key] = self._fold.block(block)
             while len(_works) > KEPT_WORKS:
                 _works.popitem(last=False)
         return _works[key]
 
     def _with_layer_inputs(self, block: BlockSeconds, stage: int) -> BlockSeconds:
-        """Return a layer's seconds with the link's share that exceeds computing, if its input is offloaded."""
+        """Return a layer's seconds, plus the time by which copying its offloaded input takes longer than computing."""
         if self.config.training.activation_offload == "none":
             return block
         count = derived.layer_input_bytes(self.config)
-        of = rates(self.hardware, self.world_size)
+        of = rates(self.hardware, self.job.world_size)
         forward, backward = Reasons(block.forward), Reasons(block.backward)
-        if not offloaded_layer_inputs(self.config, self.world_size, stage, float("inf")):
+        if not offloaded_layer_inputs(self.config, self.job.world_size, stage, float("inf")):
             return block
         # Bytes (to the host, to the device) of each pass; both directions transfer at the same time.
         transfers = ((count, 0), (0, count))
-        if self.config.training.pass_order == "by_layer":  # each pass reads its input, and gradients are stored, too
+        if self.config.training.pass_order == "by_layer":  # each pass reads its input, and gradients are copied, too
             transfers = ((count, count), (count, 2 * count))
         for seconds, (down, up) in zip((forward, backward), transfers, strict=True):
             seconds["host_link"] += max(0.0, max(down / of.down, up / of.up) - sum(seconds.values()))
         return BlockSeconds(forward, backward)
 
     def predict(self, arrangements: Sequence[Arrangement | None] | None = None, with_spans: bool = False) -> Prediction:
-        """Return the prediction of the step. `arrangements`: of offloaded optimizer state by stage, if known."""
+        """Return the prediction of the step. `arrangements`: of offloaded optimizer state, one per pipeline stage, if
+        known."""
         config = self.config
-        rest = stage_rest(
-            config, self.vocab_size, self.world_size, self.hardware, self.groups, self.recipe, arrangements
-        )
+        rest = stage_rest(self.job, self.hardware, self.groups, self.recipe, arrangements)
         streams: list[StreamSeconds | None] = []
         if derived.streams_experts(config):
             streams = [
-                stream_seconds(config, self.world_size, stage, self.hardware, self.groups)
+                stream_seconds(config, self.job.world_size, stage, self.hardware, self.groups)
                 for stage in range(config.parallel.pipeline)
             ]
         pipeline = self.groups[PIPELINE]
@@ -159,7 +160,7 @@ class StepClock:
             self.recipe.overlaps_reductions and config.parallel.overlap_grad_reduce,
             derived.overlap_param_gather(config) and self.recipe.overlaps_reductions,
             streams,
-            self.world_size,
+            self.job.world_size,
         )
         seconds, reasons, spans = self._simulate(step, with_spans)
         reasons["step"] += self.hardware["step.startup"]
@@ -171,7 +172,8 @@ class StepClock:
         )
 
     def _simulate(self, step: StepWork, with_spans: bool) -> tuple[float, Reasons, list[PlannedSpan]]:
-        """Return seconds, reasons and spans of a step; many micro-batches are extrapolated by the pipeline's period."""
+        """Return seconds, reasons and spans of a step. With many micro-batches the repeating period of the pipeline is
+        extrapolated."""
         stages, number = self.config.parallel.pipeline, self.micro_batches
         few = 2 * stages + (number - 2 * stages) % stages
         spans: list[PlannedSpan] = []
@@ -191,7 +193,7 @@ class StepClock:
             ):
                 found.add(of_first, 1.0 - periods)
                 found.add(of_second, periods)
-        # Work that overlaps the next step takes its time in every step, and so does other work on the same links.
+        # Work that overlaps the next step, and other work on the same links, cannot take longer than a step.
         overlapping = max(first.loop.overlapping().values(), key=lambda of: sum(of.values()), default={})
         for longest in (busy, overlapping):
             if (least := sum(longest.values())) > end:
@@ -201,9 +203,7 @@ class StepClock:
 
 
 def predict_step(
-    config: Config,
-    world_size: int,
-    vocab_size: int,
+    job: Job,
     hardware: Hardware,
     *,
     attended_share: float | None = None,
@@ -212,24 +212,23 @@ def predict_step(
     measured: LayerCosts | None = None,
     with_spans: bool = False,
 ) -> Prediction:
-    """Return the prediction of a step of a checked config.
+    """Return the predicted step of a job with a validated config on some hardware. The hardware's kind of device is
+    used, not `job.device`.
 
     Args:
         attended_share: as in simulator/flops.py.
-        shared: as in simulator/communication.py.
-        arrangements: of offloaded optimizer state, of a rank of each stage.
-        measured: costs of MoE layers on this hardware, if known.
-        with_spans: simulate the whole step and return its spans; else the repeating part is simulated once.
+        shared: sharding of sequences over context ranks, if the documents' lengths are known.
+        arrangements: arrangement of offloaded optimizer state on one rank of each pipeline stage.
+        measured: costs of MoE layers measured on this hardware, if known.
+        with_spans: simulate the whole step and return its spans; otherwise its repeating part is simulated only once.
     """
-    clock = StepClock(
-        config, world_size, vocab_size, hardware, attended_share=attended_share, shared=shared, measured=measured
-    )
+    clock = StepClock(job, hardware, attended_share=attended_share, shared=shared, measured=measured)
     return clock.predict(arrangements, with_spans)
 
 
-def least_seconds(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> float:
-    """Return a lower bound of `predict_step`'s seconds: the passes of the busiest stage."""
-    clock = StepClock(config, world_size, vocab_size, hardware)
+def least_seconds(job: Job, hardware: Hardware) -> float:
+    """Return a lower bound of the seconds of a step: the forward and backward passes of the busiest pipeline stage."""
+    clock = StepClock(job, hardware)
     of_stage = (
         sum(sum(chunk.forward.values()) + sum(chunk.backward.values()) for chunk in chunks) for chunks in clock.chunks()
     )
@@ -237,7 +236,7 @@ def least_seconds(config: Config, world_size: int, vocab_size: int, hardware: Ha
 
 
 def _key(config: Config, vocab_size: int, device: str, *rest: Any) -> Any:
-    """Return a key of everything on which a block's work depends."""
+    """Return a cache key with everything that a block's work depends on."""
     parallel, training = config.parallel, config.training
     layout = (
         parallel.tensor,

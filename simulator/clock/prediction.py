@@ -1,4 +1,4 @@
-"""Prediction of a step: its seconds, the reasons on which they are spent, and the text of both."""
+"""Prediction of a step: its seconds, the reasons they are spent on, and texts that describe both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from simulator.clock.hardware import Hardware
 
-# What the seconds of a reason are spent on, as the sentences on slower layouts have it. `%s`: a text of LINKS.
+# Texts for reasons: what the seconds are spent on. `%s` is replaced by a text of LINKS.
 REASONS: dict[str, str] = {
     "products": "matrix products and attention",
     "recomputed": "layers that are computed again",
@@ -34,8 +34,8 @@ UNTESTED = "not held to measured steps"
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """Work of a resource from second `start` of the step on. `track`: pipeline stage and resource, such as "stage 0:
-    compute" or "stage 0: link between nodes"."""
+    """A task of a resource, which starts at second `start` of the step. `track`: pipeline stage and resource, such as
+    "stage 0: compute" or "stage 0: link between nodes"."""
 
     track: str
     name: str
@@ -45,32 +45,32 @@ class PlannedSpan:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step. `reasons` adds up to them along the step's longest chain of work and waiting."""
+    """Predicted seconds of a step. `reasons` splits them along the step's critical path of work and waiting."""
 
     seconds: float
     reasons: Mapping[str, float]  # seconds by name in REASONS, with ":inside" or ":between" for reasons with a link
     hardware: str
-    spans: tuple[PlannedSpan, ...] = field(default=(), repr=False)  # only if they were asked for
+    spans: tuple[PlannedSpan, ...] = field(default=(), repr=False)  # only with `with_spans`
 
 
 def describe_reason(name: str, texts: Mapping[str, str] = REASONS) -> str:
-    """Return the text of a key of `Prediction.reasons`, to follow a share such as "21% of the step: "."""
+    """Return the text of a key of `Prediction.reasons`, worded to follow a share such as "21% of the step: "."""
     reason, _, link = name.partition(":")
     text = texts.get(reason, reason)
     return text.replace("%s", LINKS[link]) if link else text.replace(" %s", "")
 
 
 def reason_shares(prediction: Prediction) -> list[tuple[float, str]]:
-    """Return shares of the step with the texts of their reasons, largest first; without those below LEAST_SHARE."""
+    """Return (share of the step, text of the reason) pairs, largest first, without shares below LEAST_SHARE."""
     total = prediction.seconds or 1.0
     found = [(seconds / total, describe_reason(name)) for name, seconds in prediction.reasons.items()]
     return sorted(((share, text) for share, text in found if share >= LEAST_SHARE), key=lambda pair: -pair[0])
 
 
 def describe_back_tests(errors: tuple[Mapping[str, Any], ...]) -> str:
-    """Return the text on back-tests (`Hardware.errors`) that every prediction with these figures has.
+    """Describe the back-tests of hardware figures (`Hardware.errors`), for display next to a prediction.
 
-    If some back-tests used other steps than the fit, only those are described.
+    If some back-tests used other steps than the fit, only these are described.
     """
     others = [error for error in errors if not error.get("fitted_to")]
     return "; ".join(map(_describe_back_test, others or errors)) if errors else UNTESTED
@@ -87,7 +87,8 @@ def _describe_back_test(error: Mapping[str, Any]) -> str:
 
 
 def describe_step(prediction: Prediction, hardware: Hardware, tokens: int) -> str:
-    """Return the lines on a predicted step of `tokens` tokens: its time, its reasons, and the back-tests' error."""
+    """Return the lines that describe a predicted step of `tokens` tokens: its time, its reasons and the back-tests'
+    error."""
     reasons = "; ".join(f"{share:.0%} {text}" for share, text in reason_shares(prediction))
     return (
         f"Step time on {hardware.name}: predicted {prediction.seconds:.3g} s, {tokens / prediction.seconds:,.0f} "
@@ -98,7 +99,7 @@ def describe_step(prediction: Prediction, hardware: Hardware, tokens: int) -> st
 
 
 def step_as_dict(prediction: Prediction, hardware: Hardware, tokens: int) -> dict[str, Any]:
-    """Return a predicted step's entry in plan.json."""
+    """Return the entry of a predicted step in plan.json."""
     return {
         "hardware": hardware.name,
         "step_seconds": prediction.seconds,

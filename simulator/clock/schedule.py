@@ -1,4 +1,5 @@
-"""A step as tasks of an event loop: passes, transfers between pipeline stages, reductions, gathers and updates."""
+"""A training step as tasks of an event loop: passes, transfers between pipeline stages, reductions, gathers and
+updates."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ COMPUTE, NEXT, PREVIOUS, GRADIENTS = "compute", "to the next stage", "to the sta
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of a step, by stage."""
+    """Seconds of all work of a step, by pipeline stage, from which `Schedule` makes tasks."""
 
     chunks: Sequence[Sequence[BlockSeconds]]  # passes of each model chunk
     rest: Sequence[StageRest]
-    send: float  # seconds to send a state to another stage
+    send: float  # seconds to send hidden states to another stage
     send_link: str
-    send_blocks: bool  # the sender waits for the end
+    send_blocks: bool  # the sender waits until the transfer has ended
     overlaps_reductions: bool  # of gradients, with the last backward pass
     overlaps_gathers: bool  # of weights, with the first forward pass
     streams: Sequence[StreamSeconds | None] = ()  # of offloaded experts; (): no stage has any
@@ -39,7 +40,7 @@ def _scaled(reasons: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 class Schedule:
-    """The tasks of one step with `micro_batches` micro-batches, simulated by the constructor."""
+    """The simulated tasks of one step with `micro_batches` micro-batches; the constructor runs the simulation."""
 
     def __init__(self, config: Config, step: StepWork, micro_batches: int) -> None:
         self.config, self.step, self.micro_batches = config, step, micro_batches
@@ -54,9 +55,10 @@ class Schedule:
         self.end = self.loop.run()
 
     def busy(self) -> Reasons:
-        """Return the seconds by reason of the resource that offloaded experts use most; no step is shorter.
+        """Return the seconds by reason of the resource that offloaded experts use most; a step cannot be shorter.
 
-        Tasks for which no pass waits share links with others, so the loop alone does not account for all of them.
+        Some tasks share a link with others but no pass waits for them, so the event loop alone does not account for
+        them.
         """
         if not self._streams:
             return Reasons()
@@ -70,7 +72,7 @@ class Schedule:
         return f"stage {stage}: {what}"
 
     def _stage(self, stage: int) -> None:
-        """Add the tasks of a stage, except transfers to other stages."""
+        """Add the tasks of a pipeline stage, except transfers to other stages."""
         rest, counts = self.step.rest[stage], Counter[tuple[bool, int]]()
         gathers, jobs = self._before(stage, rest)
         tail, last_tasks = list[int](), list[int]()
@@ -108,7 +110,7 @@ class Schedule:
                 for i, reduced in enumerate(reductions):
                     end = ends[max(int((i + 1) * share), 1) - 1] if overlaps else ends[-1]
                     tail.append(self.loop.add(self._name(stage, GRADIENTS), "reduce gradients", reduced, [end]))
-        if rest.early:  # the buckets used last have their gradients first
+        if rest.early:  # the gradients of the buckets that are used last are computed first
             self._jobs(stage, rest, last_tasks)
         if rest.tied:
             tail = [self.loop.add(self._name(stage, GRADIENTS), "sum tied gradients", rest.tied, tail)]
@@ -116,8 +118,8 @@ class Schedule:
             self.loop.add(self._name(stage, COMPUTE), "update", rest.update, tail)
 
     def _before(self, stage: int, rest: StageRest) -> tuple[list[list[list[int]]], list[list[int]]]:
-        """Return the gathers of weights, by model chunk, and the jobs of buckets for which tasks of the first passes
-        wait."""
+        """Return the tasks that the first forward passes wait for: gathers of weights by model chunk, and updates of
+        offloaded optimizer-state buckets."""
         jobs = [] if rest.early else self._jobs(stage, rest)
         found: list[list[list[int]]] = []
         every: list[int] = []
@@ -130,10 +132,11 @@ class Schedule:
         return found, [[number] for number in jobs]
 
     def _jobs(self, stage: int, rest: StageRest, backward: Sequence[int] = ()) -> list[int]:
-        """Add the jobs of offloaded buckets and return the tasks after which their weights are on the device.
+        """Add the updates of offloaded optimizer-state buckets; return the tasks after which the new weights are on the
+        device.
 
-        Each job waits for the one that used its stage. With tasks of the `backward` pass it also waits for the one that
-        makes its gradients.
+        Each update waits until its staging buffer is free. If tasks of the `backward` pass are given, it also waits for
+        the one that computes its gradients.
         """
         ends: list[int] = []
         weights_ends: list[int] = []
@@ -160,9 +163,10 @@ class Schedule:
         waits: Sequence[Sequence[int]],
         is_last: bool = False,
     ) -> list[int]:
-        """Add a pass as one task per element of `waits`, or per MoE layer with offloaded experts, and return the tasks.
+        """Add a pass as one task per element of `waits`, or one per MoE layer with offloaded experts, and return the
+        tasks.
 
-        `is_last`: it is the model chunk's last pass of this kind in the step.
+        `is_last`: whether this is the model chunk's last pass in this direction in the step.
         """
         name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (
             f" of chunk {key[2]}" if self.num_chunks > 1 else ""
@@ -183,7 +187,7 @@ class Schedule:
         return tasks
 
     def _sends(self) -> None:
-        """Add the transfers of states and their gradients from one model chunk to the next."""
+        """Add the transfers of hidden states and their gradients between consecutive model chunks."""
         if self.stages == 1:
             return
         seconds = {f"pipeline:{self.step.send_link}": self.step.send}
@@ -207,7 +211,7 @@ class Schedule:
                 self.loop.wait_also(following[end], sent)
 
     def reasons(self) -> Reasons:
-        """Return the seconds by reason in which the busiest stage computes or waits; they add up to `end`."""
+        """Return the seconds in which the busiest pipeline stage computes or waits, by reason; they add up to `end`."""
         tasks = self.loop.tasks
         before: dict[int, int] = {}  # the previous task on a task's resource
         of_resource: dict[str, list[int]] = defaultdict(list)
@@ -238,9 +242,8 @@ class Schedule:
         *,
         itself: bool = False,
     ) -> None:
-        """Add the reasons for waiting between `since` and `until` to `result`, following the chain of predecessors
-        back from task `number`. `until`: the start of that task, or its end if `itself` is set.
-        """
+        """Add the reasons for waiting between `since` and `until` to `result`, following predecessors back from task
+        `number`. `until` is the start of that task, or its end if `itself` is set."""
         tasks = self.loop.tasks
         while until > since:
             if not itself:
@@ -262,7 +265,7 @@ class Schedule:
 
 
 def _spread(of: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Distribute the awaited tasks of `len(of)` tasks over `count` tasks, in their order."""
+    """Distribute lists of awaited tasks over `count` tasks, in order."""
     result: list[list[int]] = [[] for _ in range(count)]
     for index, each in enumerate(of):
         result[index * count // len(of)] += each

@@ -1,4 +1,4 @@
-"""Work of a pipeline stage in a step besides its passes: reducing gradients, updating and gathering weights."""
+"""Work of a pipeline stage besides its passes: reducing gradients, updating weights and gathering them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from models.blueprint import model_chunks, padded_vocab_size
 from optim.arrangement.buckets import Arrangement, Capacity, Target
@@ -21,9 +22,9 @@ from simulator.clock.passes import Recipe
 from simulator.offload.state import stage_arrangements
 from simulator.sizes import FP32
 
-# Per number: both moments and the gradient are read, the moments written; the master weight is read and written.
+# Bytes per parameter: reads both moments and the gradient, writes the moments; reads and writes the master weight.
 MOMENT_BYTES, MASTER_BYTES = 5 * FP32, 2 * FP32
-MOST_TASKS = 8  # tasks into which a pass is cut to overlap with other work
+MOST_TASKS = 8  # maximum number of tasks per pass, so that a pass overlaps with other work
 GROUP_OF_KIND = {"dense": DENSE_REPLICAS, "expert": EXPERT_REPLICAS}
 Seconds = Mapping[str, float]  # by reason
 KEPT = 4096  # layouts whose buckets are cached
@@ -32,14 +33,14 @@ _ends: OrderedDict[Any, list[dict[str, list[tuple[int, ...]]]]] = OrderedDict()
 
 @dataclass(frozen=True)
 class BucketJob:
-    """Steps of the update of an offloaded bucket of optimizer state: (resource, reason, seconds) in their order."""
+    """Steps of the update of one offloaded bucket of optimizer state: (resource, reason, seconds) in order."""
 
     steps: tuple[tuple[str, str, float], ...]
 
 
 @dataclass(frozen=True)
 class StageRest:
-    """Work of one rank of a stage besides its passes."""
+    """Seconds of one rank of a pipeline stage for everything besides forward and backward passes."""
 
     reductions: tuple[tuple[Seconds, ...], ...]  # of each model chunk's gradients, in the order of the backward pass
     gathers: tuple[tuple[Seconds, ...], ...]  # of each model chunk's weights, in the order of use
@@ -50,23 +51,21 @@ class StageRest:
 
 
 def stage_rest(
-    config: Config,
-    vocab_size: int,
-    world_size: int,
+    job: Job,
     hardware: Hardware,
     groups: Mapping[str, Group],
     recipe: Recipe,
     arrangements: Sequence[Arrangement | None] | None,
 ) -> list[StageRest]:
-    """Return each stage's work besides its passes.
+    """Return the seconds of each pipeline stage's work besides its passes.
 
-    `arrangements`: of offloaded optimizer state, of a rank of each stage; None: the config's with enough memory.
+    `arrangements`: arrangement of offloaded optimizer state on one rank of each stage; None: the one that the config
+    gives with unlimited host memory.
     """
+    config, ends = job.config, bucket_ends(job)
     element, distributed = derived.element_size(config), config.optimizer.distributed
-    ends = bucket_ends(config, vocab_size, world_size)
     if arrangements is None:
-        capacity = Capacity(device=hardware["device.memory"])
-        arrangements = stage_arrangements(config, vocab_size, world_size, capacity)
+        arrangements = stage_arrangements(job, Capacity(device=hardware["device.memory"]))
     result = []
     for stage in range(config.parallel.pipeline):
         reductions: list[tuple[Seconds, ...]] = []
@@ -96,21 +95,21 @@ def stage_rest(
             update: Seconds = {"update": owned * per_number / hardware["device.rate"]}
             jobs, early = tuple[BucketJob, ...](), False
         else:
-            update, jobs, early = _offloaded(arrangement, config, hardware, world_size)
-        tied = _tied(config, vocab_size, hardware, groups, stage)
+            update, jobs, early = _offloaded(arrangement, config, hardware, job.world_size)
+        tied = _tied(config, job.vocab_size, hardware, groups, stage)
         result.append(StageRest(tuple(reductions), tuple(gathers), update, jobs, early, tied))
     return result
 
 
-def bucket_ends(config: Config, vocab_size: int, world_size: int) -> list[dict[str, list[tuple[int, ...]]]]:
-    """Return where buckets of gradients end, in numbers of a rank, by stage, kind of weights and model chunk.
+def bucket_ends(job: Job) -> list[dict[str, list[tuple[int, ...]]]]:
+    """Return the end offsets of gradient buckets in elements, by pipeline stage, kind of weights and model chunk.
 
     Stages with equal buffers are computed once.
     """
-    parallel = config.parallel
+    config, parallel = job.config, job.config.parallel
     key = (
         repr((config.model, config.moe)),
-        *(vocab_size, world_size, parallel.tensor, parallel.sequence, parallel.context, parallel.pipeline),
+        *(job.vocab_size, job.world_size, parallel.tensor, parallel.sequence, parallel.context, parallel.pipeline),
         *(parallel.virtual_pipeline, parallel.expert, derived.expert_tensor_size(config), config.optimizer.distributed),
         parallel.overlap_grad_reduce,
     )
@@ -120,7 +119,7 @@ def bucket_ends(config: Config, vocab_size: int, world_size: int) -> list[dict[s
         for stage, of_stage in enumerate(model_chunks(config)):
             alike = (*(replace(chunk, first_layer=0) for chunk in of_stage), stage == 0)
             if alike not in kinds:
-                laid_out = buffers(config, vocab_size, world_size, stage)
+                laid_out = buffers(job, stage)
                 kinds[alike] = {kind: [chunk.bucket_ends for chunk in of_kind] for kind, of_kind in laid_out.items()}
             found.append(kinds[alike])
         _ends[key] = found
@@ -147,7 +146,8 @@ def _at_most(seconds: Sequence[Seconds]) -> tuple[Seconds, ...]:
 def _tied(
     config: Config, vocab_size: int, hardware: Hardware, groups: Mapping[str, Group], stage: int
 ) -> dict[str, float]:
-    """Return the seconds of the sum of a tied embedding's gradients; none for stages between the first and the last."""
+    """Return the seconds of all-reducing a tied embedding's gradient between first and last stage; {} for other
+    stages."""
     stages = config.parallel.pipeline
     if stages == 1 or not config.model.tie_embeddings or stage not in (0, stages - 1):
         return {}
@@ -159,7 +159,7 @@ def _tied(
 
 
 def rates(hardware: Hardware, world_size: int) -> Bandwidths:
-    """Return the rates that a rank gets while all ranks of its node use the host and the disk."""
+    """Return the bandwidths that one rank gets while all ranks of its node use the host and the disk."""
     ranks = min(hardware["ranks_per_node"], world_size)
     link = min(hardware["host.link_shared_by"], ranks)
     return Bandwidths(
@@ -176,7 +176,8 @@ def rates(hardware: Hardware, world_size: int) -> Bandwidths:
 def _offloaded(
     arrangement: Arrangement, config: Config, hardware: Hardware, world_size: int
 ) -> tuple[Seconds, tuple[BucketJob, ...], bool]:
-    """Return the update on the device, the jobs of other buckets, and whether they may run in the backward pass."""
+    """Return the seconds of the update on the device, the updates of offloaded buckets, and whether these may start
+    during the backward pass."""
     element, of = ElementBytes.of(arrangement), rates(hardware, world_size)
     early = any(arrangement.early)
     numels, targets = arrangement.numels, arrangement.targets

@@ -1,7 +1,9 @@
-"""Offloaded experts in a simulated step: weights are fetched to device buffers one layer ahead, gradients are copied
-out, and the host updates the weights, each on a resource of its own while the stage computes.
+"""Offloaded experts in a simulated step: fetches of weights, copies of gradients and updates run on their own
+resources.
 
-These resources share a link, a disk or the host's memory, which bounds the step from below (`ExpertStreams.busy`).
+Weights are fetched to device buffers one layer ahead, gradients are copied to the host, and the host updates the
+weights, all while the stage computes. These resources share a link, a disk or the host's memory, which limits how short
+a step can be (`ExpertStreams.busy`).
 """
 
 from __future__ import annotations
@@ -37,10 +39,12 @@ Transfers = Sequence[tuple[str, str, float]]  # (resource, reason, seconds), one
 
 @dataclass(frozen=True)
 class StreamSeconds:
-    """Seconds of a stage's offloaded experts per layer."""
+    """Seconds of the transfers and updates of a pipeline stage's offloaded experts, per layer."""
 
     fetch: Transfers  # of weights to a device buffer
-    gradients: Sequence[Transfers]  # of the step's first gradient, of one between and of the last; fewer if there are
+    gradients: Sequence[
+        Transfers
+    ]  # of the step's first gradient, one in between, and the last; fewer if a step has fewer
     update: Transfers
     num_slots: int  # device buffers for a layer's weights
     early: bool  # updates follow the last gradient, not the start of the next step
@@ -49,21 +53,22 @@ class StreamSeconds:
     inputs: Mapping[str, float]  # seconds per step in which layer inputs use the link, by direction
 
     def visits(self, order: Iterable[tuple[bool, int]]) -> list[int]:
-        """Return the MoE layers in the order of use. `order`: (is forward, model chunk) of each pass."""
+        """Return the MoE layers in the order in which the passes use them. `order`: (is forward, model chunk) of each
+        pass."""
         return [each for is_forward, chunk in order for each in self.layers[chunk][:: 1 if is_forward else -1]]
 
 
 def stream_seconds(
     config: Config, world_size: int, stage: int, hardware: Hardware, groups: Mapping[str, Group]
 ) -> StreamSeconds | None:
-    """Return the seconds of a stage's offloaded experts; None if it has none."""
+    """Return the seconds that a pipeline stage's offloaded experts take; None if the stage has none."""
     moves = layer_traffic(config, world_size, stage)
     if moves is None:
         return None
     of = rates(hardware, world_size)
     seconds = _Seconds(of, hardware, groups[EXPERT_REPLICAS], moves)
     records = moves.records
-    numbers = range(min(moves.num_gradients, 3))  # the first, one between, the last
+    numbers = range(min(moves.num_gradients, 3))  # the first, one in between, the last
     gradients = [seconds.gradient(moves.gradient(n == 0, n == numbers[-1])) for n in numbers]
     layer_wise, is_moe = config.training.pass_order == "by_layer", derived.moe_layer_pattern(config)
     inputs: dict[str, float] = {}
@@ -86,8 +91,10 @@ def stream_seconds(
 
 
 def least_streamed_seconds(config: Config, world_size: int, hardware: Hardware) -> float:
-    """Return a lower bound of a step with offloaded experts: the seconds of the resource that the first stage's experts
-    use most; 0 without offloaded experts."""
+    """Return a lower bound of the seconds of a step with offloaded experts; 0 without offloaded experts.
+
+    It is the time of the resource (link, host or disk) that the experts of the first pipeline stage use most.
+    """
     moves = layer_traffic(config, world_size, 0)
     if moves is None:
         return 0.0
@@ -102,7 +109,7 @@ def least_streamed_seconds(config: Config, world_size: int, hardware: Hardware) 
 
 
 class _Seconds:
-    """Converts the bytes that a layer's experts move into the seconds of consecutive transfers."""
+    """Converts the bytes that a layer's experts move into seconds of consecutive transfers."""
 
     def __init__(self, of: Bandwidths, hardware: Hardware, group: Group, moves: LayerTraffic) -> None:
         self.of, self.hardware, self.group = of, hardware, group
@@ -118,7 +125,7 @@ class _Seconds:
         )
 
     def gradient(self, moved: BytesMoved) -> Transfers:
-        """Return the transfers of a layer's gradient from the device."""
+        """Return the transfers of a layer's gradient from the device, with its reduction."""
         reducing = collective(self.hardware, self.reduction, self.group, moved.reduced)
         return _nonzero(
             ("sums read", REASON[READ], _over(moved.read, self.of.read)),
@@ -130,7 +137,7 @@ class _Seconds:
         )
 
     def update(self, moved: BytesMoved) -> Transfers:
-        """Return the transfers of a layer's update."""
+        """Return the transfers for the update of a layer's optimizer state."""
         return _nonzero(
             ("records read", REASON[READ], _over(moved.read, self.of.read)),
             ("records updated", REASON[HOST], _over(moved.host, self.of.host)),
@@ -143,13 +150,16 @@ def _nonzero(*transfers: tuple[str, str, float]) -> Transfers:
 
 
 def _over(num_bytes: float, rate: float) -> float:
-    """Return the seconds of a transfer; a machine without a disk has a rate of 0."""
+    """Return the seconds of a transfer: infinite if there are bytes but the rate is 0, as on a machine without a
+    disk."""
     return num_bytes / rate if num_bytes and rate else float("inf") if num_bytes else 0.0
 
 
 class ExpertStreams:
-    """Adds the tasks of a stage's offloaded experts to the loop. `begin` and `end` are called before and after the
-    computing of each visit to an MoE layer."""
+    """Adds the tasks of a pipeline stage's offloaded experts to the event loop.
+
+    Call `begin` before and `end` after adding the computation of each visit to an MoE layer.
+    """
 
     def __init__(self, loop: Loop, seconds: StreamSeconds, name: str, visits: Sequence[int]) -> None:
         self.loop, self.seconds, self.name = loop, seconds, name
@@ -163,7 +173,8 @@ class ExpertStreams:
         self._updates = {layer: self._update(layer, []) for layer in before}
 
     def _update(self, layer: int, waits: list[int]) -> int:
-        """Add the update of a layer, after `waits` and the update before the last, and return its last task."""
+        """Add the update of a layer and return its last task. It starts after `waits` and when a staging buffer is
+        free."""
         if len(self._ends) >= NUM_STAGES:
             waits = [*waits, self._ends[-NUM_STAGES]]
         for resource, reason, seconds in self.seconds.update:
@@ -172,7 +183,7 @@ class ExpertStreams:
         return waits[0]
 
     def begin(self, is_backward: bool) -> list[int]:
-        """Return the tasks that the computation of the next layer must wait for."""
+        """Return the tasks that the computation of the next visit must wait for."""
         visit = len(self._computed)
         waits: list[int] = []
         fill = self._fills.get(visit)
@@ -187,8 +198,10 @@ class ExpertStreams:
         return waits
 
     def end(self, task: int, is_backward: bool, is_last: bool) -> None:
-        """Note that `task` computes the visit; after a backward pass the gradient is copied out. `is_last`: the layer's
-        last visit in this step."""
+        """Record that `task` computes the current visit; after a backward pass, add the copy of the gradient.
+
+        `is_last`: whether this is the layer's last visit in the step.
+        """
         layer = self._visits[len(self._computed)]
         self._computed.append(task)
         if not is_backward:
@@ -206,9 +219,9 @@ class ExpertStreams:
             self._update(layer, waits)
 
     def busy(self, jobs: Sequence[BucketJob], share: float = 1.0) -> dict[str, float]:
-        """Return the seconds per step in which the most used shared resource is in use, by reason.
+        """Return the seconds per step in which the most used resource is busy, by reason.
 
-        It includes the jobs of other buckets, and `share` of the step's layer inputs.
+        Updates of other offloaded buckets count, too, and the share `share` of the step's layer inputs.
         """
         total = {used: seconds * share for used, seconds in self.seconds.inputs.items()}
         start = f"{self.name} "

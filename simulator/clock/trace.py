@@ -1,7 +1,7 @@
-"""Traces of a predicted step, for Perfetto and the report's timeline, in the format of a real step's traces.
+"""Traces of a predicted step in the format of a real step's traces, for Perfetto and the report's timeline.
 
-There is one file per pipeline stage, `traces_predicted/stage_00000_rank_00000.json.gz`, with the stage's first rank.
-Times are microseconds from the start of the step.
+There is one file per pipeline stage, `traces_predicted/stage_00000_rank_00000.json.gz`, named after the stage's first
+rank. Times are microseconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ COMPUTE = "compute"  # track of a stage's device; the other tracks are links, ho
 
 
 def trace_path(run_dir: Path, stage: int, rank: int) -> Path:
-    """Return the path of the trace of a stage whose first rank is `rank`."""
+    """Return the path of the trace of a pipeline stage whose first rank is `rank`."""
     return run_dir / FOLDER / f"stage_{stage:05d}_rank_{rank:05d}.json.gz"
 
 
 def write_traces(prediction: Prediction, run_dir: Path, first_ranks: Sequence[int]) -> list[Path]:
-    """Write the traces of a prediction with spans and return their paths. `first_ranks`: the first rank of each stage.
+    """Write the traces of a prediction that has spans, and return their paths. `first_ranks`: the first rank of each
+    stage.
 
     Files of an earlier prediction are removed. A full disk is logged and does not stop the run.
     """
@@ -46,7 +47,7 @@ def write_traces(prediction: Prediction, run_dir: Path, first_ranks: Sequence[in
 
 
 def of_stages(spans: Sequence[PlannedSpan]) -> dict[int, list[tuple[str, PlannedSpan]]]:
-    """Return the spans by pipeline stage, each with its track's name without the stage."""
+    """Return (track name without the stage, span) pairs by pipeline stage."""
     found: dict[int, list[tuple[str, PlannedSpan]]] = {}
     for span in spans:
         match = TRACK.fullmatch(span.track)

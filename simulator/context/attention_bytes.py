@@ -1,4 +1,4 @@
-"""Memory that attention by slices takes in addition to its inputs (models/attention/slice_attention.py)."""
+"""Memory of attention that is computed in slices (models/attention/slice_attention.py), in addition to its inputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ MERGED = 4  # copies of an output in fp32: the sum so far, the one to add, and b
 
 
 class AttentionBytes:
-    """Bytes that one layer's attention takes on one rank; `sums`: of the logs of its sums of exponentials, which are
-    kept."""
+    """Counts the bytes that one layer's attention takes on one rank. `sums`: bytes of the kept log-sum-exps."""
 
     def __init__(self, config: Config, sizes: Sizes, shared: SharedRows, on_gpu: bool) -> None:
         self.config, self.shared, self.on_gpu = config, shared, on_gpu
@@ -27,8 +26,10 @@ class AttentionBytes:
         self.wide = FP32 // self.element
 
     def of_slices(self, inputs: Sequence[int], output: int) -> OperationBytes:
-        """Return the bytes for query, key and value of these bytes and an output. A pass holds its result and the
-        kernel's output; merged outputs and accumulated gradients are fp32."""
+        """Return the memory of attention in slices, for inputs (query, key, value) and an output of these bytes.
+
+        Each pass holds its result and the kernel's output; merged outputs and accumulated gradients are fp32.
+        """
         given, wide, slice_rows, sums = sum(inputs), self.wide, self.length, self.sums
         takes_wide = 0
         slides, rounds = derived.attended_share(self.config) < 1, self.shared.rounds > 1
@@ -52,11 +53,14 @@ class AttentionBytes:
         return OperationBytes(kept=sums, during=during, work=work)
 
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
-        """Return the bytes of latent attention: a round's latents are expanded to keys and values, and again in the
-        backward pass; expanded tensors are not kept."""
+        """Return the memory of latent attention for a query, latents and an output of these bytes.
+
+        The latents of a round are expanded to keys and values, and again in the backward pass; expanded tensors are not
+        kept.
+        """
         model, head, wide = self.config.model, derived.head_dim(self.config), self.wide
         is_merged = self.shared.rounds > 1
-        # The product and the keys of a round or of own rows, whichever is larger.
+        # Sequence rows of a round or of this rank, whichever are more.
         of_channel = max(self.num_rows, self.shared.round_rows) * self.heads * self.element
         product, keys = of_channel * (head + model.value_head_dim), of_channel * (head + model.rotary_head_dim)
         values = of_channel * model.value_head_dim
@@ -73,8 +77,8 @@ class AttentionBytes:
 
     @property
     def leaving(self) -> int:
-        """The bytes of sent key and value rows that stay in memory until a pass ends, because other ranks may receive
-        them late."""
+        """Bytes of sent key and value rows that stay allocated until a pass ends, because other ranks may receive them
+        late."""
         model, tensor = self.config.model, self.config.parallel.tensor
         num_rows = min(self.num_rows, int(max(self.shared.received)))
         if model.attention == "latent":
@@ -84,8 +88,8 @@ class AttentionBytes:
         return num_rows * groups * 2 * derived.head_dim(self.config) * self.element
 
     def _in_flight(self, own_bytes: int) -> tuple[int, int]:
-        """Return the bytes of sequence rows in flight to and from a cp_rank in the forward pass, and in the backward
-        pass with the returned gradients. `own_bytes`: bytes of all rows of the cp_rank."""
+        """Return the bytes of sequence rows in flight to and from a cp_rank: in the forward pass, and in the backward
+        pass with the returned gradients. `own_bytes`: bytes of all sequence rows of the cp_rank."""
         shared = self.shared
         keys = min(2 * shared.coming_rows, shared.moved_rows)
         home = min(2 * self.num_rows + shared.round_rows, shared.moved_rows)

@@ -1,14 +1,14 @@
-"""Comparison of sizes of `parallel.context` that fit the layout: bytes exchanged for attention, operations, and a
-rank's memory."""
+"""Comparison of the possible sizes of `parallel.context`: bytes exchanged for attention, FLOPs, and a rank's memory."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs import derived
 from configs.derived import rank_sequence_rows
+from configs.job import Job
 from configs.rules import first_problem
 from configs.schema import Config
 from models import blueprint
@@ -24,10 +24,10 @@ BACKWARD = 2.5  # operations of the backward pass, with recomputed scores, divid
 
 @dataclass(frozen=True)
 class ContextSize:
-    """A size of context parallelism and its costs for one rank, one layer's attention and one micro-batch, forward and
-    backward pass.
+    """A size of context parallelism with its costs for one rank, one layer's attention and one micro-batch (both
+    passes).
 
-    sent: bytes that it sends. flops: operations that it executes. memory: bytes that the fullest rank needs.
+    sent: bytes that a rank sends. flops: operations that it executes. memory: bytes on the device of the fullest rank.
     """
 
     context: int
@@ -40,17 +40,17 @@ class ContextSize:
 
     @property
     def ratio(self) -> float:
-        """Bytes sent per thousand operations."""
+        """Bytes sent per thousand FLOPs."""
         return 1000 * self.sent / self.flops
 
 
 def layer_exchange(config: Config, shared: SharedRows) -> dict[str, float]:
-    """Return the bytes that a rank sends for a layer's attention and a micro-batch: of "heads" and of "rounds"."""
+    """Return the bytes that a rank sends for one layer's attention per micro-batch: for "heads" and for "rounds"."""
     return context_bytes(config, blueprint.layer(config, False).operations, shared)
 
 
 def attention_flops(config: Config, attended_share: float | None = None) -> float:
-    """Return a rank's operations for a layer's attention and a micro-batch, counting only the pairs that attend."""
+    """Return a rank's FLOPs for one layer's attention per micro-batch; only pairs of tokens that attend count."""
     share = derived.attended_share(config) if attended_share is None else attended_share
     pairs = share / 2 if config.model.family == "gpt" else 1.0
     times = sum(
@@ -62,27 +62,24 @@ def attention_flops(config: Config, attended_share: float | None = None) -> floa
 
 
 def context_sizes(
-    config: Config,
-    vocab_size: int,
-    world_size: int,
-    device: str,
-    attended_share: float | None = None,
-    documents: Sequence[Lengths] | None = None,
+    job: Job, attended_share: float | None = None, documents: Sequence[Lengths] | None = None
 ) -> list[ContextSize]:
-    """Return every size that fits the layout of these ranks, the smallest first; sizes other than the config's have
-    their default heads."""
-    rates, found = measured_rates(config, device), list[ContextSize]()
-    for changed in layouts(config, world_size):
+    """Compare all sizes of `parallel.context` that this number of ranks allows, smallest first.
+
+    Sizes other than the config's use the default number of ranks that exchange heads.
+    """
+    rates, found = measured_rates(job.config, job.device), list[ContextSize]()
+    for changed in layouts(job.config, job.world_size):
         shared = shared_rows(changed, documents)
         sent, flops = sum(layer_exchange(changed, shared).values()), attention_flops(changed, attended_share)
-        most = max(rank.total for rank in rank_memory(changed, vocab_size, world_size, device))
+        most = max(rank.total for rank in rank_memory(replace(job, config=changed)))
         seconds = None if rates is None else (sent / rates[0], flops / rates[1])
         found.append(ContextSize(shared.context, shared.heads, shared.rows, sent, flops, most, seconds))
     return found
 
 
 def layouts(config: Config, world_size: int) -> list[Config]:
-    """Return the config with each size of context that is legal on this many ranks and gives them equal rows."""
+    """Return copies of the config with each allowed size of context that gives all ranks equally many sequence rows."""
     most, found = world_size // (config.parallel.tensor * config.parallel.pipeline), []
     tokens = config.training.micro_batch_size * config.model.sequence_length
     for context in range(1, most + 1):

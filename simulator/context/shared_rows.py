@@ -1,8 +1,8 @@
-"""Rows that context ranks share: which rows each rank gets, and which keys and values it receives, for the documents of
-a micro-batch.
+"""Sharding of sequences over context ranks: the rows of each rank, and the keys and values that it receives.
 
-The `parallel.context` ranks are cp_ranks of `context_heads` ranks each. The ranks of a cp_rank exchange heads for rows,
-so that each has all rows of the cp_rank for some of the heads; cp_ranks exchange key and value rows.
+The `parallel.context` ranks form cp_ranks of `context_heads` ranks each. The ranks of one cp_rank exchange attention
+heads for sequence rows, so that each has all rows of the cp_rank for some of the heads. Different cp_ranks exchange key
+and value rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ MOST_CACHED = 1024  # cached results: a search of layouts asks for the same ones
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The sharding of a micro-batch over context ranks: means of several micro-batches, except where a field says
-    otherwise."""
+    """The sharding of micro-batches over context ranks. Values are means over several micro-batches, unless noted."""
 
     context: int
     heads: int  # ranks of a cp_rank, which exchange heads for rows
@@ -37,23 +36,25 @@ class SharedRows:
     received: tuple[float, ...]
     received_sliding: tuple[float, ...]
     sliding: float  # share of the layers with a sliding window
-    rounds: int  # of attention, including one for own rows: the maximum
-    round_rows: int  # key and value rows that arrive in one of them: the maximum
-    coming_rows: int  # that may be in flight to a cp_rank, with those of the round that computes: the maximum
-    moved_rows: int  # that a cp_rank receives and sends in all rounds: the maximum
+    rounds: int  # maximum number of rounds of attention, including the one with own rows
+    round_rows: int  # maximum number of key and value rows that arrive in one round
+    coming_rows: int  # maximum in flight to a cp_rank, including those that a round computes with
+    moved_rows: int  # maximum that a cp_rank receives and sends in all rounds
     own_parts: float  # lists of slices over own keys, mean of cp_ranks and layers; 1 without latents
     squares: float  # pairs that kernels compute (whole squares) divided by twice the pairs that attend
     is_known: bool = True  # whether documents' lengths are known; else one document per sample, which exchanges most
 
     @property
     def of_layer(self) -> tuple[float, ...]:
-        """The rows that each cp_rank receives, mean of the layers."""
+        """Key and value rows that each cp_rank receives, as a mean over the layers."""
         pairs = zip(self.received, self.received_sliding, strict=True)
         return tuple((1 - self.sliding) * whole + self.sliding * sliding for whole, sliding in pairs)
 
     def mean_received(self, slides: bool | None = None) -> float:
-        """Return the mean rows that a cp_rank receives, which is also what it sends: in a layer that slides or not;
-        None: mean of all layers."""
+        """Return the mean number of rows that a cp_rank receives per layer, which is also the number that it sends.
+
+        `slides`: in layers with (True) or without (False) a sliding window; None: the mean over all layers.
+        """
         every = self.of_layer if slides is None else self.received_sliding if slides else self.received
         return sum(every) / self.places
 
@@ -62,7 +63,7 @@ _OF_SAMPLES: dict[tuple[object, ...], SharedRows] = {}
 
 
 def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) -> SharedRows:
-    """Return the sharding of micro-batches with documents of these lengths; None: each sample is one document."""
+    """Return the sharding of micro-batches whose documents have these lengths; None: each sample is one document."""
     if micro_batches is not None:
         return _shared_rows(config, micro_batches)
     model = config.model
@@ -108,7 +109,7 @@ def _shared_rows(config: Config, micro_batches: Sequence[Lengths] | None) -> Sha
 
 
 class _Batch:
-    """A micro-batch, sharded as in a run."""
+    """One micro-batch, sharded over cp_ranks as in a run."""
 
     def __init__(self, config: Config, segments: np.ndarray, cp_size: int) -> None:
         self._segments, self._cp_size, self._window = segments, cp_size, config.model.sliding_window
@@ -123,16 +124,16 @@ class _Batch:
         self._rounds: dict[int | None, list[tuple[Slices, list[ExchangeRound]]]] = {}
 
     def _window_of(self, slides: bool) -> int | None:
-        """Return the window of layers that slide, if it makes a difference."""
+        """Return the window of layers that slide; None if it is not shorter than the longest document."""
         return self._window if slides and self._window is not None and self._window < self._segments.max() else None
 
     def schedule(self, slides: bool) -> ExchangeSchedule:
-        """Return the exchange schedule of layers that slide or not."""
+        """Return the schedule of exchanged rows for layers with or without a sliding window."""
         return self._schedules[self._window_of(slides)]
 
     def rounds(self, slides: bool) -> tuple[int, int, int, int]:
-        """Return the number of rounds in which rows arrive, and the most rows of one round, in flight to a cp_rank, and
-        received and sent by a cp_rank in total."""
+        """Return the number of rounds in which rows arrive, and three maxima in rows: of one round, in flight to a
+        cp_rank, and received plus sent by a cp_rank in total."""
         schedule = self.schedule(slides)
         received = schedule.received.sum(1)
         _, found = self._of_ranks(slides)[int(received.argmax())]
@@ -141,14 +142,14 @@ class _Batch:
         return len(found), num_rows, min(int(received.max()), (1 + schedule.ahead) * num_rows), int(moved.max())
 
     def own_rounds(self, slides: bool) -> float:
-        """Return the mean number of slice lists that a cp_rank computes with its own keys; latents are expanded for
+        """Return the mean number of slice lists that a cp_rank computes on its own keys; latents are expanded once for
         each."""
         if not self._has_latents:
             return 1.0
         return sum(len(own) for own, _ in self._computed(slides)) / self._cp_size
 
     def squares(self, slides: bool) -> tuple[float, float]:
-        """Return the pairs that kernels compute, and twice the pairs that attend."""
+        """Return the number of token pairs that kernels compute, and twice the number of pairs that attend."""
         window, segments = self._window_of(slides), self._segments
         slices = [each for own, others in self._computed(slides) for each in (*own, *others)]
         computed = sum(int((each.queries * each.keys).sum()) for each in slices)
@@ -158,12 +159,12 @@ class _Batch:
         return float(computed), float((short * (2 * segments - short)).sum())
 
     def _computed(self, slides: bool) -> list[tuple[list[Slices], list[Slices]]]:
-        """Return, by cp_rank, the lists of slices over its own keys, and the slices over others' keys."""
+        """Return, per cp_rank, the slice lists on its own keys and the slices on received keys."""
         every = self._of_ranks(slides)
         return [(own.halves() if rounds else [own], [each.slices for each in rounds]) for own, rounds in every]
 
     def _of_ranks(self, slides: bool) -> list[tuple[Slices, list[ExchangeRound]]]:
-        """Return, by cp_rank, the slices over its own keys, and its rounds."""
+        """Return, per cp_rank, the slices on its own keys and its rounds of received keys."""
         window = self._window_of(slides)
         if window not in self._rounds:
             self._rounds[window] = [self._schedules[window].rounds(cp_rank) for cp_rank in range(self._cp_size)]

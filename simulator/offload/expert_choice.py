@@ -1,13 +1,14 @@
-"""The choice behind moe.weights_device=auto and training.pass_order=auto: of the candidates that fit, the one with the
-shortest predicted step."""
+"""Choice of moe.weights_device=auto and training.pass_order=auto: the candidate with the shortest predicted step among
+those that fit the memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from configs import derived
+from configs.job import Job
 from configs.keys import get
 from configs.rules import first_problem
 from configs.schema import KEYS, Config
@@ -27,7 +28,8 @@ SAME = 0.02
 
 @dataclass(frozen=True)
 class ExpertDecision:
-    """A config with a target for its experts. `values`: of WEIGHTS, ORDER and STATE; `line`: for the log."""
+    """A config with a chosen device for expert weights. `values`: of the keys WEIGHTS, ORDER and STATE; `line`: for the
+    log."""
 
     config: Config
     values: dict[str, Any]
@@ -45,25 +47,24 @@ class _Candidate:
     moved: int  # bytes of experts and of layer inputs that a rank's links and disk move
 
     def missing(self, capacity: Capacity) -> float:
-        """Return the bytes that the fullest rank lacks, over device, host and disk."""
+        """Return how many bytes the fullest rank needs beyond the capacity, summed over device, host and disk."""
         limits = [("total", capacity.device), ("host", capacity.host), ("disk", capacity.disk)]
         return sum(max(max(getattr(rank, key) for rank in self.memory) - limit, 0.0) for key, limit in limits)
 
 
 def is_asked(config: Config) -> bool:
-    """Whether a config leaves the experts' target or the order of passes open."""
+    """Whether a config leaves the device of expert weights or the order of passes to be chosen."""
     return "auto" in (config.moe.weights_device, config.training.pass_order)
 
 
-def decide(
-    config: Config, world_size: int, vocab_size: int, hardware: Hardware, capacity: Capacity, given: frozenset[str]
-) -> ExpertDecision:
-    """Replace `auto` in a config.
+def decide(job: Job, hardware: Hardware, capacity: Capacity, given: frozenset[str]) -> ExpertDecision:
+    """Replace moe.weights_device=auto and training.pass_order=auto in a job's config.
 
-    `capacity`: of a rank's device, host and disk; `given`: keys of the command line, whose values stay. Where no
-    candidate fits, the one that lacks the fewest bytes is chosen; the run's plan then raises with values that fit.
-    Raises ConfigError where a prediction does.
+    `capacity`: bytes of a rank's device, host and disk; `given`: keys of the command line, whose values stay. If no
+    candidate fits, the one that lacks the fewest bytes is chosen; the check of the run's plan then raises ConfigError
+    with values that fit. Raises ConfigError if a prediction does.
     """
+    config, world_size = job.config, job.world_size
     asked = {key: get(config, key) for key in (WEIGHTS, ORDER)}
     if not derived.is_moe(config):
         values = {WEIGHTS: "device", ORDER: "by_micro_batch"}
@@ -72,7 +73,7 @@ def decide(
     # Optimizer state may move to the weights' target if its own target was not set.
     moves_state = STATE not in given and config.optimizer.state_device == KEYS[STATE].fresh_default()
     candidates = [
-        _evaluate(changed, world_size, vocab_size, hardware, capacity)
+        _evaluate(replace(job, config=changed), hardware, capacity)
         for changed in _matching(asked, expert_candidates(config, world_size, moves_state))
     ]
     if not candidates:
@@ -87,32 +88,34 @@ def decide(
         best = min(candidates, key=lambda each: each.missing(capacity))
     values = {key: get(best.config, key) for key in (WEIGHTS, ORDER, STATE)}
     line = _format_line(config, best, candidates, hardware, world_size)
-    more = _wider(config, best, world_size, vocab_size, hardware, capacity)
+    more = _wider(job, best, hardware, capacity)
     return ExpertDecision(best.config, values, f"{line}{more}")
 
 
-def fitting_override(
-    config: Config, world_size: int, vocab_size: int, device: str, capacity: Capacity, most: float
-) -> str:
-    """Return overrides that offload experts so that every rank has at most `most` bytes on its device and stays within
-    the budgets, with its bytes; empty where there are none."""
+def fitting_override(job: Job, capacity: Capacity, most: float) -> str:
+    """Return overrides that offload experts so that every rank fits, with the bytes that it then needs; "" if there are
+    none.
+
+    Every rank then has at most `most` bytes on its device and stays within `capacity` on host and disk.
+    """
+    config = job.config
     if not derived.is_moe(config) or derived.streams_experts(config):
         return ""
-    for changed in expert_candidates(config, world_size, moves_state=True):
+    for changed in expert_candidates(config, job.world_size, moves_state=True):
         if not derived.streams_experts(changed):
             continue
-        memory = rank_memory(changed, vocab_size, world_size, device, capacity=capacity)
+        memory = rank_memory(replace(job, config=changed), capacity=capacity)
         if max(rank.total for rank in memory) <= most and not over_budget(memory, capacity):
             keys = {key: get(changed, key) for key in (WEIGHTS, ORDER, STATE) if get(changed, key) != get(config, key)}
             sizes = max(rank.total for rank in memory), max(rank.host for rank in memory)
             on_device, on_host = (f"{size / 2**30:.2f} GiB" for size in sizes)
-            return f"{_typed(keys)} would, with {on_device} each and {on_host} of the host"
+            return f"with {_typed(keys)} each rank needs at most {on_device} of its device and {on_host} of the host"
     return ""
 
 
 def _matching(asked: dict[str, str], candidates: Iterator[Config]) -> Iterator[Config]:
-    """Yield the candidates that match the values that the user set. A pass order that the user set is kept even if it
-    has no effect."""
+    """Yield the candidates that agree with the values that the user set. A given pass order is kept even if it has no
+    effect."""
     for changed in candidates:
         own = {key: value for key, value in asked.items() if value != "auto"}
         if WEIGHTS in own and get(changed, WEIGHTS) != own[WEIGHTS]:
@@ -124,13 +127,12 @@ def _matching(asked: dict[str, str], candidates: Iterator[Config]) -> Iterator[C
         yield changed
 
 
-def _evaluate(config: Config, world_size: int, vocab_size: int, hardware: Hardware, capacity: Capacity) -> _Candidate:
-    memory = rank_memory(config, vocab_size, world_size, hardware.kind, capacity=capacity)
-    arrangements = first_arrangements(config, memory)
-    seconds = predict_step(config, world_size, vocab_size, hardware, arrangements=arrangements).seconds
+def _evaluate(job: Job, hardware: Hardware, capacity: Capacity) -> _Candidate:
+    config, memory = job.config, rank_memory(job, capacity=capacity)
+    seconds = predict_step(job, hardware, arrangements=first_arrangements(config, memory)).seconds
     fits = max(rank.total for rank in memory) <= capacity.device and not over_budget(memory, capacity)
     inputs = max(sum(rank.link_activations) for rank in memory)
-    traffic = [expert_traffic(config, world_size, stage) for stage in range(config.parallel.pipeline)]
+    traffic = [expert_traffic(config, job.world_size, stage) for stage in range(config.parallel.pipeline)]
     totals = [found.total for found in traffic if found is not None]
     experts = max((each.up + each.down + each.read + each.written for each in totals), default=0)
     return _Candidate(config, memory, seconds, fits, inputs + experts)
@@ -139,7 +141,7 @@ def _evaluate(config: Config, world_size: int, vocab_size: int, hardware: Hardwa
 def _format_line(
     config: Config, best: _Candidate, candidates: Sequence[_Candidate], hardware: Hardware, world_size: int
 ) -> str:
-    """Format the choice, its prediction, and the predictions of the other candidates."""
+    """Return the log line on the chosen candidate, with its prediction and those of the other candidates."""
     own = {key: get(best.config, key) for key in (WEIGHTS, ORDER)}
     moved = best.config.optimizer.state_device != config.optimizer.state_device
     state = {STATE: best.config.optimizer.state_device} if moved else {}
@@ -148,7 +150,7 @@ def _format_line(
     if found.break_even is not None:
         facts.append(f"{found.tokens:,.0f} tokens of an expert for each transfer (break-even {found.break_even:,.0f})")
     others = [
-        f"{_typed({key: get(each.config, key) for key in own}, short=True)} {each.seconds:.3g} s"
+        f"{' '.join(str(get(each.config, key)) for key in own)} {each.seconds:.3g} s"
         + ("" if each.fits else ", does not fit")
         for each in candidates
         if each is not best
@@ -158,19 +160,19 @@ def _format_line(
     return f"experts: {_typed(own | state)}{none}: {', '.join(facts)}{last}"
 
 
-def _wider(
-    config: Config, best: _Candidate, world_size: int, vocab_size: int, hardware: Hardware, capacity: Capacity
-) -> str:
-    """Advise more ranks for the experts of a layer, if all would then stay on the device and steps would be shorter."""
+def _wider(job: Job, best: _Candidate, hardware: Hardware, capacity: Capacity) -> str:
+    """Return the advice to spread experts over more ranks; "" unless all experts then stay on the device and steps are
+    faster."""
     if not derived.streams_experts(best.config):
         return ""
+    config = job.config
     resident = {WEIGHTS: "device", ORDER: "by_micro_batch", STATE: config.optimizer.state_device}
     found: list[_Candidate] = []
     size = config.parallel.expert
-    while (config.moe.num_experts or 0) % (size := 2 * size) == 0 and size <= world_size:
+    while (config.moe.num_experts or 0) % (size := 2 * size) == 0 and size <= job.world_size:
         wider = with_keys(config, {**resident, "parallel.expert": size})
-        if first_problem(wider, world_size) is None:
-            found.append(_evaluate(wider, world_size, vocab_size, hardware, capacity))
+        if first_problem(wider, job.world_size) is None:
+            found.append(_evaluate(replace(job, config=wider), hardware, capacity))
     faster = [each for each in found if each.fits and each.seconds < best.seconds]
     if not faster:
         return ""
@@ -179,7 +181,5 @@ def _wider(
     return f"; {typed} would keep them on the device, with {first.seconds:.3g} s a step"
 
 
-def _typed(values: dict[str, Any], short: bool = False) -> str:
-    if short:
-        return " ".join(str(value) for value in values.values())
+def _typed(values: dict[str, Any]) -> str:
     return " ".join(as_typed(key, value) for key, value in values.items())

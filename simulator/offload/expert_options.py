@@ -1,17 +1,17 @@
-"""The offload targets of a config's experts and the orders of its passes that are possible, with the memory, the
-traffic and the time of each.
+"""Possible offload targets of a config's experts and orders of its passes, with the memory, traffic and time of each.
 
-A weight that is copied to the device serves the tokens of its expert until its slot gets another one. With fewer tokens
-than the break-even, the link takes longer than the products.
+A weight that is copied to the device computes the tokens of its expert until another weight replaces it. With fewer
+tokens than the break-even, the copy takes longer than the matmuls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from configs import derived
+from configs.job import Job
 from configs.keys import get
 from configs.rules import first_problem
 from configs.schema import Config
@@ -32,10 +32,13 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class ExpertOption:
-    """An offload target for experts, with a schedule. Bytes are those that one rank transfers per step, in the stage
-    with the most traffic. `moved`: bytes of experts; `read` and `written`: bytes of the disk, with all optimizer state
-    there; `tokens`: the tokens that an expert computes between two transfers of its weights; `break_even`: the number
-    of tokens for which the transfer takes as long as the matrix products of the forward pass."""
+    """An offload target for experts with an order of passes. Bytes are those that one rank transfers per step, in the
+    pipeline stage with the most traffic.
+
+    `moved`: bytes of experts; `read` and `written`: disk bytes of experts and optimizer state; `tokens`: tokens that an
+    expert computes between two transfers of its weights; `break_even`: number of tokens for which the transfer takes as
+    long as the matmuls of the forward pass.
+    """
 
     values: dict[str, Any]  # of WEIGHTS, ORDER and STATE
     is_own: bool  # the config has these values
@@ -50,7 +53,7 @@ class ExpertOption:
 
     @property
     def written_a_day(self) -> float | None:
-        """Bytes written to a node's disk in a day of training; None where no step is predicted."""
+        """Bytes written to a node's disk in a day of training; None if no step is predicted."""
         return self.ranks_of_node * self.written * DAY / self.seconds if self.seconds else None
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,8 +62,11 @@ class ExpertOption:
 
 
 def expert_candidates(config: Config, world_size: int, moves_state: bool) -> Iterator[Config]:
-    """Yield the config with each target for experts' weights and each order of passes that the rules allow, the
-    simplest first. The layer-wise order is left out for weights on the device: it makes no difference there."""
+    """Yield the config with each device for expert weights and each order of passes that the rules allow, simplest
+    first.
+
+    The layer-wise order is left out for weights on the device, where it makes no difference.
+    """
     for weights in ("device", "host", "disk"):
         state = config.optimizer.state_device
         if weights in BELOW and state not in BELOW[weights]:  # on a faster target than the weights'
@@ -86,8 +92,12 @@ def tokens_between(config: Config, world_size: int) -> float:
 
 
 def break_even(config: Config, world_size: int, hardware: Hardware) -> float:
-    """Return the tokens of an expert whose forward products take as long as the copy of its weights: FLOP/s over
-    bytes/s, times bytes of a weight over 2 FLOP. Ranks that keep a shard each copy that shard alone."""
+    """Return the number of tokens per expert for which the forward matmuls take as long as the copy of the expert's
+    weights.
+
+    This is FLOP/s over bytes/s, times bytes of a weight over 2 FLOP. Ranks that keep a shard of the weights copy only
+    that.
+    """
     half, of = config.training.precision != "fp32", rates(hardware, world_size)
     flops = hardware["products.half" if half else "products.fp32"]
     disk = config.moe.weights_device == "disk"
@@ -104,8 +114,11 @@ def expert_option(
     seconds: float | None,
     is_own: bool = False,
 ) -> ExpertOption:
-    """Return the memory, traffic and time of a validated config's experts. `arrangements`: of optimizer state, of a
-    rank of each stage; `seconds`: of a predicted step."""
+    """Return the memory, traffic and time of a validated config's experts.
+
+    `arrangements`: arrangement of offloaded optimizer state on one rank of each pipeline stage; `seconds`: of a
+    predicted step.
+    """
     stages = [expert_traffic(config, world_size, stage) for stage in range(config.parallel.pipeline)]
     found = [_of_stage(config, traffic, of) for traffic, of in zip(stages, arrangements, strict=True)]
     moved, read, written, device = max(found, key=lambda each: (each[0].up + each[0].down, each[2], each[3]))
@@ -120,7 +133,8 @@ def expert_option(
 def _of_stage(
     config: Config, traffic: ExpertTraffic | None, arrangement: Arrangement | None
 ) -> tuple[BytesMoved, int, int, int]:
-    """Return (experts' traffic, bytes read from the disk and written to it, bytes of experts on the device)."""
+    """Return (experts' traffic, bytes read from the disk, bytes written to the disk, device bytes of experts) of a
+    stage."""
     others = 0
     if arrangement is not None:
         buckets = zip(arrangement.sizes, arrangement.targets, arrangement.engines, strict=True)
@@ -135,15 +149,13 @@ def _of_stage(
 
 
 def expert_options(
-    config: Config,
-    vocab_size: int,
-    world_size: int,
-    hardware: Hardware | None,
-    arrangements: Sequence[Arrangement | None],
-    seconds: float | None,
+    job: Job, hardware: Hardware | None, arrangements: Sequence[Arrangement | None], seconds: float | None
 ) -> list[ExpertOption]:
-    """Return the config's own option, then the others that the rules allow; [] for a model without experts.
-    `arrangements`, `seconds`: of the config's own."""
+    """Return the option that the config has, then the others that the rules allow; [] for a model without experts.
+
+    `arrangements` (of offloaded optimizer state) and `seconds` (of a step) belong to the config's own option.
+    """
+    config, world_size = job.config, job.world_size
     if not derived.is_moe(config):
         return []
     found = [expert_option(config, world_size, hardware, arrangements, seconds, is_own=True)]
@@ -151,10 +163,9 @@ def expert_options(
     for changed in expert_candidates(config, world_size, moves_state=True):
         if all(get(changed, key) == own[key] for key in (WEIGHTS, ORDER)):
             continue
-        of = stage_arrangements(changed, vocab_size, world_size, Capacity())
-        time = None
-        if hardware is not None:
-            time = predict_step(changed, world_size, vocab_size, hardware, arrangements=of).seconds
+        other = replace(job, config=changed)
+        of = stage_arrangements(other, Capacity())
+        time = None if hardware is None else predict_step(other, hardware, arrangements=of).seconds
         found.append(expert_option(changed, world_size, hardware, of, time))
     return found
 
@@ -163,7 +174,7 @@ HEADINGS = ["weights", "passes", "state", "device", "tokens", "break-even", "up"
 
 
 def format_expert_options(found: Sequence[ExpertOption], memory: Sequence[RankMemory]) -> str:
-    """Format the options as a table for the plan; empty where experts cannot be offloaded."""
+    """Return the options as a table for the plan; "" if experts cannot be offloaded."""
     if len(found) < 2 and not any(each.moved.up for each in found):
         return ""
     own = found[0]
@@ -197,7 +208,7 @@ def _row(of: ExpertOption) -> list[str]:
 
 
 def _format_kept(memory: Sequence[RankMemory]) -> list[str]:
-    """Format the bytes of experts on device, host and disk, for the rank with the most of them."""
+    """Return the lines on expert bytes on device, host and disk, for the rank with the most of them."""
     found = [rank.experts for rank in memory if rank.experts is not None]
     if not found:
         return []

@@ -1,5 +1,8 @@
-"""The offload target of each rank's optimizer state: buckets cut and arranged by the functions of a run
-(optim/arrangement/), from the offsets of parameters in Megatron-core's buffers."""
+"""Planned arrangement of each rank's optimizer state over device, host and disk.
+
+The functions of a run (optim/arrangement/) cut buckets and arrange them, from the offsets of parameters in
+Megatron-core's buffers.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from models.blueprint import model_chunks
 from optim.arrangement.buckets import (
@@ -33,7 +37,8 @@ ASSUMED = Bandwidths(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, w
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """The slice of a parameter that a rank will own: OwnedSlice of parallel/megatron/ without the tensors."""
+    """The slice of a parameter whose optimizer state a rank will own: OwnedSlice of parallel/megatron/ without
+    tensors."""
 
     start: int
     end: int
@@ -44,23 +49,30 @@ class PlannedSlice:
 
 
 class OffloadPlan:
-    """Arranges the optimizer state of each rank; ranks that own the same slices share an arrangement."""
+    """Arranges the optimizer state of each rank on device, host and disk; ranks that own the same slices share the
+    result."""
 
-    def __init__(self, config: Config, vocab_size: int, world_size: int, capacity: Capacity) -> None:
-        """capacity: of each rank's device, host and disk, including all other tensors of the device."""
-        self.config, self.capacity = config, capacity
-        self._static = [buffers(config, vocab_size, world_size, stage) for stage in range(config.parallel.pipeline)]
-        self._local = [[parameters(config, chunk, vocab_size) for chunk in stage] for stage in model_chunks(config)]
-        self._records = [records_of_stage(config, world_size, stage) for stage in range(config.parallel.pipeline)]
+    def __init__(self, job: Job, capacity: Capacity) -> None:
+        """`capacity`: bytes of each rank's device, host and disk; of the device, other tensors take some (`used` of
+        `of`)."""
+        self.config, self.capacity = job.config, capacity
+        stages = range(job.config.parallel.pipeline)
+        self._static = [buffers(job, stage) for stage in stages]
+        self._local = [
+            [parameters(job.config, chunk, job.vocab_size) for chunk in stage] for stage in model_chunks(job.config)
+        ]
+        self._records = [records_of_stage(job.config, job.world_size, stage) for stage in stages]
         self._request, self._arranged = cache(self._requested), cache(self._arrange)
 
     def of(self, coordinates: RankCoordinates, used: int) -> Arrangement:
-        """Return a rank's arrangement where other tensors use `used` bytes of its device. State that does not fit is
-        arranged in the least memory."""
+        """Return a rank's arrangement of optimizer state if other tensors take `used` bytes of its device.
+
+        State that does not fit is arranged with the least possible memory.
+        """
         return self._arranged(coordinates.stage, coordinates.data_context, coordinates.expert_data, used)
 
     def request(self, coordinates: RankCoordinates) -> ArrangementRequest:
-        """Return a rank's buckets."""
+        """Return the request to arrange a rank's buckets of optimizer state."""
         return self._request(coordinates.stage, coordinates.data_context, coordinates.expert_data)
 
     def _arrange(self, stage: int, data: int, expert_data: int, used: int) -> Arrangement:
@@ -78,22 +90,25 @@ class OffloadPlan:
 def request_with_experts(
     config: Config, numels: Sequence[int], reduced_at_step_end: Sequence[bool], records: ExpertRecords | None
 ) -> ArrangementRequest:
-    """Return the request of these buckets, followed by the buckets of offloaded experts, layer by layer."""
+    """Return the request to arrange these buckets, followed by the buckets of offloaded experts, layer by layer."""
     own = [] if records is None else [end - first for first, end in records.buckets] * records.num_layers
     is_offloaded = [False] * len(numels) + [True] * len(own) if own else []
     return arrangement_request(config, [*numels, *own], [*reduced_at_step_end, *(True for _ in own)], is_offloaded)
 
 
 def remaining(capacity: Capacity, used: float) -> Capacity:
-    """Return the capacity for optimizer state where other tensors use `used` bytes of the device."""
+    """Return the capacity that is left for optimizer state if other tensors take `used` bytes of the device."""
     return replace(capacity, device=max(capacity.device - used, 0.0))
 
 
 def planned_slices(
     static: Mapping[str, Sequence[Buffer]], local: Sequence[Sequence[Parameter]], ranks: Mapping[str, int]
 ) -> list[PlannedSlice]:
-    """Return the slices of a stage's parameters that a rank owns, in the order of the forward pass. `static`: the
-    stage's buffers by kind and model chunk; `ranks`: its rank, by kind, among those that share the kind's state."""
+    """Return the slices of a stage's parameters that a rank owns, in the order of the forward pass.
+
+    `static`: the stage's gradient buffers by kind and model chunk; `ranks`: by kind, the rank's index among those that
+    share the optimizer state.
+    """
     found, first = [], 0
     for chunk, of_chunk in enumerate(local):
         for kind, is_expert in (("dense", False), ("expert", True)):
@@ -111,7 +126,7 @@ def planned_slices(
 
 
 def least_host_bytes(request: ArrangementRequest, capacity: Capacity) -> int | None:
-    """Return the smallest host budget in bytes with which the state fits; None where no budget is enough."""
+    """Return the smallest host budget in bytes with which the optimizer state fits; None if no budget is enough."""
     early_update = "always" if request.early_update == "always" else "never"
     most = arrange(replace(request, early_update=early_update), replace(capacity, host=math.inf))
     if most is None:
@@ -125,7 +140,8 @@ def least_host_bytes(request: ArrangementRequest, capacity: Capacity) -> int | N
 
 
 def engine_seconds(arrangement: Arrangement, passes: float = 0.0, rates: Bandwidths = ASSUMED) -> dict[Engine, float]:
-    """Return the seconds of a rank's step with each engine. `passes`: seconds of both passes, a third of it forward."""
+    """Return the seconds of a rank's update with each engine. `passes`: seconds of both passes, of which a third is
+    forward."""
     element = ElementBytes.of(arrangement)
     both = Passes(passes / 3, passes * 2 / 3, any(arrangement.early), any(arrangement.leaving))
     indices = [index for index, engine in enumerate(arrangement.engines) if engine != "record"]
@@ -134,14 +150,14 @@ def engine_seconds(arrangement: Arrangement, passes: float = 0.0, rates: Bandwid
     return dict(predictions(numels, targets, element, rates, both))
 
 
-def stage_arrangements(
-    config: Config, vocab_size: int, world_size: int, capacity: Capacity
-) -> list[Arrangement | None]:
-    """Return the arrangement of optimizer state on the first rank of each stage. `capacity`: bytes of the device, the
-    host and the disk that the state may use."""
-    stages = range(config.parallel.pipeline)
-    if not derived.has_own_optimizer_state(config):
+def stage_arrangements(job: Job, capacity: Capacity) -> list[Arrangement | None]:
+    """Return the arrangement of offloaded optimizer state on the first rank of each pipeline stage.
+
+    `capacity`: bytes of device, host and disk that the state may use.
+    """
+    stages = range(job.config.parallel.pipeline)
+    if not derived.has_own_optimizer_state(job.config):
         return [None for _ in stages]
-    plan = OffloadPlan(config, vocab_size, world_size, capacity)
-    first = {each.stage: each for each in reversed(list(rank_coordinates(config, world_size)))}
+    plan = OffloadPlan(job, capacity)
+    first = {each.stage: each for each in reversed(list(rank_coordinates(job.config, job.world_size)))}
     return [plan.of(first[stage], 0) for stage in stages]

@@ -1,4 +1,4 @@
-"""Answer of a layout search, with its text: the fastest layout that fits, the runners-up, and why they are slower."""
+"""Answer of a layout search and its text: the fastest layout that fits, the runners-up, and why these are slower."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from simulator.clock.prediction import UNTESTED, Prediction, describe_back_tests
 from simulator.search.sizer import LayoutMemory, MemoryLimits
 from simulator.sizes import format_bytes
 
-# What the step does in the seconds of a reason of simulator/clock/prediction.py.
+# Sentence ends for reasons of simulator/clock/prediction.py, to follow "21% of the step".
 VERBS = {
     "products": "is matrix products and attention",
     "recomputed": "computes layers again",
@@ -35,10 +35,10 @@ VERBS = {
 
 @dataclass(frozen=True)
 class SearchedLayout:
-    """A layout that fits.
+    """A layout that fits the memory, with its predicted step.
 
-    `overrides`: to type in addition to the command line that the search was given. `why`: reason for being slower than
-    the best layout; empty for the best itself. `choices`: overrides of which this is the fastest layout found.
+    `overrides`: to be added to the command line of the search. `why`: why it is slower than the best layout; "" for the
+    best. `choices`: overrides of which this is the fastest layout found.
     """
 
     config: Config = field(repr=False)
@@ -50,7 +50,7 @@ class SearchedLayout:
     choices: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the layout's entry in search.json."""
+        """Return the entry of this layout in search.json."""
         return {
             "overrides": self.overrides,
             "step_seconds": self.prediction.seconds,
@@ -64,11 +64,11 @@ class SearchedLayout:
 
 @dataclass(frozen=True)
 class SearchCounts:
-    """Numbers of layouts in a search; search.json has them by these names.
+    """Numbers of layouts in a search, with the names that search.json uses.
 
-    `candidates`: allowed by the rules. `bounded_by_time`, `bounded_by_memory`: dropped by a bound. `too_large`: dropped
-    after their memory was counted. `timed`: fit and were timed. `left`: not examined, as they are faster than the best
-    by at most the share `near`.
+    `candidates`: allowed by the rules. `bounded_by_time`, `bounded_by_memory`: excluded by a lower bound. `too_large`:
+    excluded after their memory was counted. `timed`: fit and were timed. `left`: not examined, because they are faster
+    than the best by at most the share `near`.
     """
 
     candidates: int
@@ -82,7 +82,8 @@ class SearchCounts:
 
 @dataclass(frozen=True)
 class TooLargeChoice:
-    """An override with which no examined layout fits: the closest is `short` bytes over the capacity of `target`."""
+    """An override with which no examined layout fits: the closest one is `short` bytes over the capacity of
+    `target`."""
 
     choice: str
     short: float
@@ -91,10 +92,10 @@ class TooLargeChoice:
 
 @dataclass(frozen=True)
 class LayoutAnswer:
-    """The best layout and the runners-up.
+    """The best layout of a search and the runners-up.
 
-    A runner-up is the fastest layout found with a choice that differs from the best layout's. `too_large`: choices with
-    which nothing fits. `errors`: results of back-tests of the hardware's figures.
+    A runner-up is the fastest layout found that differs from the best in one choice. `too_large`: choices with which
+    nothing fits. `errors`: results of back-tests of the hardware's figures.
     """
 
     best: SearchedLayout
@@ -124,7 +125,7 @@ class LayoutAnswer:
 
 
 def answer_text(answer: LayoutAnswer) -> str:
-    """Return the lines that are printed: the best layout with its overrides, the runners-up, and the counts."""
+    """Return the text of the answer: the best layout with its overrides, the runners-up, and the counts."""
     counts, limits = answer.counts, answer.limits
     lines = [
         f"Fastest layout of {answer.world_size} ranks on {answer.hardware} "
@@ -152,7 +153,8 @@ def answer_text(answer: LayoutAnswer) -> str:
 
 
 def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the two lines of a layout; the seconds have the largest mean error of the back-tests."""
+    """Return the two lines that describe a layout; the error next to its seconds is the largest mean error of the
+    back-tests."""
     worst = max((float(error["mean_absolute_error_percent"]) for error in errors), default=None)
     seconds = f"{layout.prediction.seconds:.4g} s ({UNTESTED if worst is None else f'+-{worst:.1f}%'})"
     memory = format_bytes(layout.memory.device)
@@ -165,7 +167,7 @@ def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list
 
 
 def why_slower(loser: Prediction, best: Prediction) -> str:
-    """Return why a layout is slower than the best: the reason on which it spends most additional seconds."""
+    """Return why a layout is slower than the best one: the reason for most of the additional seconds."""
     names = dict.fromkeys([*loser.reasons, *best.reasons])
     longer = {name: loser.reasons.get(name, 0.0) - best.reasons.get(name, 0.0) for name in names}
     name = max(longer, key=lambda each: longer[each], default="")
@@ -173,7 +175,7 @@ def why_slower(loser: Prediction, best: Prediction) -> str:
     if slower < 5e-4 or not name or longer[name] <= 0:
         return "as fast, and splits the model over more dimensions or keeps less"
     own, share_of_best = loser.reasons[name], best.reasons.get(name, 0.0) / best.seconds
-    if own / loser.seconds <= share_of_best:  # no larger share, but of a longer step
+    if own / loser.seconds <= share_of_best:  # not a larger share, but of a longer step
         what = describe_reason(name)
         return f"{slower:.1%} slower: {longer[name]:.3g} s more for {what} ({own:.3g} s of the step)"
     verb = describe_reason(name, VERBS)

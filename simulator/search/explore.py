@@ -1,8 +1,8 @@
-"""Best-first search of layouts: branch and bound, until no remaining candidate can be faster than the best one found.
+"""Best-first search of layouts (branch and bound), until no remaining candidate can be faster than the best one found.
 
-A node stands for a set of candidates and has a lower bound of their seconds. From coarse to fine it is: a micro-batch
-size and all larger ones, of a group and a number of model chunks; a layout; a layout with a number of chunks of its MoE
-layers, before and after its memory was counted; a candidate that fits.
+A node stands for a set of candidates and has a lower bound of their seconds. From coarse to fine it is: all micro-batch
+sizes from one on, for a group and a number of model chunks; a layout; a layout with a chunk plan of its MoE layers,
+before and after its memory was counted; a candidate that fits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Predict = Callable[[Config, Sequence[Arrangement | None] | None], Prediction]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory savings that fits, and its predicted time."""
+    """A layout with its memory savings that fits, and its predicted step."""
 
     cell: LayoutCell
     saving: Saving
@@ -37,15 +37,15 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """Sort key: the fastest first, among equally fast ones the simplest."""
+        """Sort key: the fastest first, and the simplest among equally fast ones."""
         return float(f"{self.prediction.seconds:.9g}"), *simplicity(self.cell, self.saving)
 
 
 @dataclass(frozen=True)
 class Node:
-    """Set of candidates that all take at least `bound` seconds.
+    """A set of candidates that all take at least `bound` seconds.
 
-    `kind`: micro, layout, sized, kept, offload or candidate; `LayoutExplorer` has a method for each.
+    `kind`: micro, layout, sized, kept, offload or candidate. `LayoutExplorer` has a method `_kind` for each.
     """
 
     kind: str
@@ -53,20 +53,21 @@ class Node:
     group: LayoutGroup
     chunks: int | None
     cell: LayoutCell
-    savings: tuple[Saving, ...] = ()  # all with the same degree, that which keeps most first
+    savings: tuple[Saving, ...] = ()  # all with the same numbers of chunks; the one that keeps most on the device first
     index: int = 0  # of the micro-batch size
     memory: LayoutMemory | None = None
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Sort key: the lowest bound first, among equal ones the fewest dimensions."""
+        """Sort key: the lowest bound first, and the fewest parallel dimensions among equal bounds."""
         group = self.group
         used = sum(size > 1 for size in (group.tensor, group.pipeline, group.context, group.expert))
         return self.bound, used, group.tensor, group.pipeline, group.context, group.expert
 
 
 def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
-    """Return a sort key: fewer dimensions, less recomputation, no offloading, fewer chunks, small sizes first."""
+    """Return a sort key: fewer dimensions, less recomputation, no offloading, fewer chunks, then small sizes come
+    first."""
     group = cell.group
     dimensions = (group.tensor, group.pipeline, group.context, group.expert, group.expert_tensor or 1)
     used = sum(size > 1 for size in dimensions) + (cell.chunks is not None) + group.sequence
@@ -76,10 +77,11 @@ def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
 
 
 class LayoutExplorer:
-    """Explores a space and keeps the candidates that it timed.
+    """Explores a search space and collects the candidates that it timed.
 
-    `predict` takes a config and arrangements, `least` a config; see simulator/search/timer.py. `near`: share of the
-    best's seconds; candidates that are faster by less are not examined. 0: the best is exact.
+    `predict` takes a config and arrangements of optimizer state, `least` takes a config (simulator/search/timer.py).
+    `near`: candidates that are faster than the best by at most this share of its seconds are not examined; with 0 the
+    best is exact.
     """
 
     def __init__(
@@ -103,7 +105,8 @@ class LayoutExplorer:
         self._push_groups()
 
     def counts(self) -> SearchCounts:
-        """Return the numbers of candidates by outcome; candidates that were not examined are bounded by time."""
+        """Return the number of candidates for each outcome; candidates that were not examined count as bounded by
+        time."""
         rest = self.candidates - self.bounded_by_memory - self.too_large - self.timed
         best, left = self.best, 0
         if best is not None and self.near:
@@ -119,11 +122,12 @@ class LayoutExplorer:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest candidate found."""
+        """The fastest candidate found; None if none fits so far."""
         return min(self.found, key=lambda each: each.rank, default=None)
 
     def run(self, most_nodes: float = float("inf")) -> None:
-        """Examine nodes until none can be faster than the best found by more than `near`, or `most_nodes` nodes."""
+        """Examine nodes until none can be faster than the best found by more than `near`, or until `most_nodes` were
+        examined."""
         best, examined = float("inf"), 0
         while self._heap and examined < most_nodes:
             node = self._heap[0][2]
@@ -158,8 +162,10 @@ class LayoutExplorer:
                     self._push(node)
 
     def _micro_from(self, group: LayoutGroup, chunks: int | None, index: int) -> Iterator[Node]:
-        """Yield the node of the micro-batch sizes from `index` on; its bound is that of the first, as larger ones make
-        the pipeline wait longer."""
+        """Yield the node (set of candidates) with all micro-batch sizes from `index` on.
+
+        Its bound is that of the first size, because with larger micro-batches the pipeline waits longer.
+        """
         micros = self.space.micros_of(group, chunks)
         if index < len(micros):
             cell = LayoutCell(group, chunks, self.space.first_heads, micros[index])
@@ -168,7 +174,7 @@ class LayoutExplorer:
                 yield Node("micro", bound, group, chunks, cell, index=index)
 
     def _savings_by_degree(self, cell: LayoutCell) -> list[tuple[Saving, ...]]:
-        """Return the savings of `_savings`, grouped by the numbers of chunks of MoE layers."""
+        """Return the memory savings that a layout may use, grouped by the number of chunks of MoE layers."""
         savings = self.space.legal_savings(cell)
         key = id(savings), cell.group in self._must_offload
         if key not in self._by_degree:
@@ -176,12 +182,12 @@ class LayoutExplorer:
         return self._by_degree[key]
 
     def _savings(self, cell: LayoutCell) -> list[Saving]:
-        """Return the savings that the rules and a bound of the group's memory allow."""
+        """Return the memory savings that the rules and a lower bound of the memory of the layout's group allow."""
         savings = self.space.legal_savings(cell)
         return [each for each in savings if each.streams] if cell.group in self._must_offload else savings
 
     def _micro(self, node: Node) -> Iterator[Node]:
-        """Yield the node of the next micro-batch size, and the layouts with this one."""
+        """Split a set of candidates: yield the set with larger micro-batches, and layouts with the smallest size."""
         savings = self._savings(node.cell)
         headroom = self.limits.device - self.sizer.fixed_bytes(node.cell, _leaves(savings), _stream(savings))
         numbers = self.space.heads_of(node.group, node.chunks, node.cell.micro)
@@ -197,7 +203,7 @@ class LayoutExplorer:
                 yield replace(node, kind="layout", cell=cell, savings=own, bound=bound)
 
     def _layout(self, node: Node) -> Iterator[Node]:
-        """Yield the same candidates with a closer bound, of this layout alone."""
+        """Yield the same candidates with a tighter lower bound of their seconds, computed for this layout alone."""
         config = self.space.layout(node.cell, node.savings[0])
         if not is_legal(config, self.space.world_size):
             self.candidates -= len(node.savings)
@@ -209,10 +215,10 @@ class LayoutExplorer:
         return self.least(self.space.layout(cell, saving)) if closer is None else closer
 
     def _sized(self, node: Node) -> Iterator[Node]:
-        """Yield the candidate that keeps most if it fits, and the others that may be faster.
+        """Yield the candidate that saves least memory if it fits, and the others that may be faster.
 
-        Offloaded state is updated during the passes, or delays them. If all state and the buffers of offloading fit on
-        the device, keeping less of the layers is no faster, and auto equals the device.
+        Offloaded state is updated during the passes, or delays them. If all state and the staging buffers of offloading
+        fit on the device, recomputing more is no faster, and state_device=auto equals device.
         """
         first = node.savings[0]
         kept = attrgetter("recompute", "offload", "strategy", "weights_device", "pass_order")
@@ -239,7 +245,7 @@ class LayoutExplorer:
                 yield replace(node, kind="kept", savings=group, bound=bound)
 
     def _kept(self, node: Node) -> Iterator[Node]:
-        """Yield the candidates with equally kept activations, unless these are larger than the device."""
+        """Yield the candidates of a layout that keep the same activations, unless these do not fit on the device."""
         if self._keeps_too_much(node.cell, node.savings):
             self.bounded_by_memory += len(node.savings)
         else:
@@ -250,7 +256,7 @@ class LayoutExplorer:
         return least + self.sizer.kept_floor(cell, savings[0]) > self.limits.device
 
     def _offload(self, node: Node) -> Iterator[Node]:
-        """Yield the candidates whose offload targets and update engines fit."""
+        """Yield the candidates of a layout whose offload targets and update engines fit the memory."""
         if self.sizer.device_bytes(node.cell, node.savings[0], _leaves(node.savings)) > self.limits.device:
             self.bounded_by_memory += len(node.savings)
             return
@@ -262,14 +268,14 @@ class LayoutExplorer:
                 yield replace(node, kind="candidate", savings=(saving,), memory=memory)
 
     def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
-        """Return the memory of a candidate; None if it is over a limit."""
+        """Return the memory of a candidate; None if it exceeds a limit."""
         memory = self.sizer.memory(cell, saving)
         limits = self.limits
         fits = memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk
         return memory if fits else None
 
     def _candidate(self, node: Node) -> Iterator[Node]:
-        """Time a candidate that fits; it has no further nodes."""
+        """Time a candidate that fits, and add it to those found. Yields no further nodes."""
         assert node.memory is not None
         self.timed += 1
         prediction = self.time(node.cell, node.savings[0])
@@ -277,22 +283,22 @@ class LayoutExplorer:
         yield from ()
 
     def time(self, cell: LayoutCell, saving: Saving) -> Prediction:
-        """Return the prediction of a candidate with its arrangement of optimizer state."""
+        """Return the prediction of a candidate with its arrangement of offloaded optimizer state."""
         return self.predict(self.space.layout(cell, saving), self.sizer.arrangements(cell, saving))
 
 
 def _leaves(savings: Sequence[Saving]) -> bool:
-    """Whether one of the savings offloads optimizer state."""
+    """Whether any of these memory savings offloads optimizer state."""
     return any(saving.state_device != "device" for saving in savings)
 
 
 def _stream(savings: Sequence[Saving]) -> bool:
-    """Whether one of the savings offloads experts."""
+    """Whether any of these memory savings offloads experts."""
     return any(saving.streams for saving in savings)
 
 
 def _grouped(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:
-    """Return the savings in groups with equal keys, in their order."""
+    """Return memory savings in groups with equal keys; the order is kept."""
     found: dict[Any, list[Saving]] = {}
     for saving in savings:
         found.setdefault(key(saving), []).append(saving)

@@ -1,7 +1,7 @@
-"""Lower bounds of the seconds of layouts: computation per sequence row, and waiting in the pipeline.
+"""Lower bounds of the step seconds of layouts: computation per sequence row, and waiting in the pipeline.
 
-A row takes least in a large micro-batch, so one timing bounds all micro-batch sizes, stages and model chunks. Context
-ranks exchange heads while nothing is computed, and keys and values during attention.
+A row takes least time in a large micro-batch, so one timing bounds all micro-batch sizes, stages and model chunks.
+Exchanges of heads between context ranks are not overlapped, exchanges of keys and values overlap attention.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stages = list[tuple[Counter[LayerKind], Counter[LayerKind]]]  # of each stage: l
 
 
 class LayoutFloor:
-    """Computes lower bounds of the seconds of a space's layouts; they are 0 without `row_seconds`."""
+    """Computes lower bounds of the step seconds of layouts; without `row_seconds` the bounds are 0."""
 
     def __init__(
         self, space: LayoutSpace, hardware: Hardware, row_seconds: Callable[[Config], RowSeconds] | None
@@ -36,9 +36,12 @@ class LayoutFloor:
         self._streamed: dict[Hashable, float] = {}
 
     def seconds(self, cell: LayoutCell, savings: list[Saving], heads: int | None = None) -> float:
-        """Return a bound for all of a layout's savings, with `heads` ranks that exchange heads; None: any number."""
+        """Return a lower bound of a layout's step seconds with any of these memory savings.
+
+        `heads`: number of context ranks that exchange heads; None: any number.
+        """
         group = cell.group
-        if self.row_seconds is None or (group.context > 1 and self.space.kind == "cpu"):
+        if self.row_seconds is None or (group.context > 1 and self.space.job.device == "cpu"):
             return 0.0  # a CPU computes attention differently with context ranks
         more = 0.0  # seconds per layer and micro-batch in which context ranks wait for each other
         if group.context > 1:
@@ -49,8 +52,10 @@ class LayoutFloor:
         return min(self._step(cell, self._of_row(cell, saving), *each, more) for saving in savings)
 
     def closer(self, cell: LayoutCell, saving: Saving) -> float | None:
-        """Return a bound for one candidate from the rows of its micro-batch and its transfers of experts; None without
-        `row_seconds`."""
+        """Return a lower bound of one candidate's step seconds; None without `row_seconds`.
+
+        It is computed from the seconds per row with its micro-batch size, and from its transfers of experts.
+        """
         if self.row_seconds is None:
             return None
         group = cell.group
@@ -61,7 +66,8 @@ class LayoutFloor:
         return max(seconds, self.streamed(cell, [saving]))
 
     def streamed(self, cell: LayoutCell, savings: Sequence[Saving]) -> float:
-        """Return a bound from the transfers of offloaded experts; 0 if one of the savings keeps them on the device."""
+        """Return a lower bound of the step seconds from the transfers of offloaded experts; 0 if any of the memory
+        savings keeps experts on the device."""
         if self.row_seconds is None or not all(each.streams for each in savings):
             return 0.0
         bounds = []
@@ -76,15 +82,18 @@ class LayoutFloor:
         return min(bounds)
 
     def _micro_batches(self, cell: LayoutCell) -> tuple[int, int]:
-        """Return the number of a rank's micro-batches per step, and its sequence rows in one of them."""
+        """Return the number of a rank's micro-batches per step, and its sequence rows in one micro-batch."""
         group, config = cell.group, self.space.config
         replicas = self.space.world_size // (group.tensor * group.pipeline * group.context)
         count = config.training.global_batch_size // (replicas * cell.micro)
         return count, cell.micro * config.model.sequence_length // group.context
 
     def _step(self, cell: LayoutCell, row: RowSeconds, count: int, of_micro: int, more: float) -> float:
-        """Return the seconds of the slowest stage: all its passes, and one micro-batch's passes of the stages before,
-        which it waits for at the start and at the end. `more`: seconds to add per layer and micro-batch."""
+        """Return the seconds of the slowest pipeline stage: all its passes, and one micro-batch's passes of the stages
+        before it, for which it waits at the start and at the end.
+
+        `more`: seconds to add per layer and micro-batch.
+        """
         before = most = 0.0
         stages = self._of_stages(cell)
         for number, (first, every) in enumerate(stages):
@@ -146,13 +155,15 @@ class LayoutFloor:
         return swapped + max(0.0, arrives * self._seconds_per_byte(context, here) - attention)
 
     def _seconds_per_byte(self, size: int, here: int) -> float:
-        """Return a bound of the seconds per byte that a rank sends evenly to `size` - 1 others, of which `here` - 1 are
-        in its node; it assumes that the rank has the node's card to itself."""
+        """Return a lower bound of the seconds per byte that a rank sends evenly to `size` - 1 others.
+
+        `here` - 1 of the others are in its node. No other rank is assumed to use the node's network card.
+        """
         inside, card = 1 / self.hardware["inside.rate"], 1 / self.hardware["between.rate"]
         away = (size - here) / (size - 1)
         return max(away * card, (1 - away) * inside)
 
 
 def _recomputed(saving: Saving) -> Hashable:
-    """Return the fields on which a row's seconds depend."""
+    """Return the fields of a `Saving` that the seconds per sequence row depend on."""
     return saving.recompute, saving.offload, saving.degree, saving.backward_degree, saving.strategy

@@ -1,7 +1,7 @@
 """Error of a search in which no layout fits: the missing bytes, and the smallest change with which a layout fits.
 
-Changes are tried from small to large: another value of one key that the user gave, budgets, several such keys, more or
-other ranks, a larger limit. A change is proposed only if a candidate was found that fits with it.
+Changes are tried from small to large: another value of one key that the user gave, other budgets, several such keys,
+more or fewer ranks, a larger memory limit. A change is proposed only if a candidate was found that fits with it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from itertools import combinations
 from typing import Any
 
 from base.errors import ConfigError
+from base.units import GIB, MIB
+from configs.job import Job
 from configs.keys import get
-from configs.schema import KEYS, Config
+from configs.schema import KEYS
 from configs.searched import LAYOUT_KEYS, SAVING_KEYS, SEARCHED
 from configs.show import show
 from configs.values import as_typed
-from memory.budgets import MIB
 from simulator.clock.hardware import Hardware
-from simulator.search.sizer import GIB, LayoutMemory, LayoutSizer, MemoryLimits, memory_limits
-from simulator.search.space import CHECKED, LayoutCell, LayoutGroup, LayoutSpace, Saving, with_keys
+from simulator.search.sizer import LayoutMemory, LayoutSizer, MemoryLimits, memory_limits
+from simulator.search.space import CHECKED, LayoutCell, LayoutSpace, Saving, with_keys
 from simulator.sizes import format_bytes
 
 MOST_CELLS = 48  # layouts whose memory is counted for one change; those with the fewest parameters first
@@ -31,27 +32,26 @@ MORE_RANKS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Asked:
-    """Arguments of a search."""
+    """Arguments of a layout search."""
 
-    config: Config
-    world_size: int
-    vocab_size: int
+    job: Job
     hardware: Hardware
     fixed: frozenset[str]
 
     @property
     def limits(self) -> MemoryLimits:
-        """Bytes that a rank may use."""
-        return memory_limits(self.config, self.world_size, self.hardware)
+        """Bytes of device, host and disk that a rank may use."""
+        return memory_limits(self.job.config, self.job.world_size, self.hardware)
 
     def with_values(self, values: dict[str, Any]) -> Asked:
-        """Return the arguments with other values of keys, which count as given by the user."""
-        return replace(self, config=with_keys(self.config, values), fixed=self.fixed | values.keys())
+        """Return the arguments with other values of keys, which then count as given by the user."""
+        job = replace(self.job, config=with_keys(self.job.config, values))
+        return replace(self, job=job, fixed=self.fixed | values.keys())
 
 
 @dataclass(frozen=True)
 class Closest:
-    """The candidate that is least over its limits: by `over` bytes of the target device, host or disk; 0: it fits."""
+    """The candidate that exceeds its limits least: by `over` bytes of `target` (device, host or disk); 0: it fits."""
 
     cell: LayoutCell
     saving: Saving
@@ -61,21 +61,24 @@ class Closest:
 
 
 def closest(asked: Asked, only_fitting: bool = False) -> Closest | None:
-    """Return the first candidate that fits, else the one least over its limits; None if the rules allow none.
+    """Return the first candidate that fits, or else the one that exceeds its limits least; None if the rules allow
+    none.
 
-    `only_fitting`: candidates that cannot fit by a bound are not examined.
+    `only_fitting`: skip candidates that a lower bound proves too large.
     """
     limits = asked.limits
-    space = LayoutSpace(
-        asked.config, asked.world_size, asked.fixed, asked.hardware.kind, int(asked.hardware["ranks_per_node"])
-    )
-    return closest_in(space, LayoutSizer(space, asked.vocab_size, limits.capacity), limits, MOST_CELLS, only_fitting)
+    space = LayoutSpace(asked.job, asked.fixed, int(asked.hardware["ranks_per_node"]))
+    return closest_in(space, LayoutSizer(space, limits.capacity), limits, MOST_CELLS, only_fitting)
 
 
 def closest_in(
     space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, most_cells: int, only_fitting: bool = False
 ) -> Closest | None:
-    """Return what `closest` returns, of a space; at most `most_cells` layouts are examined."""
+    """Search a space for the first candidate that fits, or else the one that exceeds its limits least; None if there is
+    none.
+
+    At most `most_cells` layouts are examined. `only_fitting`: skip candidates that a lower bound proves too large.
+    """
     cells: list[tuple[float, int, LayoutCell]] = []
     for group in space.groups():
         for chunks in {None, *space.chunks_of(group)[-2:]} & set(space.chunks_of(group)):
@@ -103,7 +106,7 @@ def closest_in(
 
 
 def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: float) -> Iterator[Saving]:
-    """Yield the saving that keeps most, then those that need least of the device, with all their targets and engines.
+    """Yield the memory saving that keeps most on the device, then those that need the least of it.
 
     Savings that need more than `most` bytes of the device even without optimizer state are left out.
     """
@@ -124,38 +127,38 @@ def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: flo
 
 
 def no_layout_error(asked: Asked) -> ConfigError:
-    """Return the error of a search that found nothing, in one line."""
+    """Return the one-line error for a search in which no layout fits."""
     nearest = closest(asked)
-    found = _change(asked, nearest) or "No change of a key that was given, nor more ranks, makes one fit"
+    found = _change(asked, nearest) or "No layout fits with another value of a given key or with more ranks, either"
     return ConfigError(f"{_missing(asked, nearest)}. {found}.")
 
 
 def _missing(asked: Asked, nearest: Closest | None) -> str:
-    ranks = f"{asked.world_size} rank{'s' if asked.world_size > 1 else ''}"
-    keys = " ".join(as_typed(key, get(asked.config, key)) for key in SEARCHED if key in asked.fixed)
+    ranks = f"{asked.job.world_size} rank{'s' if asked.job.world_size > 1 else ''}"
+    keys = " ".join(as_typed(key, get(asked.job.config, key)) for key in SEARCHED if key in asked.fixed)
     given = f" with {keys}" if keys else ""
     if nearest is None:
-        return f"the rules allow no layout of {ranks}{given}: {_broken_rule(asked)}"
+        return f"the rules allow no layout on {ranks}{given}: {_broken_rule(asked)}"
     limits = asked.limits
     needed, limit = getattr(nearest.memory, nearest.target), getattr(limits, nearest.target)
     names = {"device": limits.device_name, "host": limits.host_name, "disk": "memory.disk_budget"}
     return (
-        f"no layout of {ranks} fits{given}: the nearest needs {format_bytes(needed)} of the {nearest.target}, "
+        f"no layout on {ranks} fits{given}: the closest one needs {format_bytes(needed)} of the {nearest.target}, "
         f"{format_bytes(nearest.over)} more than {names[nearest.target]} ({format_bytes(limit)})"
     )
 
 
 def _broken_rule(asked: Asked) -> str:
-    """Return the rule that the layout with the least of everything breaks."""
+    """Return the rule that is broken even by the smallest layout."""
     plain = {key: KEYS[key].fresh_default() for key in SEARCHED if key not in asked.fixed}
     plain["training.micro_batch_size"] = 1
-    config = with_keys(asked.config, {key: value for key, value in plain.items() if key not in asked.fixed})
+    config = with_keys(asked.job.config, {key: value for key, value in plain.items() if key not in asked.fixed})
     for rules in CHECKED:
-        for problem in rules(config, asked.world_size):
-            value = asked.world_size if problem.key == "world_size" else get(config, problem.key)
+        for problem in rules(config, asked.job.world_size):
+            value = asked.job.world_size if problem.key == "world_size" else get(config, problem.key)
             return f"{problem.key} ({show(value)}) {problem.rule}"
-    batch = asked.config.training.global_batch_size
-    return f"training.global_batch_size ({batch}) and the model divide over no {asked.world_size} ranks"
+    batch = asked.job.config.training.global_batch_size
+    return f"training.global_batch_size ({batch}) and the model cannot be divided over {asked.job.world_size} ranks"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -176,10 +179,10 @@ def _change(asked: Asked, nearest: Closest | None) -> str | None:
         if found := _fitting(free):
             return _try(_differences(free, found, pair), found)
     for ranks in _other_ranks(asked, nearest):
-        if found := _fitting(replace(asked, world_size=ranks)):
+        if found := _fitting(replace(asked, job=replace(asked.job, world_size=ranks))):
             return f"Try {ranks} ranks ({format_bytes(found.memory.device)} each)"
     for ranks in _other_ranks(asked, nearest) if given else []:
-        free = replace(asked, world_size=ranks, fixed=asked.fixed - set(given))
+        free = replace(asked, job=replace(asked.job, world_size=ranks), fixed=asked.fixed - set(given))
         if found := _fitting(free):
             keys = _differences(free, found, tuple(given))
             return f"Try {ranks} ranks with {' '.join(keys)} ({format_bytes(found.memory.device)} each)"
@@ -197,39 +200,38 @@ def _try(keys: list[str], found: Closest) -> str:
 
 
 def _differences(asked: Asked, found: Closest, keys: tuple[str, ...]) -> list[str]:
-    space = LayoutSpace(asked.config, asked.world_size, asked.fixed, asked.hardware.kind, 1)
-    config = space.layout(found.cell, found.saving)
-    return [as_typed(key, get(config, key)) for key in keys if get(config, key) != get(asked.config, key)]
+    before, now = asked.job.config, LayoutSpace(asked.job, asked.fixed, 1).layout(found.cell, found.saving)
+    return [as_typed(key, get(now, key)) for key in keys if get(now, key) != get(before, key)]
 
 
 def _other_values(asked: Asked, key: str) -> list[Any]:
     """Return other values of a key that the user gave, the nearest first."""
-    own = get(asked.config, key)
-    free = LayoutSpace(asked.config, asked.world_size, asked.fixed - {key}, asked.hardware.kind, 8)
+    own = get(asked.job.config, key)
+    free = LayoutSpace(asked.job, asked.fixed - {key}, 8)
     if key in SAVING_KEYS:
         every = [each.values()[key] for spread in (False, True) for each in free.savings(spread)]
         values = [value for value in dict.fromkeys(every) if value != own]
     else:
-        cells = (cell for group in free.groups() for cell in _cells_for(free, group, key))
+        of_heads = key == "parallel.context_heads"  # exchanged heads vary only if they are the key
+        cells = (
+            LayoutCell(group, chunks, heads, micro)
+            for group in free.groups()
+            for chunks in free.chunks_of(group)
+            for micro in free.micros_of(group, chunks)
+            for heads in (free.heads_of(group, chunks, micro) if of_heads else [None])
+        )
         values = [value for value in dict.fromkeys(cell.values()[key] for cell in cells) if value != own]
     if all(isinstance(value, int) for value in (own, *values)):
         values.sort(key=lambda value: (abs(math.log(max(value, 1) / max(own, 1))), value))
     return values[:MOST_VALUES]
 
 
-def _cells_for(space: LayoutSpace, group: LayoutGroup, key: str) -> Iterator[LayoutCell]:
-    """Yield layouts of a group with every value of `key`; exchanged heads vary only if they are the key."""
-    for chunks in space.chunks_of(group):
-        for micro in space.micros_of(group, chunks):
-            for heads in space.heads_of(group, chunks, micro) if key == "parallel.context_heads" else [None]:
-                yield LayoutCell(group, chunks, heads, micro)
-
-
 def _budgets(asked: Asked) -> str | None:
-    """Return a host budget up to the node's memory, or a disk folder, with which a layout fits; None if none does."""
-    config, hardware = asked.config, asked.hardware
+    """Return the advice to raise the host budget up to the node's memory or to set a disk folder; None if nothing fits
+    then."""
+    config, hardware = asked.job.config, asked.hardware
     if config.memory.host_budget is not None:
-        most = memory_limits(with_keys(config, {"memory.host_budget": None}), asked.world_size, hardware).host
+        most = memory_limits(with_keys(config, {"memory.host_budget": None}), asked.job.world_size, hardware).host
         found = _fitting(asked.with_values({"memory.host_budget": float(int(most / MIB))}))
         if found is not None and found.memory.host > config.memory.host_budget * MIB:
             least = math.ceil(found.memory.host / MIB)
@@ -242,18 +244,19 @@ def _budgets(asked: Asked) -> str | None:
 
 
 def _other_ranks(asked: Asked, nearest: Closest | None) -> list[int]:
-    more = [asked.world_size * factor for factor in MORE_RANKS]
+    given = asked.job.world_size
+    more = [given * factor for factor in MORE_RANKS]
     if nearest is not None:
         return more
-    near = [n for step in range(1, 65) for n in (asked.world_size - step, asked.world_size + step) if n > 0]
+    near = [n for step in range(1, 65) for n in (given - step, given + step) if n > 0]
     return [*near, *more]
 
 
 def _larger_limit(asked: Asked, nearest: Closest | None) -> str | None:
-    if nearest is None or asked.config.training.memory_limit_gib is None:
+    if nearest is None or asked.job.config.training.memory_limit_gib is None:
         return None
-    free = with_keys(asked.config, {"training.memory_limit_gib": None})
-    found = closest(replace(asked, config=free))
+    free = with_keys(asked.job.config, {"training.memory_limit_gib": None})
+    found = closest(replace(asked, job=replace(asked.job, config=free)))
     if found is None or found.over > 0:
         return None
     limit = math.ceil(nearest.memory.device / GIB * 100 + 1) / 100

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from configs import derived
@@ -46,19 +46,19 @@ AT_LAST = (
 
 @dataclass(frozen=True)
 class OtherChoice:
-    """A key of the layout with a value other than the best layout's."""
+    """A layout key with a value that differs from the best layout's."""
 
     key: str
     value: Any
 
     @property
     def typed(self) -> str:
-        """The override as typed."""
+        """The override as it is typed on the command line."""
         return as_typed(self.key, self.value)
 
 
 def other_choices(space: LayoutSpace, best: Config) -> Iterator[OtherChoice]:
-    """Yield other values of the layout's keys that the user did not give; of sizes, those next to the best's."""
+    """Yield other values of layout keys that the user did not give; of sizes, only those next to the best layout's."""
     for key, values in _values(space, best).items():
         own = get(best, key)
         if key in space.fixed:
@@ -88,7 +88,7 @@ def _values(space: LayoutSpace, best: Config) -> dict[str, list[Any]]:
 
 
 def found_with(explorer: LayoutExplorer, best: Candidate, choice: OtherChoice) -> Candidate | TooLargeChoice | None:
-    """Return the fastest candidate found with a choice; the bytes it is over if nothing fits; None if the rules allow
+    """Return the fastest candidate found with a choice; if nothing fits, how much is missing; None if the rules allow
     nothing."""
     own = explorer.space.layout(best.cell, best.saving)
     free = {*ALWAYS, *WITH.get(choice.key, ())}
@@ -97,10 +97,8 @@ def found_with(explorer: LayoutExplorer, best: Candidate, choice: OtherChoice) -
     for more in ((), AT_LAST):
         fixed = explorer.space.fixed | {choice.key} | {key for key in SEARCHED if key not in free | set(more)}
         space = LayoutSpace(
-            with_keys(own, {choice.key: choice.value}),
-            explorer.space.world_size,
+            replace(explorer.space.job, config=with_keys(own, {choice.key: choice.value})),
             fixed,
-            explorer.space.kind,
             explorer.space.ranks_per_node,
             explorer.space.given,
         )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from configs.job import Job
 from configs.keys import get
 from configs.schema import Config
 from configs.searched import SEARCHED
@@ -25,62 +27,55 @@ NEAR = 1e-3  # share of the best layout's seconds by which layouts that are left
 
 
 def search_layout(
-    config: Config,
-    world_size: int,
-    vocab_size: int,
-    hardware: Hardware,
-    fixed: frozenset[str],
-    timer: LayoutTimer | None = None,
-    near: float = NEAR,
+    job: Job, hardware: Hardware, fixed: frozenset[str], timer: LayoutTimer | None = None, near: float = NEAR
 ) -> LayoutAnswer:
-    """Return the fastest layout of a config on `world_size` ranks of this hardware, and the runners-up.
+    """Return the fastest layout of a job on some hardware, and the runners-up.
 
     Args:
-        config: its values of the keys `fixed` stay; its other layout keys are ignored and need not fit the ranks.
+        job: its device must be the hardware's. Values of the keys in `fixed` stay; other layout keys are ignored and
+            need not fit the ranks.
         fixed: dotted names of the keys that the user gave.
         timer: predicts seconds; by default simulator/clock.
-        near: layouts that are faster than the best by at most this share may be left out. 0: the best is exact.
+        near: layouts that are faster than the best by at most this share may be left out. With 0 the best is exact.
 
     Raises:
         ConfigError: if nothing fits, with the missing bytes and the nearest change with which a layout fits.
     """
-    limits = memory_limits(config, world_size, hardware)
-    explorer = layout_explorer(config, world_size, vocab_size, hardware, fixed, timer or clock_timer(), limits, near)
+    limits = memory_limits(job.config, job.world_size, hardware)
+    explorer = layout_explorer(job, hardware, fixed, timer or clock_timer(), limits, near)
     explorer.run()
     if explorer.best is None:
-        raise no_layout_error(Asked(config, world_size, vocab_size, hardware, fixed))
+        raise no_layout_error(Asked(job, hardware, fixed))
     counts = explorer.counts()
     found, too_large = _ranked(explorer, explorer.best)
     best = found[0][0]
-    layouts = [_searched_layout(explorer, each, config, best, choices) for each, choices in found]
+    layouts = [_searched_layout(explorer, each, job.config, best, choices) for each, choices in found]
     return LayoutAnswer(
-        layouts[0], layouts[1:], counts, limits, hardware.name, world_size, hardware.errors, tuple(too_large)
+        layouts[0], layouts[1:], counts, limits, hardware.name, job.world_size, hardware.errors, tuple(too_large)
     )
 
 
 def layout_explorer(
-    config: Config,
-    world_size: int,
-    vocab_size: int,
+    job: Job,
     hardware: Hardware,
     fixed: frozenset[str],
     timer: LayoutTimer,
     limits: MemoryLimits,
     near: float = 0.0,
 ) -> LayoutExplorer:
-    """Return an explorer of all candidates that has examined none of them."""
-    space = LayoutSpace(config, world_size, fixed, hardware.kind, int(hardware["ranks_per_node"]))
+    """Return an explorer of all candidates that has not examined any yet."""
+    space = LayoutSpace(job, fixed, int(hardware["ranks_per_node"]))
     row_seconds = timer.row_seconds
     return LayoutExplorer(
         space,
-        LayoutSizer(space, vocab_size, limits.capacity),
+        LayoutSizer(space, limits.capacity),
         limits,
-        lambda asked, state: timer.predict(asked, world_size, vocab_size, hardware, state),
-        lambda asked: timer.least(asked, world_size, vocab_size, hardware),
+        lambda asked, state: timer.predict(replace(job, config=asked), hardware, state),
+        lambda asked: timer.least(replace(job, config=asked), hardware),
         LayoutFloor(
             space,
             hardware,
-            None if row_seconds is None else lambda asked: row_seconds(asked, world_size, vocab_size, hardware),
+            None if row_seconds is None else lambda asked: row_seconds(replace(job, config=asked), hardware),
         ),
         near,
     )
@@ -89,9 +84,9 @@ def layout_explorer(
 def _ranked(
     explorer: LayoutExplorer, best: Candidate
 ) -> tuple[list[tuple[Candidate, tuple[str, ...]]], list[TooLargeChoice]]:
-    """Return the best and the runners-up, the fastest first, and the choices with which nothing fits.
+    """Return the best candidate and the runners-up, fastest first, and the choices with which nothing fits.
 
-    Each candidate has the choices of which it is the fastest found.
+    Each candidate comes with the choices for which it is the fastest one found.
     """
     too_large: list[TooLargeChoice] = []
     found: dict[Any, tuple[Candidate, tuple[str, ...]]] = {(best.cell, best.saving): (best, ())}
@@ -109,13 +104,12 @@ def _ranked(
 def _searched_layout(
     explorer: LayoutExplorer, candidate: Candidate, start: Config, best: Candidate, choices: Sequence[str]
 ) -> SearchedLayout:
-    """Return a candidate as the answer has it. The best one's memory is counted rank by rank, as in a run."""
+    """Return a candidate as an entry of the answer. The memory of the best one is counted rank by rank, as in a run."""
     config = explorer.space.layout(candidate.cell, candidate.saving)
     tokens = config.training.global_batch_size * config.model.sequence_length
     memory, why = candidate.memory, ""
     if candidate is best:
-        sizer = explorer.sizer
-        counted = rank_memory(config, sizer.vocab_size, sizer.world_size, sizer.kind, capacity=sizer.capacity)
+        counted = rank_memory(replace(explorer.space.job, config=config), capacity=explorer.sizer.capacity)
         memory = LayoutMemory(
             max(rank.total for rank in counted), max(rank.host for rank in counted), max(rank.disk for rank in counted)
         )
@@ -135,5 +129,5 @@ def _searched_layout(
 
 
 def changes(start: Config, config: Config) -> list[str]:
-    """Return the overrides that turn the searched keys of `start` into those of `config`."""
+    """Return the overrides that change the searched keys of `start` to the values in `config`."""
     return [as_typed(key, get(config, key)) for key in SEARCHED if get(config, key) != get(start, key)]

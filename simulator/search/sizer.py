@@ -1,9 +1,9 @@
 """Memory that a layout's fullest rank needs, as in simulator/memory.py but faster, and the memory that it may use.
 
 Only one rank per kind of pipeline stage is counted, and results that many layouts share are cached. Stages with equal
-layers differ only in the number of micro-batches that wait for their backward pass; the first stage has most. A step
-with a few micro-batches holds as many at once as a step with many. Each further equal layer adds the same memory;
-`_Profiles` checks that before it relies on it.
+layers differ only in the number of micro-batches in flight; the first stage has most. A few micro-batches are enough to
+reach the largest number in flight. Each further equal layer adds the same memory; `_Profiles` checks that before it
+relies on it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from base.units import GIB, MIB
 from configs import derived
 from configs.schema import Config
-from memory.budgets import MIB
 from models.blueprint import ModelChunk, model_chunks
 from moe.planning.inputs import initial_plan
 from optim.arrangement.buckets import Arrangement, Capacity, arrange, cut, largest, least
@@ -31,7 +31,6 @@ from simulator.parameters import parameters, rank_coordinates, state_ranks
 from simulator.search.space import LayoutCell, LayoutSpace, Saving, with_keys
 from simulator.sizes import FP32
 
-GIB = 2**30
 SHARE = 0.8  # of a node's memory that its ranks may use together; memory/budgets.py uses this share of the free bytes
 MOST_COUNTED = 64  # up to this number of ranks each is counted; with more, the fullest rank's shares are rounded up
 ENOUGH = 4  # micro-batches per stage that are enough to reach the largest number held at once
@@ -41,7 +40,7 @@ EXPERT_KEYS = ({"moe.weights_device": "device"}, {"moe.weights_device": "host"})
 
 @dataclass(frozen=True)
 class LayoutMemory:
-    """Bytes that the fullest rank needs on its device, on its node's host and on the disk."""
+    """Bytes that the fullest rank needs on its device, on the host and on the disk."""
 
     device: int
     host: int = 0
@@ -50,7 +49,7 @@ class LayoutMemory:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Bytes of device, host and disk that a rank may use, and the names of the limits of device and host."""
+    """Bytes of device, host and disk that a rank may use, and the names of these limits for messages."""
 
     device: float = math.inf
     host: float = math.inf
@@ -60,12 +59,12 @@ class MemoryLimits:
 
     @property
     def capacity(self) -> Capacity:
-        """The same bytes for the arrangement of optimizer state."""
+        """The limits as `Capacity`, for the arrangement of optimizer state."""
         return Capacity(self.device, self.host, self.disk)
 
 
 def memory_limits(config: Config, world_size: int, hardware: Hardware) -> MemoryLimits:
-    """Return the limits of a rank: the config's, else shares of the hardware's memory."""
+    """Return the memory limits of a rank: those of the config, else shares of the hardware's memory."""
     ranks = max(1, min(int(hardware["ranks_per_node"]), world_size))
     cap = config.training.memory_limit_gib
     device = hardware["device.memory"] * (1 - TOLERANCE) if cap is None else cap * GIB
@@ -85,12 +84,12 @@ def memory_limits(config: Config, world_size: int, hardware: Hardware) -> Memory
 
 @dataclass(frozen=True)
 class _SizedStage:
-    """Sizes of a stage that all layouts with the same parameters share."""
+    """Sizes of a pipeline stage that all layouts with the same parameters share."""
 
     number: int
     alike: Sequence[int]  # numbers of all stages of this kind
     buffers: dict[str, list[Buffer]]
-    numbers: int  # in the buffers
+    numbers: int  # of elements in the buffers
     state: int  # bytes of optimizer state of the fullest rank
     buckets: Sequence[tuple[Sequence[int], Sequence[bool]]]  # of ranks that offload their optimizer state
 
@@ -102,8 +101,8 @@ def _weights_and_gradients(config: Config, stage: _SizedStage, records: ExpertRe
 
 
 class _Profiles:
-    """Memory profiles of model chunks. Equal chunks are profiled once, and chunks of many equal layers are extrapolated
-    from few layers."""
+    """Memory profiles of model chunks. Equal chunks are profiled once; chunks of many equal layers are extrapolated
+    from a few."""
 
     def __init__(self, activations: Activations) -> None:
         self.activations = activations
@@ -111,7 +110,7 @@ class _Profiles:
         self._pattern = derived.window_pattern(activations.config)
 
     def profile(self, chunk: ModelChunk, leaving: int = 0) -> MemoryProfile:
-        """Return the profile that Activations.profile returns."""
+        """Return the same profile as Activations.profile."""
         slides = tuple(self._pattern[chunk.first_layer : chunk.first_layer + len(chunk.layers)])
         key = chunk.layers, slides, chunk.is_first, chunk.is_last, leaving
         if key not in self._found:
@@ -122,7 +121,8 @@ class _Profiles:
         return self._found[key]
 
     def _extrapolated(self, chunk: ModelChunk) -> MemoryProfile | None:
-        """Extrapolate the profile of equal layers from those of FEW - 1 and FEW; None if it does not grow linearly."""
+        """Return a chunk's profile, extrapolated from FEW - 1 and FEW equal layers; None if memory does not grow
+        linearly."""
         less, some = (self.activations.profile(replace(chunk, layers=chunk.layers[:n])) for n in (FEW - 1, FEW))
         step = some.kept - less.kept
         if some.forward - less.forward != step or some.backward - less.backward != step:
@@ -132,11 +132,11 @@ class _Profiles:
 
 
 class LayoutSizer:
-    """Counts the memory of a space's candidates. `capacity`: bytes of device, host and disk that a rank may use."""
+    """Counts the memory of the candidates of a search space. `capacity`: bytes of device, host and disk that a rank may
+    use."""
 
-    def __init__(self, space: LayoutSpace, vocab_size: int, capacity: Capacity) -> None:
-        self.space, self.vocab_size, self.capacity = space, vocab_size, capacity
-        self.world_size, self.kind = space.world_size, space.kind
+    def __init__(self, space: LayoutSpace, capacity: Capacity) -> None:
+        self.space, self.job, self.world_size, self.capacity = space, space.job, space.world_size, capacity
         self._stages: dict[Hashable, list[_SizedStage]] = {}
         self._activations: dict[Hashable, list[tuple[int, int]]] = {}  # of `_last_cell`
         self._last_cell: LayoutCell | None = None
@@ -145,7 +145,8 @@ class LayoutSizer:
         self._one_layer: dict[Hashable, dict[int, MemoryProfile]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
-        """Return the most bytes that any rank needs of device, host and disk, each by itself."""
+        """Return the largest number of bytes that any rank needs on device, host and disk, for each of the three
+        separately."""
         config = self._few_micro_batches(self.space.layout(cell, saving))
         stages = self.stages(cell, saving.streams)
         working = self._activation_bytes(cell, saving, config, self.capacity.host)
@@ -175,9 +176,10 @@ class LayoutSizer:
         return LayoutMemory(*(max(numbers) for numbers in zip(*each)))
 
     def arrangements(self, cell: LayoutCell, saving: Saving) -> list[Arrangement | None] | None:
-        """Return the arrangement of optimizer state on a rank of each stage; None if all of it is on the device.
+        """Return the arrangement of offloaded optimizer state on one rank of each stage; None if all state is on the
+        device.
 
-        Equal stages have the arrangement of the first of them, which holds most other memory.
+        Equal stages use the arrangement of the first of them, which has most other memory.
         """
         config = self._few_micro_batches(self.space.layout(cell, saving))
         if not derived.has_own_optimizer_state(config):
@@ -194,7 +196,7 @@ class LayoutSizer:
     def _stage_arrangements(
         self, config: Config, stages: Sequence[_SizedStage], working: Sequence[tuple[int, int]]
     ) -> list[list[Arrangement]]:
-        """Return each stage's arrangements of optimizer state, one per kind of rank."""
+        """Return each stage's arrangements of offloaded optimizer state, one per kind of rank."""
         found, records = [], [records_of_stage(config, self.world_size, stage.number) for stage in stages]
         taken = max((of.host_bytes for of in records if of), default=0)
         taken_disk = max((of.disk_bytes for of in records if of), default=0)
@@ -212,7 +214,8 @@ class LayoutSizer:
         return found
 
     def device_bytes(self, cell: LayoutCell, saving: Saving, state_leaves: bool) -> int:
-        """Return the bytes of the fullest rank's device; without optimizer state if it may leave the device."""
+        """Return the bytes on the fullest rank's device, without optimizer state if `state_leaves` allows to offload
+        it."""
         config = self._few_micro_batches(self.space.layout(cell, saving))
         working = self._activation_bytes(cell, saving, config, self.capacity.host)
         return max(
@@ -224,8 +227,8 @@ class LayoutSizer:
         )
 
     def exceeds(self, cell: LayoutCell, savings: Sequence[Saving], limit: float) -> bool:
-        """Whether one layer's backward pass needs more than `limit` bytes with every saving; larger micro-batches then
-        need more, too."""
+        """Whether one layer's backward pass needs more than `limit` bytes with every saving. Larger micro-batches then
+        do, too."""
         most = max(saving.steps[0] for saving in savings)
         degrees = [saving.degree for saving in savings if isinstance(saving.degree, int)]
         least = max(degrees, default=savings[0].degree)
@@ -235,19 +238,21 @@ class LayoutSizer:
         )
 
     def _layers(self, cell: LayoutCell, saving: Saving) -> dict[int, MemoryProfile]:
-        """Return the profiles of a layer in the middle of the model, dense (0) or with experts (1)."""
+        """Return the memory profiles of a layer in the middle of the model: dense (0) and with experts (1)."""
         kept = saving.recompute, saving.degree, saving.backward_degree, saving.strategy
         key = replace(cell.group, pipeline=1), cell.heads, cell.micro, kept
         if key not in self._one_layer:
             config = self._few_micro_batches(self.space.layout(cell, saving))
-            activations = Activations(config, self.vocab_size, self.kind, initial_plan(config))
+            activations = Activations(config, self.job.vocab_size, self.job.device, initial_plan(config))
             kinds = set(derived.moe_layer_pattern(config))
             self._one_layer[key] = {kind: activations.profile(ModelChunk((kind,), False, False, 1)) for kind in kinds}
         return self._one_layer[key]
 
     def kept_floor(self, cell: LayoutCell, saving: Saving) -> int:
-        """Return a lower bound of the bytes that the first stage's layers keep between their passes: those of as many
-        micro-batches as there are stages, or all of fewer."""
+        """Return a lower bound of the activation bytes that the first stage keeps between passes.
+
+        It counts as many micro-batches as there are stages, or all if there are fewer.
+        """
         layers = self._layers(cell, saving)
         if saving.offload != "none":
             return max(profile.backward for profile in layers.values())
@@ -262,14 +267,14 @@ class LayoutSizer:
 
     def fixed_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> int:
         """Return the fullest rank's bytes of weights, gradients and optimizer state, without state or experts that may
-        leave the device."""
+        be offloaded."""
         element = derived.element_size(self.space.config)
         return max(
             of.numbers * (element + FP32) + (0 if state_leaves else of.state) for of in self.stages(cell, experts_leave)
         )
 
     def least_device_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> float:
-        """Return a lower bound of `fixed_bytes` for every layout of the cell's group: those of the mean stage without
+        """Return a lower bound of `fixed_bytes` for every layout of the cell's group: that of an average stage without
         padding."""
         config = self.space.layout(cell, self.space.savings(cell.group.expert > 1)[0])
         element, group = derived.element_size(config), cell.group
@@ -278,7 +283,7 @@ class LayoutSizer:
             one_stage = {"parallel.pipeline": 1, "parallel.virtual_pipeline": None}
             whole = with_keys(config, {**one_stage, **EXPERT_KEYS[experts_leave]})
             self._counts[key] = {"dense": 0, "expert": 0}
-            for parameter in parameters(whole, model_chunks(whole)[0][0], self.vocab_size):
+            for parameter in parameters(whole, model_chunks(whole)[0][0], self.job.vocab_size):
                 if not parameter.is_offloaded:
                     self._counts[key]["expert" if parameter.is_expert else "dense"] += parameter.local
         numbers = {kind: number / group.pipeline for kind, number in self._counts[key].items()}
@@ -290,8 +295,10 @@ class LayoutSizer:
         return fixed + sum(number / shared[kind] for kind, number in numbers.items()) * state
 
     def _few_micro_batches(self, config: Config) -> Config:
-        """Return the config with just enough micro-batches to reach the largest number held at once; a layer-wise
-        schedule holds all, so it keeps them."""
+        """Return the config with just enough micro-batches to reach the largest number in flight.
+
+        A layer-wise schedule keeps all micro-batches in flight, so its number is not changed.
+        """
         if config.training.pass_order == "by_layer":
             return config
         count = min(derived.num_micro_batches(config, self.world_size), ENOUGH * config.parallel.pipeline)
@@ -299,7 +306,7 @@ class LayoutSizer:
         return with_keys(config, {"training.global_batch_size": size})
 
     def stages(self, cell: LayoutCell, offloads_experts: bool = False) -> list[_SizedStage]:
-        """Return one stage of each kind."""
+        """Return the sizes of one pipeline stage of each kind."""
         group = cell.group
         layout = group.tensor, group.sequence, group.pipeline, cell.chunks, group.expert, group.expert_tensor
         key = (*layout, offloads_experts)
@@ -327,8 +334,8 @@ class LayoutSizer:
 
     def _stage(self, config: Config, alike: Sequence[int], pairs: Sequence[tuple[int, int]]) -> _SizedStage:
         number = alike[0]
-        found = buffers(config, self.vocab_size, self.world_size, number)
-        local = [parameters(config, chunk, self.vocab_size) for chunk in model_chunks(config)[number]]
+        found = buffers(replace(self.job, config=config), number)
+        local = [parameters(config, chunk, self.job.vocab_size) for chunk in model_chunks(config)[number]]
         element = derived.element_size(config)
         state_bytes = 2 * FP32 + (FP32 if element < FP32 else 0)
         distributed = config.optimizer.distributed
@@ -359,14 +366,14 @@ class LayoutSizer:
     def _activation_bytes(
         self, cell: LayoutCell, saving: Saving, config: Config, host_bytes: float
     ) -> list[tuple[int, int]]:
-        """Return each stage's bytes of activations on the device and of layer inputs on the host, which get at most
-        `host_bytes`."""
+        """Return, per stage, the bytes of activations on the device and of layer inputs on the host (at most
+        `host_bytes`)."""
         if cell != self._last_cell:
             self._last_cell, self._activations = cell, {}
         kept = saving.recompute, saving.offload, saving.degree, saving.backward_degree, saving.strategy
         key = *kept, saving.streams, saving.pass_order, host_bytes if saving.offload != "none" else None
         if key not in self._activations:
-            profiles: Any = Activations(config, self.vocab_size, self.kind, initial_plan(config))
+            profiles: Any = Activations(config, self.job.vocab_size, self.job.device, initial_plan(config))
             if config.training.pass_order != "by_layer":
                 profiles = _Profiles(profiles)
             alone = state_ranks(config, self.world_size)["dense"] == 1
@@ -374,7 +381,7 @@ class LayoutSizer:
             for stage in self.stages(cell, saving.streams):
                 inputs = layer_inputs(config, self.world_size, stage.number, host_bytes)
                 live = activations_of_stage(config, profiles, self.world_size, stage.number, inputs)
-                after = after_backward_bytes(config, stage.buffers, self.kind, alone)
+                after = after_backward_bytes(config, stage.buffers, self.job.device, alone)
                 found.append((max(live, after), inputs.host))
             self._activations[key] = found
         return self._activations[key]

@@ -1,7 +1,7 @@
-"""Search space of layouts: groups of layouts, the layouts of a group, and the memory savings of each.
+"""Search space of layouts: groups of layouts, the layouts of a group, and the possible memory savings of each.
 
 Values are generated from divisibility, and the rules of configs/rules reject the rest; a test compares the counts of
-both. A key that the user gave has only its value.
+both. A key that the user gave has only its given value.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from configs import derived
+from configs.job import Job
 from configs.keys import get
 from configs.rules import RULES, values
 from configs.schema import Config
@@ -60,8 +61,8 @@ class LayoutCell:
 
 @dataclass(frozen=True)
 class Saving:
-    """Memory savings of a candidate: recomputation, offloading of layer inputs, optimizer state and experts, and the
-    strategy and number of chunks of MoE layers."""
+    """A candidate's memory savings: recomputation, offloading of layer inputs, optimizer state and experts, and the
+    memory strategy and number of chunks of MoE layers."""
 
     recompute: str
     offload: Any
@@ -79,12 +80,13 @@ class Saving:
         return self.weights_device in WEIGHT_DEVICES[1:]
 
     def values(self) -> dict[str, Any]:
-        """Return the values by key, in the order of SAVING_KEYS."""
+        """Return the savings' values by key, in the order of SAVING_KEYS."""
         return dict(zip(SAVING_KEYS, self.__dict__.values()))
 
     @cached_property
     def steps(self) -> tuple[int, int, int, int, int]:
-        """Levels of recomputation, MoE strategy, state's target, engine and experts' target; 0 keeps most."""
+        """Levels of recomputation, MoE strategy, state's device, update engine and experts' device; 0 keeps most on the
+        device."""
         state = STATE_DEVICES.index(self.state_device)
         layers = RECOMPUTE.index(self.recompute) + (self.offload != "none")
         experts = (self.weights_device in WEIGHT_DEVICES and WEIGHT_DEVICES.index(self.weights_device)) * 2
@@ -92,7 +94,8 @@ class Saving:
         return layers, int(self.strategy not in ("keep", "auto")), state, ENGINES.index(self.engine), int(experts)
 
     def is_below(self, other: Saving) -> bool:
-        """Whether `other` keeps no more of anything, with the same number of chunks; it is then no faster."""
+        """Whether `other` keeps at most as much in every respect, with the same number of chunks, and so cannot be
+        faster."""
         same = (self.degree, self.backward_degree) == (other.degree, other.backward_degree)
         one, two = self.steps, other.steps
         strategy = one[1] == 0 or self.strategy == other.strategy
@@ -107,7 +110,7 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 
 def with_keys(config: Config, changes: dict[str, Any]) -> Config:
-    """Return the config with other values of keys of its sections; unchanged sections are shared, not copied."""
+    """Return the config with other values of some keys; unchanged sections are shared, not copied."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, last = key.partition(".")
@@ -116,29 +119,23 @@ def with_keys(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def is_legal(config: Config, world_size: int) -> bool:
-    """Whether no rule rejects a config, provided that each key is in its range."""
+    """Whether no rule rejects a config, provided that each value is in its key's range."""
     return not any(True for rules in CHECKED for _ in rules(config, world_size))
 
 
 class LayoutSpace:
-    """Generates the candidates of a config, with the keys `fixed` at its values."""
+    """Generates the candidates of a job's config; the keys in `fixed` keep their values."""
 
     def __init__(
-        self,
-        config: Config,
-        world_size: int,
-        fixed: frozenset[str],
-        kind: str,
-        ranks_per_node: int,
-        given: frozenset[str] | None = None,
+        self, job: Job, fixed: frozenset[str], ranks_per_node: int, given: frozenset[str] | None = None
     ) -> None:
-        """`kind`: "cuda" or "cpu". `ranks_per_node` (or the tensor ranks, if more) limits expert_tensor. `given`: fixed
-        keys that the user gave; by default all."""
-        fixed -= {key for key in ASKED_KEYS if get(config, key) == "auto"}
-        self.config, self.world_size, self.fixed, self.kind = config, world_size, fixed, kind
+        """`ranks_per_node` (or the number of tensor ranks, if larger) limits expert_tensor. `given`: keys that the user
+        gave; by default all of `fixed`."""
+        fixed -= {key for key in ASKED_KEYS if get(job.config, key) == "auto"}
+        self.job, self.config, self.world_size, self.fixed = job, job.config, job.world_size, fixed
         self.given = fixed if given is None else given
         self.ranks_per_node = ranks_per_node
-        self.is_moe = derived.is_moe(config)
+        self.is_moe = derived.is_moe(job.config)
         self._savings: dict[bool, list[Saving]] = {}
         self._legal: dict[tuple[bool, int | None, bool], list[Saving]] = {}
 
@@ -148,7 +145,7 @@ class LayoutSpace:
     # -- layouts -------------------------------------------------------------------------------------------------------
 
     def groups(self) -> Iterator[LayoutGroup]:
-        """Yield every group that the rules allow, small sizes first."""
+        """Yield every group of layouts that the rules allow, small sizes first."""
         model, world = self.config.model, self.world_size
         heads, groups = model.num_attention_heads, derived.num_query_groups(self.config)
         for tensor in self._values("parallel.tensor", [d for d in divisors_of(heads) if groups % d == 0]):
@@ -181,13 +178,14 @@ class LayoutSpace:
         return [None, *(d for d in divisors_of(width) if 1 < d <= most and ranks % d == 0)]
 
     def chunks_of(self, group: LayoutGroup) -> list[int | None]:
-        """Return the numbers of model chunks, the largest first, as its pipeline waits least."""
+        """Return the possible numbers of model chunks per stage, largest first, because the pipeline then waits
+        least."""
         of_stage = self.config.model.num_layers // group.pipeline
         more = [d for d in reversed(divisors_of(of_stage)) if d > 1] if group.pipeline > 1 else []
         return self._values("parallel.virtual_pipeline", [*more, None])
 
     def micros_of(self, group: LayoutGroup, chunks: int | None) -> list[int]:
-        """Return the micro-batch sizes in ascending order."""
+        """Return the possible micro-batch sizes in ascending order."""
         config, replicas = self.config, self.world_size // (group.tensor * group.pipeline * group.context)
         if config.training.global_batch_size % replicas:
             return []
@@ -206,7 +204,7 @@ class LayoutSpace:
         ]
 
     def heads_of(self, group: LayoutGroup, chunks: int | None, micro: int) -> list[int | None]:
-        """Return the numbers of context ranks that exchange heads; first None, the config's default."""
+        """Return the possible numbers of context ranks that exchange heads. The first is None, the config's default."""
         if group.context == 1 or "parallel.context_heads" in self.fixed:
             return [self.first_heads]
         config = self.layout(LayoutCell(group, chunks, None, micro), self._plain)
@@ -215,10 +213,11 @@ class LayoutSpace:
         return [None if n == chosen else n for n in sorted(found, key=lambda n: (n != chosen, n))]
 
     def _differs(self, group: LayoutGroup, heads: int, micro: int) -> bool:
-        """Whether this number of ranks with exchanged heads differs from a layout with more data-parallel ranks.
+        """Whether a layout with this number of ranks that exchange heads differs from one with more data-parallel
+        ranks.
 
-        It does if all ranks exchange heads, if a micro-batch is one sample, if documents of unequal length are balanced
-        between context ranks, or if the user gave one of the keys.
+        It does if all context ranks exchange heads, if a micro-batch is one sample, if documents of unequal length are
+        balanced between context ranks, or if the user gave one of the keys.
         """
         given = {"parallel.context", "parallel.context_heads", "training.micro_batch_size"} & self.given
         if given or (self.config.data.documents == "separate" and self.config.model.family == "gpt"):
@@ -227,19 +226,22 @@ class LayoutSpace:
 
     @property
     def first_heads(self) -> int | None:
-        """First number that `heads_of` returns for every layout."""
+        """The first number that `heads_of` returns, for every layout."""
         return self.config.parallel.context_heads if "parallel.context_heads" in self.fixed else None
 
     def cells(self, group: LayoutGroup) -> Iterator[LayoutCell]:
-        """Yield every layout of a group."""
+        """Yield every layout of a group, whose layouts differ in model chunks, exchanged heads and micro-batch size."""
         for chunks in self.chunks_of(group):
             for micro in self.micros_of(group, chunks):
                 for heads in self.heads_of(group, chunks, micro):
                     yield LayoutCell(group, chunks, heads, micro)
 
     def num_cells(self, group: LayoutGroup, chunks: int | None = 0, first: int = 0) -> int:
-        """Return the number of a group's layouts. With `chunks` other than 0 only layouts with that value count;
-        `first`: index of the first micro-batch size that counts."""
+        """Return the number of layouts in a group.
+
+        `chunks` other than 0: count only layouts with this number of chunks; `first`: index of the first micro-batch
+        size that counts.
+        """
         wanted = self.chunks_of(group) if chunks == 0 else [chunks]
         found = {number: self.micros_of(group, number)[first:] for number in wanted}
         micros = [micro for each in found.values() for micro in each]
@@ -253,7 +255,7 @@ class LayoutSpace:
 
     @property
     def _plain(self) -> Saving:
-        """No savings except those that the user gave or that their rules require."""
+        """No savings except those that the user gave or that the given ones require."""
         config, fixed = self.config, self.fixed
         offloads = "training.activation_offload" in fixed and config.training.activation_offload != "none"
         has_engine = "optimizer.engine" in fixed and config.optimizer.engine != "auto"
@@ -266,14 +268,17 @@ class LayoutSpace:
         return Saving(*(get(config, key) if key in fixed else value for key, value in zip(SAVING_KEYS, least)))
 
     def savings(self, is_spread: bool) -> list[Saving]:
-        """Return the savings of layouts whose experts are spread over ranks, or are not; what keeps most first."""
+        """Return all memory savings, those that keep most on the device first.
+
+        `is_spread`: whether experts are spread over ranks.
+        """
         if is_spread not in self._savings:
             found = list(self._all_savings(is_spread))
             self._savings[is_spread] = sorted(found, key=lambda saving: (sum(saving.steps), saving.steps))
         return self._savings[is_spread]
 
     def _all_savings(self, is_spread: bool) -> Iterator[Saving]:
-        config, on_cpu = self.config, self.kind == "cpu"
+        config, on_cpu = self.config, self.job.device == "cpu"
         strategies = ["keep"]
         if self.is_moe:
             strategies = [
@@ -295,7 +300,8 @@ class LayoutSpace:
                                 yield Saving(recompute, offload, degree, backward, strategy, *targets)
 
     def _targets(self, recompute: str) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the state's target, its engine, the experts' target and the schedule."""
+        """Yield the device of optimizer state, its update engine, the device of expert weights, and the order of
+        passes."""
         has_disk = self.config.memory.disk_dir is not None
         for weights, order in self._expert_targets(recompute, has_disk):
             targets = [t for t in STATE_DEVICES if t != "disk" or has_disk]
@@ -309,7 +315,7 @@ class LayoutSpace:
                     yield target, engine, weights, order
 
     def _expert_targets(self, recompute: str, has_disk: bool) -> Iterator[tuple[str, str]]:
-        """Yield the experts' target and the schedule; keys that are not auto keep their value."""
+        """Yield the device of expert weights and the order of passes; keys that are not auto keep their value."""
         weights, order = (get(self.config, key) for key in ASKED_KEYS)
         targets = [t for t in WEIGHT_DEVICES if t != "disk" or has_disk] if self.is_moe else ["device"]
         for target in targets if weights == "auto" else [weights]:
@@ -325,10 +331,10 @@ class LayoutSpace:
         return with_keys(self.config, cell.values() | saving.values())
 
     def legal_savings(self, cell: LayoutCell) -> list[Saving]:
-        """Return the savings that the rules allow.
+        """Return the memory savings that the rules allow for a layout.
 
         These rules depend on the layout only through expert parallelism, pipeline stages, and the size of a layer input
-        where the user gave the MiB for them. Equal cases share one list.
+        if the user gave the MiB for them. Equal cases share one list.
         """
         is_spread = cell.group.expert > 1
         found = self.savings(is_spread)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from optim.arrangement.buckets import Arrangement
 from simulator.clock.hardware import Hardware
@@ -21,8 +22,8 @@ LayerKind = tuple[int, int]  # 1 if it has experts else 0, 1 if it has the slidi
 
 @dataclass(frozen=True)
 class RowSeconds:
-    """Seconds of both passes per sequence row of a rank, with the config's micro-batch size: of a layer of each kind,
-    and of the modules before and after the layers."""
+    """Seconds of both passes per sequence row of a rank, with the config's micro-batch size: for a layer of each kind,
+    and for the modules before and after the layers."""
 
     layers: Mapping[LayerKind, float]
     before: float
@@ -31,45 +32,34 @@ class RowSeconds:
 
 @dataclass(frozen=True)
 class LayoutTimer:
-    """Functions that predict steps of layouts. All take a config, number of ranks, vocabulary size and hardware.
+    """Functions that predict the step of a layout. All take a job and its hardware.
 
-    `predict`: the step; its last argument has the arrangement of offloaded optimizer state on a rank of each stage.
-    `least`: a lower bound of `predict`'s seconds for any place of the optimizer state. `row_seconds`: such a bound per
-    sequence row, for any parallel.pipeline and virtual_pipeline; a larger micro-batch takes no more per row. If it is
-    given, `least` is not called.
+    `predict`: the step; its last argument is the arrangement of offloaded optimizer state on one rank of each stage.
+    `least`: a lower bound of `predict`'s seconds for any device of the optimizer state. `row_seconds`: such a bound per
+    sequence row, for any parallel.pipeline and virtual_pipeline; a larger micro-batch takes no more time per row. If it
+    is given, `least` is not called.
 
-    The search assumes of `predict`, all else being equal: keeping activations is never slower than computing, sending
-    or fetching them again with optimizer state on the same target, and state_device=auto equals device if all state
-    fits there. It assumes nothing of targets and engines: an update during the passes may be faster than one on the
-    device.
+    The search relies on two properties of `predict`, all else being equal. With optimizer state on the same device,
+    keeping activations is never slower than computing, sending or fetching them again. If all state fits on the device,
+    state_device=auto equals device. Nothing is assumed about devices and engines: an update during the passes may be
+    faster than one on the device.
     """
 
-    predict: Callable[[Config, int, int, Hardware, Sequence[Arrangement | None] | None], Prediction]
-    least: Callable[[Config, int, int, Hardware], float]
-    row_seconds: Callable[[Config, int, int, Hardware], RowSeconds] | None = None
+    predict: Callable[[Job, Hardware, Sequence[Arrangement | None] | None], Prediction]
+    least: Callable[[Job, Hardware], float]
+    row_seconds: Callable[[Job, Hardware], RowSeconds] | None = None
 
 
 def clock_timer(attended_share: float | None = None) -> LayoutTimer:
-    """Return the timer of simulator/clock. `attended_share`: as in simulator/flops.py."""
+    """Return the timer that predicts steps with simulator/clock. `attended_share`: as in simulator/flops.py."""
 
-    def predict(
-        config: Config,
-        world_size: int,
-        vocab_size: int,
-        hardware: Hardware,
-        arrangements: Sequence[Arrangement | None] | None = None,
-    ) -> Prediction:
-        return predict_step(
-            config, world_size, vocab_size, hardware, attended_share=attended_share, arrangements=arrangements
-        )
-
-    def row_seconds(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> RowSeconds:
-        """Derive the seconds per row from predictions of models with one and with two layers."""
-        number = derived.rank_sequence_rows(config)
+    def row_seconds(job: Job, hardware: Hardware) -> RowSeconds:
+        """Derive the seconds per sequence row from predictions of models with one and with two layers."""
+        config, number = job.config, derived.rank_sequence_rows(job.config)
 
         def stages(layers: list[LayerKind], count: int) -> list[float]:
-            small = _small_model(config, layers, count)
-            clock = StepClock(small, count * world_size, vocab_size, hardware, attended_share=attended_share)
+            small = replace(job, config=_small_model(config, layers, count), world_size=count * job.world_size)
+            clock = StepClock(small, hardware, attended_share=attended_share)
             chunks = [of_stage[0] for of_stage in clock.chunks()]
             return [(sum(each.forward.values()) + sum(each.backward.values())) / number for each in chunks]
 
@@ -80,7 +70,11 @@ def clock_timer(attended_share: float | None = None) -> LayoutTimer:
         others = {kind: stages([kinds[0], kind], 1)[0] - whole for kind in kinds[1:]}
         return RowSeconds({kinds[0]: layer, **others}, first - layer, last - layer)
 
-    return LayoutTimer(predict, least_seconds, row_seconds)
+    return LayoutTimer(
+        lambda job, hardware, state: predict_step(job, hardware, attended_share=attended_share, arrangements=state),
+        least_seconds,
+        row_seconds,
+    )
 
 
 def _small_model(config: Config, layers: list[LayerKind], stages: int) -> Config:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.against import Comparison, main
+from benchmarks.kit.against import Comparison, main
 from tests.waits import LONG, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -115,7 +115,7 @@ def test_errors_are_one_line(repository, capsys, arguments, status, words):
 def test_an_interrupt_leaves_nothing(repository, number):
     pids = repository.parent / "pid"
     code = f"import os, time; open({str(pids)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
-    command = [sys.executable, "-m", "benchmarks.against", "first", "--", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "benchmarks.kit.against", "first", "--", sys.executable, "-c", code]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         command, cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import apertus_order
-from benchmarks.apertus_order import PAIRS, ApertusRun, ordered_pairs, predicted
+from benchmarks.speed import apertus_order
+from benchmarks.speed.apertus_order import PAIRS, ApertusRun, ordered_pairs, predicted
 from models.blueprint import model_chunks
 from simulator.parameters import parameters
 

@@ -7,9 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cgroups
-from benchmarks.cgroup_controllers import Controller, can_limit_disk, can_limit_memory, disk_of, find_controller
-from benchmarks.cgroups import DiskCgroup, MemoryCgroup, drop_page_cache, prefix_of, run_in, run_limited
+from benchmarks.kit import cgroups
+from benchmarks.kit.cgroups import (
+    Controller,
+    DiskCgroup,
+    MemoryCgroup,
+    can_limit_disk,
+    can_limit_memory,
+    disk_of,
+    drop_page_cache,
+    find_controller,
+    prefix_of,
+    run_in,
+    run_limited,
+)
 from tests.waits import LONG
 
 MIB = 2**20

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import claims
+from benchmarks.kit import claims
 from tests.waits import LONG
 
 QUICK = [entry.smaller for entry in claims.smallest() if entry.is_quick]

@@ -11,15 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cluster as cluster_file
-from benchmarks import link
-from benchmarks.cluster import CGROUPS, SEGMENTS, Cluster, ClusterError, RankError, launch, link_settings, parse_rate
+from benchmarks.kit import cluster as cluster_file
+from benchmarks.kit import link
+from benchmarks.kit.cluster import (
+    CGROUPS,
+    SEGMENTS,
+    Cluster,
+    ClusterError,
+    RankError,
+    launch,
+    link_settings,
+    parse_rate,
+)
 from tests.benchmarks import calls
 from tests.waits import LONG, until
 
 HOLD = """
 import sys, time
-from benchmarks.cluster import Cluster
+from benchmarks.kit.cluster import Cluster
 from tests.benchmarks import calls
 cluster = Cluster(2, "1gbit"{share})
 print(*cluster.pids, *cluster.call(calls.start_child), flush=True)

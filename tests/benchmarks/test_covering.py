@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from benchmarks.covering import Row, covering_rows, excluded_pairs, pairs_of
+from benchmarks.kit.covering import Row, covering_rows, excluded_pairs, pairs_of
 
 pytestmark = pytest.mark.fast
 

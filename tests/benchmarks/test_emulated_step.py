@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import full_duplex
-from benchmarks.emulated_cases import CASES, RATES
-from benchmarks.virtual_device import even_choice, pairs
+from benchmarks.kit import full_duplex
+from benchmarks.kit.emulated_cases import CASES, RATES
+from benchmarks.kit.virtual_device import even_choice, pairs
 from tests.distributed import run
 
 

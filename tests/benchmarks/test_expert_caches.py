@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import expert_caches
-from benchmarks.expert_caches import POLICIES, Key, num_hits
+from benchmarks.speed import expert_caches
+from benchmarks.speed.expert_caches import POLICIES, Key, num_hits
 from inference.weights.routing_file import Recording, RoutedLayer, RoutingHeader, RoutingWriter
 from tests.inference.made_routing import made
 

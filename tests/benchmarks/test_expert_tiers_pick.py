@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.expert_tiers_pick import GROUPS, RESIDENT, Case, Group, Row, planned, rates_of, words
-from benchmarks.expert_tiers_rig import VOCABULARY
+from benchmarks.kit.expert_tiers_rig import VOCABULARY
+from benchmarks.speed.expert_tiers_pick import GROUPS, RESIDENT, Case, Group, Row, planned, rates_of, words
+from configs.job import Job
 from simulator.clock.predict import predict_step
 
 pytestmark = pytest.mark.fast
@@ -35,7 +36,7 @@ def test_few_micro_batches_stand_for_all(group: Group) -> None:
         found = planned(group, case, 1.0)
         for way, seconds in found.predicted.items():
             config = group.config(way)
-            every = predict_step(config, group.ranks, VOCABULARY, found.hardware, with_spans=True)
+            every = predict_step(Job(config, group.ranks, VOCABULARY, "cpu"), found.hardware, with_spans=True)
             assert every.seconds == pytest.approx(seconds, rel=1e-3), (case, way)
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.expert_tiers_rig import Ranks, Rates, StepMoves
-from benchmarks.expert_tiers_step import Shape, exact_bytes, filling, in_turns, phases
-from benchmarks.expert_tiers_tables import RatioRow
+from benchmarks.kit.expert_tiers_rig import Ranks, Rates, StepMoves
+from benchmarks.speed.expert_tiers_step import RatioRow, Shape, exact_bytes, filling, in_turns, phases
 from configs.compose import compose
 from optim.arrangement.experts import ExpertTraffic, expert_traffic
 

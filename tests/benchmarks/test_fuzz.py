@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import fuzz
-from benchmarks.fuzz_draws import THRESHOLDS, Case, Draw, Leg
+from benchmarks.checks import fuzz
+from benchmarks.checks.fuzz_draws import THRESHOLDS, Case, Draw, Leg
 from tests.training.helpers import Lines, make_config
 
 pytestmark = pytest.mark.fast

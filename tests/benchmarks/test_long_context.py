@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.long_context import EXCHANGE_THEIRS, GIB, LOSS_THEIRS, SHAPES, TOKENS, figures, one_layer, one_loss
+from benchmarks.speed.long_context import (
+    EXCHANGE_THEIRS,
+    GIB,
+    LOSS_THEIRS,
+    SHAPES,
+    TOKENS,
+    figures,
+    one_layer,
+    one_loss,
+)
 
 PUBLISHED = {7: 120e9, 14: 241e9, 39: 667e9}  # parameters
 

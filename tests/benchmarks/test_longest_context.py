@@ -1,4 +1,4 @@
-"""Predictions of benchmarks/longest_context.py from two peaks, and its rows on tiny sizes."""
+"""Predictions of benchmarks/speed/longest_context.py from two peaks, and its rows on tiny sizes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import longest_context, mixtrain_side
-from benchmarks.longest_context import GIB, MODELS, SMALL, Ladder, MeteredDevice, PeakLine, of_host
+from benchmarks.speed import longest_context, mixtrain_side
+from benchmarks.speed.longest_context import GIB, MODELS, SMALL, Ladder, MeteredDevice, PeakLine, of_host
 from tests import distributed
 
 FIXED, PER_TOKEN = 2 * GIB, 65_536  # of the device below

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks import longest_planned
-from benchmarks.longest_planned import GIB, STEP, best_heads, longest, need
+from benchmarks.speed import longest_planned
+from benchmarks.speed.longest_planned import GIB, STEP, best_heads, longest, need
 from simulator.run_plan import TOLERANCE
 
 

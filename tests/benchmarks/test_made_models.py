@@ -13,10 +13,18 @@ import torch
 from safetensors.torch import load_file
 
 from base.errors import ConfigError
-from benchmarks import made_models, token_times
-from benchmarks.made_models import write_made_model
-from benchmarks.made_sizes import PRESETS, made_config, num_layers, one_layer, tensor_shapes, weights_bytes
-from benchmarks.mapped_model import mapped_weights
+from benchmarks.kit import made_models, token_times
+from benchmarks.kit.made_models import (
+    PRESETS,
+    made_config,
+    num_layers,
+    one_layer,
+    tensor_shapes,
+    weights_bytes,
+    write_made_model,
+)
+from benchmarks.kit.token_times import mapped_weights
+from inference.decoder import TextBatch
 from inference.generation import generate
 from inference.open_model import open_model
 from models.folder import Reader
@@ -51,7 +59,7 @@ def test_opens_and_generates(family: str, logical: bool, tmp_path: Path) -> None
         assert open_folder(folder).config.model.num_layers == 2
     with open_model(folder, device="cpu") as model:
         decoder = model.decoder()
-        logits = decoder.prefill(torch.tensor([[1, 2, 3]]), [3], None)
+        logits = decoder.prefill_all([TextBatch(torch.tensor([[1, 2, 3]]), [3])])[0]
         assert logits.isfinite().all() and 0 < logits.std() < 10
         assert len(generate(decoder, [[1, 2, 3]], 4)[0].tokens) == 4
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory_reuse import contenders
-from benchmarks.rounds import Rounds
+from benchmarks.kit.rounds import Rounds
+from benchmarks.speed.memory_reuse import contenders
 
 pytestmark = pytest.mark.fast
 

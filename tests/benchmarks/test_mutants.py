@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import mutants
-from benchmarks.mutants import MUTANTS, ROOT, Mutant
+from benchmarks.checks import mutants
+from benchmarks.checks.mutants import MUTANTS, ROOT, Mutant
 
 pytestmark = pytest.mark.fast
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks import accelerator, layer_step, rounds
-from benchmarks.cluster import Cluster
-from benchmarks.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case, routing_map
-from benchmarks.pipeline_degree import ideal_seconds, ideal_speedups, make_case
-from benchmarks.rounds import Load, Rounds, is_disturbed
+from benchmarks.kit import accelerator, layer_step, rounds
+from benchmarks.kit.cluster import Cluster
+from benchmarks.kit.layer_step import EXCHANGES, IN_TURN, MEGATRON, Case, routing_map
+from benchmarks.kit.rounds import Load, Rounds, is_disturbed
+from benchmarks.speed.pipeline_degree import ideal_seconds, ideal_speedups, make_case
 from moe.chunk_plan import Plan
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import placement_plans
-from benchmarks.placement_plans import GPU, Setting, busiest_domain, calls, planned
 from benchmarks.planners import PLANNERS, Entry
+from benchmarks.speed import placement_plans
+from benchmarks.speed.placement_plans import GPU, Setting, busiest_domain, calls, planned
 from moe.placement.quotas import Costs, ReplicaLimits, at_primaries
 from moe.placement_map import Integers, PlacementMap
 

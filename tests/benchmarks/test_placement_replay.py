@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import placement_replay
 from benchmarks.planners import PLANNERS, Entry
 from benchmarks.planners.replay import Replay, correlation, sent_rows, spread
+from benchmarks.speed import placement_replay
 from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, shares
 from moe.placement.trace import TraceHeader, TraceWriter
 from moe.placement_map import Integers, PlacementMap
@@ -167,7 +167,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     ("arguments", "said"),
     [
         (["no/such"], "error: no/such: No such file or directory"),
-        ([__file__], "is no trace of routing counts"),
+        ([__file__], "is not a trace of routing counts"),
         (["W0", "--planners", "quota,best"], "error: --planners: there is no best; there are static, "),
         (["W0", "--slots", "-1"], "error: --slots (-1) must be at least 0"),
         (["W0", "--micro-batches", "0"], "error: --micro-batches (0) must be at least 1"),

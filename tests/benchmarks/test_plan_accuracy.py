@@ -1,10 +1,11 @@
-"""Plans are what benchmarks/plan_accuracy.py measures, also where experts have copies or a capacity."""
+"""Plans are what benchmarks/speed/plan_accuracy.py measures, also where experts have copies or a capacity."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_accuracy import CASES, Case, compare
+from benchmarks.speed.plan_accuracy import CASES, Case, compare
+from configs.job import Job
 from simulator.clock.hardware import load_hardware
 from simulator.flops import training_flops_per_token
 from simulator.run_plan import make_plan
@@ -36,7 +37,9 @@ def test_a_plan_charges_what_the_capacity_keeps(policy: str) -> None:
         for factor in (None, 0.5, 2.0)
     )
     flops = [training_flops_per_token(config, 1000) for config in (all_of, half, most)]
-    steps = [make_plan(config, 2, 1000, hardware=machine).step for config in (all_of, half, most)]
-    sent = [make_plan(config, 2, 1000).communication[0]["expert_all_to_all"] for config in (all_of, half, most)]
+    steps = [make_plan(Job(config, 2, 1000, "cpu"), hardware=machine).step for config in (all_of, half, most)]
+    sent = [
+        make_plan(Job(config, 2, 1000, "cpu")).communication[0]["expert_all_to_all"] for config in (all_of, half, most)
+    ]
     seconds = [step.seconds for step in steps if step is not None]
     assert flops[1] < flops[0] == flops[2] and seconds[1] < seconds[0] == seconds[2] and sent[1] < sent[0] == sent[2]

@@ -11,8 +11,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks import limit_cases, planner_oracle
-from benchmarks.planner_oracle import COMPARED, case, exact
+from benchmarks.checks import planner_oracle
+from benchmarks.checks.planner_oracle import COMPARED, case, exact
 from moe.placement.planners.published import may_hold
 from moe.placement.planners.solve import solve
 from moe.placement.quotas import Costs, ReplicaLimits, held, outcome
@@ -84,8 +84,8 @@ def test_no_plan_of_ours_is_better_than_exact() -> None:
 def test_the_limit_is_kept_wherever_a_plan_keeps_it() -> None:
     found, kinds = Counter[str](), set()
     for number in range(160):
-        asked = limit_cases.case(3, number)
-        verdict = limit_cases.grade(asked, exact)
+        asked = planner_oracle.limited_call(3, number)
+        verdict = planner_oracle.grade(asked, exact)
         assert verdict in ("kept", "impossible"), (number, verdict)
         found[verdict] += 1
         kinds |= set(asked.kinds)
@@ -95,9 +95,9 @@ def test_the_limit_is_kept_wherever_a_plan_keeps_it() -> None:
 def test_the_exact_check_of_blocks_tries_all_ranks() -> None:
     sizes, experts = np.array([3, 3, 2, 2, 2]), np.zeros(5, np.int64)
     placement, node = PlacementMap(2, 2), ReplicaLimits(1, 2, most=6)
-    assert limit_cases.blocks_fit(sizes, experts, placement, Costs(), node)
-    assert not limit_cases.blocks_fit(sizes[:3], experts[:3], placement, Costs(), ReplicaLimits(1, 2, most=4))
-    assert not limit_cases.blocks_fit(
+    assert planner_oracle.blocks_fit(sizes, experts, placement, Costs(), node)
+    assert not planner_oracle.blocks_fit(sizes[:3], experts[:3], placement, Costs(), ReplicaLimits(1, 2, most=4))
+    assert not planner_oracle.blocks_fit(
         sizes, experts, placement, Costs(replica_between=None), ReplicaLimits(1, 1, most=6)
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.planner_pick import LAYERS, contenders, grade, regret, whole_step_regret
+from benchmarks.speed.planner_pick import LAYERS, contenders, grade, regret, whole_step_regret
 from moe.chunk_plan import Plan
 
 pytestmark = pytest.mark.fast

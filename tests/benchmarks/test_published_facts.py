@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import published_facts
-from benchmarks.facts import FACTS, PublishedFact
-from benchmarks.published_facts import figure_of
+from benchmarks.kit.facts import FACTS, PublishedFact
+from benchmarks.speed import published_facts
+from benchmarks.speed.published_facts import figure_of
 from models.blueprint import model_chunks
 from simulator.clock.prediction import Prediction
 from simulator.parameters import parameters

@@ -9,7 +9,7 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks import readme_table
+from benchmarks.checks import readme_table
 from configs.compose import compose
 from tests.distributed import ROOT
 from tests.test_commands import COMMAND, GUIDES

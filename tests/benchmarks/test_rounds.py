@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import rounds
-from benchmarks.cluster import Cluster
+from benchmarks.kit import rounds
+from benchmarks.kit.cluster import Cluster
 
 pytestmark = pytest.mark.fast
 

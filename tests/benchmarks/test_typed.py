@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import end_to_end
+from benchmarks.speed import end_to_end
 from models.build import build_model
 
 pytestmark = pytest.mark.fast

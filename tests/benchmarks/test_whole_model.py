@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from benchmarks import whole_model
+from benchmarks.speed import whole_model
 from tests import distributed
 
 TINY = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.sequence_length=16"]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.workloads import MEGATRON, POPULARITIES, Size, counts, is_workload, routing
+from benchmarks.kit.workloads import MEGATRON, POPULARITIES, Size, counts, is_workload, routing
 from moe.placement_map import Integers
 
 pytestmark = pytest.mark.fast

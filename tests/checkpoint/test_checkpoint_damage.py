@@ -113,10 +113,10 @@ def test_every_damage_is_found_and_passed_over(run_dir: Path, tmp_path: Path) ->
         assert problem is not None and name in problem and "\n" not in problem, (name, damage.__name__, problem)
         found = start.find(auto(damaged_run))
         assert found.checkpoint == manifest.folder_of(damaged_run, 4)
-        assert found.passed_over == (f"passed over {damaged}: {problem}",)
+        assert found.passed_over == (f"skipped {damaged}: {problem}",)
         config = auto(tmp_path / "other")
         config.checkpoint.resume = str(damaged)
-        with pytest.raises(ConfigError, match="is no checkpoint"):
+        with pytest.raises(ConfigError, match="is not a good checkpoint"):
             start.find(config)
         with pytest.raises(ConfigError, match="holds no good checkpoint"):
             manifest.good_checkpoint_at(damaged)
@@ -133,7 +133,7 @@ def test_a_model_is_never_opened_from_damage(run_dir: Path, tmp_path: Path, caps
     newest = manifest.folder_of(damaged_run, 5)
     flip_a_bit(newest / FILES[1], damaged_run, random.Random(0))
     assert distributed.run(open_here, 1, damaged_run) == ["step_0000004"]
-    assert f"passed over {newest}: its file {FILES[1]} was changed" in capsys.readouterr().out
+    assert f"skipped {newest}: its file {FILES[1]} was changed" in capsys.readouterr().out
     with pytest.raises(RankError, match="holds no good checkpoint: .*rank_00001.safetensors was changed"):
         distributed.run(open_here, 1, manifest.folder_of(damaged_run, 5))
     (manifest.folder_of(damaged_run, 5) / manifest.STATE).unlink()
@@ -176,7 +176,7 @@ def test_two_ranks_pass_over_and_go_on(
     undisturbed = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [3, 4, 5]
     assert largest_difference(lines, undisturbed[2:], "loss") < FP32_LOSS
-    said = [line for line in capfd.readouterr().out.splitlines() if "passed over" in line]
+    said = [line for line in capfd.readouterr().out.splitlines() if "skipped" in line]
     assert len(said) == 2 and all("was changed" in line for line in said)
     mine = ("checkpoint_passed_over", "resumed", "checkpoint_saved")
     kinds = [event["kind"] for event in events.read(tmp_path / "run") if event["kind"] in mine]
@@ -263,7 +263,7 @@ def test_a_planted_payload_never_runs(run_dir: Path, tmp_path: Path, name: str) 
             found = start.find(auto(damaged_run))
             (said,) = found.passed_over
             assert found.checkpoint == manifest.folder_of(damaged_run, 4)
-            assert said.startswith(f"passed over {folder}: its ") and name in said and "\n" not in said
+            assert said.startswith(f"skipped {folder}: its ") and name in said and "\n" not in said
             if recomputed or name == "manifest.json":
                 (answers,) = distributed.run(use_everything, 1, str(folder), str(damaged_run / "out"))
                 assert answers["ls"] == answers["verify"] == 1 and answers["show"] == answers["convert"] == 2
@@ -278,7 +278,8 @@ def test_a_payload_stops_a_run_that_names_the_checkpoint(data: list[str], run_di
     (folder / FILES[0]).write_bytes(torch_file(mark, b""))
     manifest.write(folder, 5, {file: checksums.sum_of(folder / file) for file in FILES if file != "manifest.json"})
     with pytest.raises(
-        distributed.RankError, match=rf"{FILES[0]} is none of a checkpoint: it does not start with a safetensors header"
+        distributed.RankError,
+        match=rf"{FILES[0]} is not a valid checkpoint file: it does not start with a safetensors header",
     ):
         train_on_ranks([*RUN, *data, f"run_dir={tmp_path / 'run'}", f"checkpoint.resume={folder}"], 2)
     assert not mark.exists()

@@ -317,11 +317,12 @@ def test_a_run_leaves_with_the_same_text(run_dir: Path, tmp_path: Path) -> None:
 
 
 def _fill(source: Path, text: str) -> list[int]:
-    from inference.fill_mask import fill_mask, masked_tokens
+    from inference.fill_mask import fill_masks, masked_tokens
     from inference.open_model import open_model
 
     with open_model(source, device="cpu") as model:
-        return [guess.token for guess in fill_mask(model, *masked_tokens(model, text), top_k=5)[0]]
+        tokens, mask = masked_tokens(model, text)
+        return [guess.token for guess in fill_masks(model, [tokens], mask, top_k=5)[0][0]]
 
 
 def _their_fill(source: Path, text: str) -> list[int]:

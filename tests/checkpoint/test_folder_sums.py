@@ -68,7 +68,7 @@ def test_training_refuses_a_damaged_folder(imported: Path, tmp_path: Path, data:
         (path,) = folder_copy.glob(name)
         flip_a_bit(path, path, random.Random(number))
         with pytest.raises(
-            (ConfigError, RankError), match=f"is not as it was written: its file {path.name} was changed"
+            (ConfigError, RankError), match=f"was changed after it was written: its file {path.name} was changed"
         ):
             _train(folder_copy, tmp_path / f"run{number}", data)
     folder_copy = tmp_path / "without"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.opened_by_tools import open_all
+from benchmarks.checks.opened_by_tools import open_all
 from checkpoint import export
 from models import convert
 from tests.tolerances import FP32_LOSS
@@ -79,7 +79,9 @@ def test_any_map_policy_and_number_of_ranks_goes_on(
             "moe.placement.policy is static and parallel.expert 2: experts that had migrated are on their initial "
             "ranks again"
         )
-        assert (back in said) == ("moe.placement.policy=static" in layout) and "is without: it is left out" not in said
+        assert (back in said) == (
+            "moe.placement.policy=static" in layout
+        ) and "this run has no such callback" not in said
     whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "turns")
     assert _moved(found) > 4
     assert largest_difference(found, whole, "loss") < FP32_LOSS
@@ -110,6 +112,6 @@ def test_every_tool_opens_a_bert_with_all_that_training_may_ask_for(data: list[s
 
 
 def opened(run_dir: Path, work: Path) -> dict[str, str]:
-    """What each tool makes of a run: a row of benchmarks/opened_by_tools.py."""
+    """What each tool makes of a run: a row of benchmarks/checks/opened_by_tools.py."""
     (work / "text").write_text("def run(self):\n    return self\n" * 4)
     return open_all(run_dir, work, work / "text")

@@ -1,7 +1,7 @@
 """SIGKILL at random moments, also while a checkpoint is written; then the same command gives the run that was never
 killed.
 
-A few kills here; benchmarks/kill_test.py does more.
+A few kills here; benchmarks/checks/kill_test.py does more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.kill_test import differences
+from benchmarks.checks.kill_test import differences
 from checkpoint import manifest
 from tests.test_packages import ROOT
 from tests.training.helpers import train_on_ranks
@@ -24,7 +24,7 @@ from tests.waits import LONG, until, until_gone
 def test_forked_runs(data: list[str]) -> None:
     arguments = ["--kills=2", "--seed=3", "--steps=9", "--layouts=recorded_moves", "--damages=3", "--json", *data]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kill_test", *arguments],
+        [sys.executable, "-m", "benchmarks.checks.kill_test", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import parallel.megatron  # noqa: F401  (before anything else of Megatron-core: see parallel/megatron/startup.py)
+from configs.job import Job
 
 # isort: split
 import pytest
@@ -25,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from base import checksums
 from base.errors import ConfigError
-from benchmarks.blueprint_check import presets
+from benchmarks.checks.blueprint_check import presets
 from checkpoint import __main__ as command
 from checkpoint import manifest, safetensors_header, state, state_file
 from checkpoint.logical.names import blocks_of, lacking_weights
@@ -171,7 +172,7 @@ def _write(config: Config, run_dir: Path) -> dict[str, torch.Tensor]:
 
 def _seal(target: Path, config: Config, sums: dict[str, checksums.FileSum]) -> None:
     known = {"step": 1, "consumed_samples": 1, "health": None, "optimizer_steps": [1], "loss_scaler": None}
-    content = {**known, **state_file.of_model(config, VOCAB_SIZE, len(sums))}
+    content = {**known, **state_file.of_model(Job(config, len(sums), VOCAB_SIZE, "cpu"))}
     sums[manifest.STATE] = manifest.write_text(target / manifest.STATE, json.dumps(content))
     sums[manifest.CONFIG] = manifest.write_text(target / manifest.CONFIG, to_yaml(config))
     manifest.write(target, 1, sums)
@@ -256,12 +257,12 @@ DAMAGES: dict[str, tuple[Callable[[Entries], object], str, str]] = {
     "missing": (lambda found: found.pop(_named(found, NORM)), f"no tensor {NORM}", f"lack the weight {NORM}"),
     "half": (
         lambda found: found.pop(_named(found, QKV)),
-        r"tensor decoder.layers.0.self_attention.linear_qkv.weight of .* is not whole",
+        r"tensor decoder.layers.0.self_attention.linear_qkv.weight of .* is not stored exactly once",
         f"of the .* elements of {QKV}",
     ),
     "twice": (
         lambda found: found.update(again=found[_named(found, NORM)]),
-        f"tensor {NORM} of .* is not whole: row 0 is there twice",
+        f"tensor {NORM} of .* is not stored exactly once: row 0 is stored twice",
         f"of the .* elements of {NORM}",
     ),
     "renamed": (
@@ -367,7 +368,7 @@ WRONG_FOLDERS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "cut": (
         "hf",
         lambda path: os.truncate(path / folder.SINGLE_NAME, (path / folder.SINGLE_NAME).stat().st_size - 3),
-        "no whole safetensors file",
+        "not a complete safetensors file",
     ),
 }
 

@@ -54,7 +54,7 @@ def test_a_damaged_state_of_any_checkpoint_blocks_no_resume(
     flipped(folder / manifest.STATE, old, new)
     found = start.find(config)
     assert found.checkpoint == manifest.folder_of(tmp_path / "run", 4 if damaged == 6 else 6)
-    passed_over = f"passed over {folder}: its file state.json was changed: its checksum is another one"
+    passed_over = f"skipped {folder}: its file state.json was changed: its checksum is not the recorded one"
     assert found.passed_over == ((passed_over,) if damaged == 6 else ())
 
 
@@ -70,7 +70,7 @@ def test_a_flipped_id_of_the_record_is_named_and_the_advice_works(tmp_path: Path
     config = run_with(tmp_path, [2])
     path = tmp_path / "run" / record.RECORD
     flipped(path, ID.encode(), b"7f3a91c3")
-    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it was changed: its checksum.*take it away"):
+    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it was changed: its checksum.*delete it so that"):
         start.find(config)
     path.unlink()
     found = start.find(config)
@@ -83,7 +83,7 @@ def test_a_record_without_a_checksum_is_named(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["xxh3"]
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it holds no checksum\)"):
+    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it contains no checksum\)"):
         start.find(config)
 
 
@@ -138,7 +138,7 @@ def test_damage_is_named_in_one_line_and_one_event(
     damage(run_dir / name)
     log_damaged_files(run_dir, found)
     (line,) = capsys.readouterr().out.splitlines()
-    assert f"not as step_0000004 found it: {name} {words}" in line
+    assert f"has lost content that step_0000004 recorded: {name} {words}" in line
     (event,) = [event for event in files.read_json_lines(run_dir / "events.jsonl") if event.get("text") == line]
     assert event["kind"] == "record_incomplete"
 
@@ -150,7 +150,9 @@ def box(key: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> Entry:
 def test_boxes_that_overlap_are_refused_where_their_number_of_elements_is_right() -> None:
     boxes = [box("a", (0, 0), (2, 4)), box("a", (2, 0), (2, 2)), box("a", (2, 2), (2, 2))]
     assert incomplete(boxes) is None
-    assert incomplete([*boxes[:2], box("a", (2, 1), (2, 2))]) == "its files hold elements of a twice, and lack others"
+    assert (
+        incomplete([*boxes[:2], box("a", (2, 1), (2, 2))]) == "its files hold some elements of a twice, and lack others"
+    )
     assert incomplete([box("a", (0, 0), (2, 4)), box("a", (1, 0), (2, 4))]) is not None
     row_boxes = [box("a", (row, 0), (4,)) for row in (3, 0, 2, 1)]  # the first dimension is one wide
     assert incomplete(row_boxes) is None and incomplete([*row_boxes[:3], row_boxes[0]]) is not None
@@ -164,9 +166,11 @@ def test_a_choice_that_was_changed_is_not_obeyed(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"a": 1', '"a": 2'))
     with pytest.raises(ConfigError, match=r"experts_chosen.json cannot be read \(it was changed.*or delete it"):
         read_choice(path, ("a", "b"))
-    for content in ({"values": {"a": 1, "optimizer.lr": 1.0}}, {"world_size": 2}, {"values": [1]}):
+    other_keys = {"values": {"a": 1, "optimizer.lr": 1.0}}
+    for content in (other_keys, {"world_size": 2}, {"values": [1]}):
         checksums.write_summed(path, content)
-        with pytest.raises(ConfigError, match="which is none of its keys"):
+        reason = "it has the unknown keys optimizer.lr" if content is other_keys else "it has no values"
+        with pytest.raises(ConfigError, match=reason):
             read_choice(path, ("a", "b"))
     for text in ("", "[1]", "{"):
         path.write_text(text)

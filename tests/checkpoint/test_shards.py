@@ -53,13 +53,13 @@ def test_elements_that_nobody_wrote_are_an_error(tmp_path: Path) -> None:
     reader = ShardReader(_written(tmp_path, 3))
     del reader._boxes["weight"][1]
     reader.fill(_box(0, 3, torch.empty(2, 4)))
-    with pytest.raises(ConfigError, match=r"holds 16 of 24 elements that this rank needs of weight"):
+    with pytest.raises(ConfigError, match=r"holds only 16 of the 24 elements of weight that this rank needs"):
         reader.fill(_box(0, 1, torch.empty(6, 4)))
 
 
 def test_a_tensor_of_another_shape_or_name_is_an_error(tmp_path: Path) -> None:
     reader = ShardReader(_written(tmp_path, 2))
-    with pytest.raises(ConfigError, match=r"has weight in shape \[6, 4\], this model in \[6, 3\]"):
+    with pytest.raises(ConfigError, match=r"has weight in shape \[6, 4\], but this model needs \[6, 3\]"):
         reader.fill(_box(0, 1, torch.empty(6, 3)))
     with pytest.raises(ConfigError, match="has no tensor bias"):
         reader.fill(ShardedTensor.from_rank_offsets("bias", torch.empty(6)))

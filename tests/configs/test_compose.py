@@ -147,8 +147,8 @@ def test_presets_of_ones_own(
     (folder / "model.yaml").write_text(header.replace("tiny", "tinny"), encoding="utf-8")
     (folder / "broken.yaml").write_text(header + "name: [\n", encoding="utf-8")
     says = {
-        "typo": "experiment/typo.yaml: training.stesp is no known key. Try training.steps=20.",
-        "layout": "experiment/layout.yaml: defaults may override model alone",
+        "typo": "experiment/typo.yaml: training.stesp is not a known key. Try training.steps=20.",
+        "layout": "experiment/layout.yaml: defaults may override only model, so that",
         "model": "experiment/model.yaml: model (gpt_tinny) must be one of",
         "broken": f"cannot read {folder / 'broken.yaml'}: while parsing",
     }

@@ -22,7 +22,7 @@ LATENT = ("model.attention=latent", "model.kv_lora_rank=32", "model.rotary_head_
 BROKEN: list[tuple[list[str], int, str, str]] = [
     (["parallel.context=0"], 1, "parallel.context", "at least 1"),
     (["parallel.context=3"], 3, "parallel.context", "must divide training.micro_batch_size (2) * model.sequence_len"),
-    (["parallel.context=3"], 3, "parallel.context", "128 rows. Try model.sequence_length=63."),
+    (["parallel.context=3"], 3, "parallel.context", "model.sequence_length = 128. Try model.sequence_length=63."),
     (["parallel.context=3", "model.sequence_length=1"], 3, "parallel.context", "Try model.sequence_length=3."),
     (
         ["parallel=tp2_sp", "parallel.context=2", "model.sequence_length=63"],
@@ -36,21 +36,21 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         "parallel.context_heads",
         "must divide parallel.context (4",
     ),
-    (["parallel.context=8", "parallel.context_heads=8"], 8, "parallel.context_heads", "4 query heads"),
+    (["parallel.context=8", "parallel.context_heads=8"], 8, "parallel.context_heads", "must divide 4, the query heads"),
     (
         ["parallel.context=6", "parallel.context_heads=2", "model.num_attention_heads=12", "model.num_query_groups=3"]
         + ["model.hidden_size=96", "model.sequence_length=96"],
         6,
         "parallel.context_heads",
-        "divide its 3 key heads or be a multiple of them. Try parallel.context_heads=1.",
+        "must divide 3, its key heads, or be a multiple of that number. Try parallel.context_heads=1.",
     ),
     (
         ["parallel=tp2_sp", "parallel.context=4", "parallel.context_heads=4"],
         8,
         "parallel.context_heads",
-        "a tensor rank's 2 query heads",
+        "must divide 2, the query heads of a tensor rank",
     ),
-    (["parallel.context_heads=2"], 1, "parallel.context_heads", "where parallel.context is 1"),
+    (["parallel.context_heads=2"], 1, "parallel.context_heads", "if parallel.context is 1"),
     (
         ["parallel.context=2", "model.attention_dropout=0.1"],
         2,

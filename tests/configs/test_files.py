@@ -56,7 +56,7 @@ def test_a_line_on_a_full_disk_leaves_no_trace(tmp_path: Path, monkeypatch: pyte
         return write(descriptor, data[:size])
 
     monkeypatch.setattr(os, "write", half)
-    with pytest.raises(WriteError, match="lines cannot be written: No space left on device. Make room"):
+    with pytest.raises(WriteError, match="lines cannot be written: No space left on device. Free some space"):
         log.write("two")
     monkeypatch.setattr(os, "write", write)
     log.write("two")
@@ -120,9 +120,9 @@ def lines_of(*steps: int) -> bytes:
         (lines_of(1, 2, 2, 3, 3), 2, lines_of(1, 2, 2), None),
         (lines_of(1, 2, 3), 0, b"", None),
         (lines_of(1, 2) + lines_of(3)[:-1], 2, lines_of(1, 2), None),  # half a line of a step that comes again
-        (lines_of(1, 2) + lines_of(3)[:-1], 3, lines_of(1, 2), "step 3 is not in it"),
-        (lines_of(1)[:-4], 3, b"", "steps 1 to 3 are not in it"),
-        (b"", 2, b"", "steps 1 to 2 are not in it"),
+        (lines_of(1, 2) + lines_of(3)[:-1], 3, lines_of(1, 2), "lacks step 3 ("),
+        (lines_of(1)[:-4], 3, b"", "lacks steps 1 to 3 ("),
+        (b"", 2, b"", "lacks steps 1 to 2 ("),
         (lines_of(1) + b"[]\n\xff\xfe\n\n" + b"[" * 9999 + b"\n", 1, lines_of(1), None),
         (lines_of(1) + b"a\xff\n" + lines_of(3), 3, lines_of(1) + b"a\xff\n" + lines_of(3), None),
     ],
@@ -135,7 +135,7 @@ def test_later_steps_and_half_lines_go(
     path.write_bytes(content)
     text = files.cut_steps(path, after)
     assert path.read_bytes() == kept
-    assert text is None if said is None else text is not None and text.startswith(f"{path}: {said}")
+    assert text is None if said is None else text is not None and text.startswith(f"{path} {said}")
     assert files.cut_steps(tmp_path / "none", 5) is None and not (tmp_path / "none").exists()
 
 
@@ -194,4 +194,4 @@ def test_what_a_run_can_do_without_ends_nothing(
         str(tmp_path / "page"),
         str(tmp_path / "none" / "lines"),
     ]
-    assert all("The run goes on" in line for line in said)
+    assert all("The run continues" in line for line in said)

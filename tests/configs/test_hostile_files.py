@@ -38,7 +38,7 @@ def test_a_yaml_file_that_grows_is_refused(content: str, tmp_path: Path) -> None
 def test_a_pipe_is_no_file(tmp_path: Path) -> None:
     for name in ("config.yaml", status.STATUS):
         os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="it is not a regular file"):
         load(tmp_path / "config.yaml")
     assert status.read(tmp_path) == {}
 

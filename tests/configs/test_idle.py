@@ -145,6 +145,6 @@ def test_measured_costs_are_not_deterministic() -> None:
     words = ["parallel.expert=2", "moe.placement.policy=solve", "moe.placement.extra_slots=2"]
     words += ["moe.placement.costs=measured", "training.deterministic=true"]
     message = refusal(words, 2, "experiment=gpt_moe_tiny")
-    assert message.startswith("moe.placement.costs (measured) must be assumed for training.deterministic")
+    assert message.startswith("moe.placement.costs (measured) must be assumed if training.deterministic is true")
     (fixes,) = advice.split(message)[1]
     validate(compose(["experiment=gpt_moe_tiny", *words, *fixes]), 2)

@@ -52,12 +52,12 @@ def test_the_same_preset_may_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("model.num_layers=3", "model.num_layers (3) is 4"),
-        ("model=bert_tiny", "model.family (bert) is gpt"),
-        ("experiment=gpt_moe_tiny", "moe.num_experts (4) is null"),
-        ("model.vocab_size=600", "model.vocab_size (600) is 500"),
-        ("moe.num_experts=8", "moe.num_experts (8) is null"),
-        ("model.tie_embeddings=false", "model.tie_embeddings (false) is true"),
+        ("model.num_layers=3", "model.num_layers (3) must be 4"),
+        ("model=bert_tiny", "model.family (bert) must be gpt"),
+        ("experiment=gpt_moe_tiny", "moe.num_experts (4) must be null"),
+        ("model.vocab_size=600", "model.vocab_size (600) must be 500"),
+        ("moe.num_experts=8", "moe.num_experts (8) must be null"),
+        ("model.tie_embeddings=false", "model.tie_embeddings (false) must be true"),
     ],
 )
 def test_another_model_is_refused(tmp_path: Path, override: str, key: str) -> None:
@@ -78,7 +78,7 @@ def test_what_differs_of_a_long_value_is_not_cut_off(tmp_path: Path) -> None:
     folder.mkdir()
     imported = compose(["experiment=gpt_tiny", scaling(4.0)])
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **description(imported, VOCAB)}))
-    with pytest.raises(ConfigError, match=r"\(\{.*high_freq_factor: 2.0.*\}\) is \{.*high_freq_factor: 4.0"):
+    with pytest.raises(ConfigError, match=r"\(\{.*high_freq_factor: 2.0.*\}\) must be \{.*high_freq_factor: 4.0"):
         compose([scaling(2.0), f"checkpoint.weights={folder}"])
 
 
@@ -92,7 +92,7 @@ def test_a_shorter_sequence_is_no_other_model(tmp_path: Path) -> None:
 
 def test_weights_without_a_tokenizer_ask_for_theirs(tmp_path: Path) -> None:
     folder = weights(tmp_path / "imported", "gpt_tiny", tokenizer=False)
-    with pytest.raises(ConfigError, match="comes without a tokenizer.*data.tokenizer=PATH"):
+    with pytest.raises(ConfigError, match="contains no tokenizer.*data.tokenizer=PATH"):
         compose([f"checkpoint.weights={folder}"])
     assert compose([f"checkpoint.weights={folder}", "data.tokenizer=mine.model"]).data.tokenizer == "mine.model"
 
@@ -107,7 +107,7 @@ def test_another_tokenizer_is_refused_before_a_corpus_is_touched(tmp_path: Path)
     )
     with pytest.raises(
         ConfigError,
-        match=r"data.tokenizer \(.*other.model\) has other content than the tokenizer in checkpoint.weights",
+        match=r"data.tokenizer \(.*other.model\) differs from the tokenizer in checkpoint.weights",
     ):
         preflight.check(compose([*overrides, f"data.tokenizer={tmp_path / 'other.model'}"]))
     assert not (tmp_path / "cache").exists()
@@ -116,12 +116,12 @@ def test_another_tokenizer_is_refused_before_a_corpus_is_touched(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "must hold a config.yaml of format"),
+        (None, "must contain a config.yaml of format"),
         ("a: [", "cannot be read"),
-        ("format: other", "must hold a config.yaml of format"),
-        (f"format: {FORMAT}\nmodel: 3\nmoe: {{}}", "model must be a section"),
-        (f"format: {FORMAT}\nmodel: {{vocab_size: null}}\nmoe: {{}}", "config.yaml must say model.vocab_size"),
-        (f"format: {FORMAT}\nmodel: {{hidden: 3}}\nmoe: {{}}", "model.hidden is no key of this version"),
+        ("format: other", "must contain a config.yaml of format"),
+        (f"format: {FORMAT}\nmodel: 3\nmoe: {{}}", "model must be a mapping of keys"),
+        (f"format: {FORMAT}\nmodel: {{vocab_size: null}}\nmoe: {{}}", "config.yaml must contain model.vocab_size"),
+        (f"format: {FORMAT}\nmodel: {{hidden: 3}}\nmoe: {{}}", "model.hidden is not a key of this version"),
         (f"format: {FORMAT}\nmodel: {{hidden_size: wide}}\nmoe: {{}}", "model.hidden_size (wide) must be an integer"),
     ],
 )

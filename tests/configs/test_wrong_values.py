@@ -31,7 +31,7 @@ def take() -> Take:
 @pytest.mark.parametrize("name", KEYS)
 def test_a_wrong_value_ends_in_one_right_line(name: str, take: Take) -> None:
     """Two of the five kinds, in turn from key to key, and of a third of the keys all others too;
-    `python -m benchmarks.wrong_values` has everything of all."""
+    `python -m benchmarks.checks.wrong_values` has everything of all."""
     number, num_kinds = list(KEYS).index(name), len(wrong_values.KINDS)
     sampled = {wrong_values.KINDS[number % num_kinds], wrong_values.KINDS[(number + 2) % num_kinds]}
     for wrong in wrong_values.wrong_values(KEYS[name]):

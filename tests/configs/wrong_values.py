@@ -1,5 +1,5 @@
 """Wrong values of every key, made from what the schema says of it: for the table test here and for
-`benchmarks.wrong_values`."""
+`benchmarks.checks.wrong_values`."""
 
 from __future__ import annotations
 

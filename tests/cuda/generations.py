@@ -11,12 +11,12 @@ from unittest import mock
 
 import torch
 
+from base.units import MIB
 from inference.decoder import Decoder
 from inference.fill_mask import fill_masks
 from inference.generation import Sampling, generate
 from inference.open_model import OpenModel, open_model
-from inference.scoring import log_likelihoods
-from inference.weights.budget import MIB
+from inference.scoring import log_likelihoods_of
 from inference.weights.file_weights import FileWeights
 from inference.weights.loader import HostCopies
 from memory.budgets import HOST
@@ -144,7 +144,7 @@ def _generate(
 
 
 def _scores(decoder: Decoder) -> torch.Tensor:
-    return log_likelihoods(decoder, TEXT, 8, 4, 2)
+    return log_likelihoods_of(decoder, [TEXT], 8, 4, 2)[0]
 
 
 def _guesses(model: OpenModel) -> torch.Tensor:

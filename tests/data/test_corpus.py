@@ -153,13 +153,13 @@ def test_blends(tmp_path):
 @pytest.mark.parametrize(
     ("corpus", "words"),
     [
-        ("missing.jsonl", "data.corpus=missing.jsonl.*no such file"),
+        ("missing.jsonl", "data.corpus=missing.jsonl: .*missing.jsonl does not exist"),
         (["stdlib", "missing.txt"], "missing.txt"),
         ([], "at least one source"),
-        ([{"path": "stdlib", "weight": -1}], "weight of stdlib is -1"),
-        ([{"path": "stdlib", "weight": 1}, "stdlib"], "every source has a weight"),
-        ([{"file": "stdlib"}], "is no source"),
-        (7, "is no source"),
+        ([{"path": "stdlib", "weight": -1}], r"weight of stdlib \(-1\) must be"),
+        ([{"path": "stdlib", "weight": 1}, "stdlib"], "a weight to every source"),
+        ([{"file": "stdlib"}], "is not a source"),
+        (7, "is not a source"),
     ],
 )
 def test_wrong_corpus(corpus, words):
@@ -173,7 +173,7 @@ def test_wrong_files(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "not.parquet").write_text("x")
     for name, words in (
-        ("a.docx", "unknown kind"),
+        ("a.docx", "files of this kind cannot be read"),
         ("only.bin", "pairs"),
         ("empty", "no file that can be read"),
         ("not.parquet", "Parquet"),

@@ -13,6 +13,7 @@ import pytest
 from base.errors import ConfigError
 from configs import derived
 from configs.compose import compose
+from configs.job import Job
 from configs.schema import Config
 from data.document_lengths import (
     attended_pairs,
@@ -102,7 +103,7 @@ def test_what_is_said_of_a_corpus(config, capsys) -> None:
     found = summary(lengths)
     assert f"lengths     {len(lengths)} documents to train on, in tokens: median {found['median']:,.0f}" in output
     assert f"longest {lengths.max()}" in output
-    share = re.search(r"separate keeps ([\d.]+)% of its pairs at model.sequence_length=64\n", output)
+    share = re.search(r"separate keeps ([\d.]+)% of the token pairs at model.sequence_length=64\n", output)
     assert share and float(share[1]) == pytest.approx(100 * expected_share(lengths, 64), abs=0.05)
     assert main(arguments) == 0
     assert "separate keeps" not in capsys.readouterr().out
@@ -119,13 +120,13 @@ def test_a_plan_uses_the_lengths_once_they_are_there(config, tmp_path: Path) -> 
     whole.data = config_with(config, documents="separate")
     assert find_prepared(whole.data, "gpt") is None and planned_share(whole) is None
     assert not Path(config.cache_dir).exists()  # nothing is made
-    before = make_plan(whole, 1, 400, "cpu")
+    before = make_plan(Job(whole, 1, 400, "cpu"))
     assert "separate documents the corpus is not prepared with these settings" in text(before)
     prepared = prepare(whole.data, "gpt", False)
     assert find_prepared(whole.data, "gpt") is not None
     share = planned_share(whole)
     assert share is not None and share == pytest.approx(corpus_share(whole, prepared.train)) and 0.1 < share < 0.9
-    after = make_plan(whole, 1, 400, "cpu", attended_share=share)
+    after = make_plan(Job(whole, 1, 400, "cpu"), attended_share=share)
     assert f"separate documents {share:.1%} of the pairs of one-document samples attend" in text(after)
     joined = json.loads(json.dumps(before.as_dict()))
     separate = json.loads(json.dumps(after.as_dict()))
@@ -144,7 +145,7 @@ def test_a_plan_uses_the_lengths_once_they_are_there(config, tmp_path: Path) -> 
     whole.parallel.context = 1
     whole.data.documents = "joined"
     assert planned_segments(whole) is None
-    assert planned_share(whole) is None and "separate documents" not in text(make_plan(whole, 1, 400, "cpu"))
+    assert planned_share(whole) is None and "separate documents" not in text(make_plan(Job(whole, 1, 400, "cpu")))
     whole.data.documents, whole.data.corpus = "separate", str(tmp_path / "nowhere.txt")
     assert planned_share(whole) is None
 
@@ -160,7 +161,7 @@ def test_token_files_and_trained_tokenizers_are_found(config, jsonl: Path) -> No
     trained = config_with(config, tokenizer="sentencepiece", vocab_size=400)
     assert find_prepared(trained, "gpt") is None
     assert find_prepared_by_preparing(trained) == find_prepared(trained, "gpt")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="does not exist"):
         find_prepared(config_with(config, corpus="nowhere.txt"), "gpt")
 
 

@@ -249,7 +249,7 @@ def test_sentences_by_hand(config, tmp_path, kind, sentences):
         (
             BERT_SAMPLE,
             "file",
-            "1 document. Where what lies between empty lines is a document, set data.documents_in_text=blank_line",
+            "1 document. If the text between empty lines is a document, set data.documents_in_text=blank_line",
         ),
         (BERT_SAMPLE, "blank_line", ""),
         (NOVEL, "file", ""),
@@ -257,7 +257,7 @@ def test_sentences_by_hand(config, tmp_path, kind, sentences):
         (
             REVIEWS * 400,
             "file",
-            "about 1,200 lines and no empty one; with data.documents_in_text=file the corpus is 1 document.",
+            "about 1,200 lines, none of them empty; with data.documents_in_text=file the corpus is 1 document.",
         ),
         (REVIEWS * 400, "line", ""),
         ("word\r" * 100, "file", "ends its lines with CR alone"),
@@ -282,7 +282,7 @@ def test_a_small_file_among_many_says_nothing_and_a_lone_document_has_no_other(c
     prepared = prepare(replace(config, corpus=str(folder / "a.txt")), "bert", False)
     assert lone_documents(prepared, "sentence_order") == []
     (line,) = lone_documents(prepared, "next_sentence")
-    assert "has one document in" in line and "data.documents_in_text" in line
+    assert "is a single document" in line and "data.documents_in_text" in line
 
 
 def test_documents_end_as_in_the_checkpoint(tmp_path, monkeypatch):

@@ -49,7 +49,10 @@ def notes_of(tmp_path: Path, tokenizer: Path, documents: list[list[list[int]]], 
             ends(*[EOT] * 700, *[END] * 300),
             r"700 of 1,000 documents of .* end with 0 .*, and 300 with the end token of ",
         ),
-        (ends(*[END] * 999, PAD), r"1 of 1,000 documents of .* do not end with the end token of .*, 1 \('</s>'\), as "),
+        (
+            ends(*[END] * 999, PAD),
+            r"1 of 1,000 documents of .* do not end with the end token of .*, 1 \('</s>'\), but ",
+        ),
         (
             ends(*range(3, 103)),
             r"0 of 100 documents of .* end with .*, and no other token ends most of them \(the most ",
@@ -73,14 +76,14 @@ def test_of_many_documents_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(notes, "MOST_ENDS", 10)
     tokenizer = load_tokenizer(byte_folder(tmp_path / "t", {CONFIG: {**FAST, "eos_token": "</s>"}}))
     files = IndexedTokens(token_files(tmp_path, ends(*[EOT] * 25)))
-    assert "10 of 10 documents, a sample of 25, of x end with 0" in (notes.other_ends("x", files, tokenizer) or "")
+    assert "10 of 10 documents (a sample of 25) of x end with 0" in (notes.other_ends("x", files, tokenizer) or "")
 
 
 @pytest.mark.parametrize("file", [CONFIG, MAP])
 def test_what_is_advised_ends_the_warning(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = byte_folder(tmp_path / "t", {CONFIG: FAST, file: {**FAST, "eos_token": "</s>"}})
     (note,) = notes_of(tmp_path, folder, ends(*[EOT] * 50))
-    assert note.endswith(f"or name the first as eos_token in {folder / file}")
+    assert note.endswith(f"or name the former as eos_token in {folder / file}")
     arguments = {"corpus": tmp_path / "x", "tokenizer": folder, "cache_dir": tmp_path / "cache"}
     assert prepare_command([f"data.{key}={value}" for key, value in arguments.items()]) == 0
     assert f"note        {note}" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_token_files_of_equal_size_and_other_bytes(config, own, change, monkeypa
     flip(Path(f"{own}.bin"), **change)
     now = prepare(config, "gpt", False).identity
     assert [found.text for found in differences(now, trained)] == [
-        f"data.corpus: {own}.bin has other bytes than the run was trained on"
+        f"data.corpus: the content of {own}.bin is not what the run was trained on"
     ]
 
 
@@ -81,7 +81,9 @@ def test_prepared_files_of_equal_size_and_other_bytes(config):
     path = Path(f"{prepared.train[0].prefix}.bin")
     content = path.read_bytes()
     flip(path, keep_mtime=True)
-    with pytest.raises(ConfigError, match=f"{path} has {len(content)} other bytes.*data.prepare"):
+    with pytest.raises(
+        ConfigError, match=f"{path} was damaged after it was written: it has other content.*data.prepare"
+    ):
         prepare(config, "gpt", False)
     assert prepare(config, "gpt", False, rebuild_damaged=True) == prepared and path.read_bytes() == content
 
@@ -97,7 +99,7 @@ def test_a_digest_is_kept_while_the_file_is_not_touched(tmp_path, monkeypatch, c
         path.write_bytes(content)
         digests.append(file_digest(path, cache, 10))
     assert len(set(digests)) == len(contents)
-    said = f"Reading {path} (0 GB), to know it by its content ...\n"  # the two that are long
+    said = f"Reading {path} (0 GB) to compute the digest of its content ...\n"  # the two that are long
     assert capsys.readouterr().err == 2 * said
     assert not list(cache.rglob("*.json"))  # written just now: another write may have the same time
     old = time.time_ns() - 10**10
@@ -148,45 +150,45 @@ def identity(*sources, tokenizer="t", fraction=0.02, rule="alike"):
         (
             identity(source("stdlib", python="3.12.1", digest="b")),
             identity(source("stdlib", python="3.11.7")),
-            ["data.corpus: stdlib is of Python 3.12.1, the run was trained on that of 3.11.7"],
+            ["data.corpus: stdlib is that of Python 3.12.1, but the run was trained on that of 3.11.7"],
         ),
         (identity(source("stdlib", python="3.12.1")), identity(source("stdlib", python="3.11.7")), []),
         (
             identity(source(documents=4, digest="b")),
             identity(source()),
-            ["data.corpus: books has 4 documents, the run was trained on 3"],
+            ["data.corpus: books has 4 documents, but the run was trained on 3"],
         ),
         (
             identity(source(valid={"tokens": 11, "digest": "b"})),
             identity(source()),
-            ["data.corpus: books has other text than the run was trained on (validation 11 tokens, then 10)"],
+            ["data.corpus: the text of books is not what the run was trained on (validation: 11 tokens, before 10)"],
         ),
         (
             identity(source(weight=0.7), source("b", "b", weight=0.3)),
             identity(source(weight=0.7), source("b", "b", weight=0.4)),
-            ["data.corpus: the weight of b is 0.3, the run was trained with 0.4"],
+            ["data.corpus: the weight of b is 0.3, but the run was trained with 0.4"],
         ),
         (
             identity(source("a", "a"), source("b", "b")),
             identity(source("b", "b"), source("a", "a")),
-            ["data.corpus has the sources in the order [a, b]; the run was trained with [b, a]"],
+            ["data.corpus has the sources in the order [a, b], but the run was trained with the order [b, a]"],
         ),
         (
             identity(source("a", "a")),
             identity(source("a", "a"), source("b", "b")),
-            ["data.corpus has the sources [a]; the run was trained on [a, b]"],
+            ["data.corpus has the sources [a], but the run was trained on [a, b]"],
         ),
         (
             identity(source(digest="b"), fraction=0.1),
             identity(source()),
-            ["data.validation_fraction is 0.1, the run was trained with 0.02"],
+            ["data.validation_fraction is 0.1, but the run was trained with 0.02"],
         ),
         (
             identity(source(digest="b", files={"bin": "1", "idx": "3"}), tokenizer="u"),
             identity(source(files={"bin": "1", "idx": "2"})),
             [
-                "data.tokenizer differs from the tokenizer that the run was trained with",
-                "data.corpus: books.idx has other bytes than the run was trained on",
+                "data.tokenizer is not the tokenizer that the run was trained with",
+                "data.corpus: the content of books.idx is not what the run was trained on",
             ],
         ),
     ],

@@ -75,7 +75,7 @@ def test_names_of_text(tmp_path, name):
         ("\n".join(json.dumps(row, indent=2) for row in JSON_ROWS), 5, []),  # as jq writes them
         ("[]", 0, []),
         (json.dumps([*JSON_ROWS, 7, {"x": 1}], indent=2), 5, ["22: a JSON int", "23: no field 'text'"]),
-        (json.dumps(JSON_ROWS, indent=2)[:-1], 5, ["22: not JSON (the array has no end"]),
+        (json.dumps(JSON_ROWS, indent=2)[:-1], 5, ["22: not JSON (the end of the array is missing"]),
         (json.dumps(JSON_ROWS, indent=2)[:-40], 4, ["18: not JSON (Unterminated"]),
         ("[1]\n[2]\n" + LINES.decode(), 5, ["1: a JSON list", "2: a JSON list"]),
         ('{"text": "cut\n' + LINES.decode(), 5, ["1: not JSON"]),
@@ -95,7 +95,7 @@ def test_a_list_inside_an_object_is_taken_out_by_the_command_that_is_given(tmp_p
     path = tmp_path / "squad.json"
     path.write_text(json.dumps({"version": 2, "it's data": JSON_ROWS}, indent=1))
     (line,) = read(str(path), tmp_path)[1]
-    command = line.reason.split("take them out with: ")[1]
+    command = line.reason.split("extract them with: ")[1]
     command = command.replace("python", shlex.quote(sys.executable), 1).replace("FILE", "squad.json")
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     assert [document.text for document in read(str(tmp_path / "NEW.jsonl"), tmp_path)[0]] == [
@@ -113,7 +113,7 @@ def test_an_archive_is_unpacked_by_the_command_that_is_given(tmp_path, name):
     else:
         with tarfile.open(path, "w:gz") as tar:
             tar.add(tmp_path / "a.txt", "a.txt")
-    with pytest.raises(ConfigError, match="unknown kind of file") as error:
+    with pytest.raises(ConfigError, match="files of this kind cannot be read") as error:
         parse_corpus(str(path))
     command = str(error.value).split("for example with: ")[1].replace("python", shlex.quote(sys.executable), 1)
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
@@ -148,11 +148,11 @@ def test_what_a_folder_leaves_out_is_counted_and_named(config, tmp_path, capsys)
         "1 hidden (.hidden.txt",
         "1 hidden folder (.git",
         "1 link to a folder (again",
-        "1 no regular file (pipe.txt",
+        "1 not a regular file (pipe.txt",
         "1 without a suffix (LICENSE",
         "2 .csv (sub/y.CSV, ...",
         "1 .bin without its .idx (sub/lone.bin",
-        "1 .bin/.idx beside text, to be named by path (tokens.bin",
+        "1 .bin/.idx next to text (name it by its path to use it) (tokens.bin",
         "1 .idx without its .bin (half.idx",
         "1 .tar.gz (z.tar.gz)",
     ]
@@ -166,7 +166,7 @@ def test_a_folder_of_one_kind_says_nothing_and_one_without_any_names_what_it_has
     (tmp_path / "a.txt").write_text("Words.")
     assert parse_corpus(str(tmp_path))[0].notes == ()
     (tmp_path / "a.txt").rename(tmp_path / "a.pdf")
-    with pytest.raises(ConfigError, match=r"no file that can be read; it holds 1 \.pdf \(a\.pdf\); supported"):
+    with pytest.raises(ConfigError, match=r"no file that can be read; it contains 1 \.pdf \(a\.pdf\)\. Supported"):
         parse_corpus(str(tmp_path))
 
 
@@ -189,7 +189,10 @@ def test_a_folder_of_token_files(config, tmp_path):
     assert "it reads 2 .bin/.idx pairs; left out: 1 .idx without its .bin (lone.idx)" in note
     (folder / "text.jsonl").write_bytes(LINES)
     (source,) = parse_corpus(str(folder))
-    assert source.megatron is None and "2 .bin/.idx beside text, to be named by path (a.bin, ...)" in source.notes[0]
+    assert (
+        source.megatron is None
+        and "2 .bin/.idx next to text (name it by its path to use it) (a.bin, ...)" in source.notes[0]
+    )
     named = parse_corpus([str(folder), str(folder / "a.bin")])
     assert [source.megatron for source in named] == [None, str(folder / "a")]
     assert Path(named[0].files[0].path).name == "text.jsonl"

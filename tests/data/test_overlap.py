@@ -92,16 +92,16 @@ def test_a_leak_is_found(settings, root, monkeypatch):
 TERMS = {
     "a folder and a file in it": ("texts", "texts/0.txt", "0.txt"),
     "a nested folder": ("texts", "texts/inner", "inner/1.txt"),
-    "a file and its copy": ("texts/rows.jsonl", "copy.jsonl", "copy.jsonl has the text of"),
-    "a folder and a copy of a file in it": ("texts", "copy.jsonl", "copy.jsonl has the text of"),
-    "a folder and its copy": ("texts", "copied", "and 6 more such files"),
+    "a file and its copy": ("texts/rows.jsonl", "copy.jsonl", "copy.jsonl has the same text as"),
+    "a folder and a copy of a file in it": ("texts", "copy.jsonl", "copy.jsonl has the same text as"),
+    "a folder and its copy": ("texts", "copied", "and so for 6 more files"),
     "a symbolic link to a file": ("texts", "link.jsonl", "link.jsonl is the same file as"),
     "a hard link": ("texts/rows.jsonl", "hard.jsonl", "hard.jsonl is the same file as"),
     "a folder under two paths": ("texts", "link", "link/0.txt is the same file as"),
-    "lines and the same compressed": ("texts/rows.jsonl", "packed.jsonl.gz", "packed.jsonl.gz has the text of"),
-    "a folder and a compressed file of it": ("packed.jsonl.gz", "texts", "rows.jsonl has the text of"),
-    "token files and their copy": ("own", "again.bin", "again.bin has the text of"),
-    "the same file": ("texts/rows.jsonl", "texts/rows.jsonl", "rows.jsonl is there twice"),
+    "lines and the same compressed": ("texts/rows.jsonl", "packed.jsonl.gz", "packed.jsonl.gz has the same text as"),
+    "a folder and a compressed file of it": ("packed.jsonl.gz", "texts", "rows.jsonl has the same text as"),
+    "token files and their copy": ("own", "again.bin", "again.bin has the same text as"),
+    "the same file": ("texts/rows.jsonl", "texts/rows.jsonl", "rows.jsonl is listed twice"),
 }
 
 
@@ -122,7 +122,7 @@ def test_terms_that_hold_the_same_text_are_refused(settings, root, name):
     with pytest.raises(ConfigError) as error:
         prepare(blend, "gpt", False)
     assert words in str(error.value) and all(path in str(error.value) for path in paths) and "\n" not in str(error)
-    if "one list without weights" in str(error.value) and name not in HARMLESS:
+    if "in a list without weights" in str(error.value) and name not in HARMLESS:
         alike = prepare(replace(blend, corpus=paths), "gpt", False)
         assert leaks(alike) == 0 and max(sum(sides(alike), Counter()).values()) == 2  # as often as it was given
     prepare(replace(blend, corpus=paths[:1]), "gpt", False)  # and leaving one out
@@ -166,7 +166,9 @@ def test_documents_in_another_form_are_found(settings, root, tmp_path):
         blend = [{"path": str(path), "weight": 1 + i} for i, path in enumerate(paths)]
         return prepare(replace(settings, corpus=blend, **more), "gpt", False)
 
-    with pytest.raises(ConfigError, match="documents that .* holds out for validation are in .* too, and trained on"):
+    with pytest.raises(
+        ConfigError, match="documents that .* holds out for validation are in .* too, and are trained on"
+    ):
         prepared(first_lines, whole)
     alike = prepare(replace(settings, corpus=[str(first_lines), str(whole)]), "gpt", False)
     assert leaks(alike) == 0 and not alike.notes
@@ -176,7 +178,7 @@ def test_documents_in_another_form_are_found(settings, root, tmp_path):
         prepared(whole, validation_corpora={"own": str(single)}, validation_fraction=0)
     (said,) = prepared(single, validation_corpora={"own": str(whole)}, validation_fraction=0).notes
     assert said == (
-        f"data.validation_corpora: 1 of the 300 documents of own ({whole}) are in {single} too, and trained on"
+        f"data.validation_corpora: 1 of the 300 documents of own ({whole}) are in {single} too, and are trained on"
     )
 
 

@@ -143,7 +143,7 @@ def test_bad_lines_are_counted_and_listed(config, jsonl):
 def test_only_bad_lines(config, jsonl):
     jsonl.write_text("nonsense\n")
     with pytest.raises(
-        ConfigError, match="data.corpus: corpus.jsonl holds no documents: its only line is bad: .*:1: not JSON"
+        ConfigError, match="data.corpus: corpus.jsonl contains no documents: its only line is bad: .*:1: not JSON"
     ):
         prepare(config, "gpt", False)
 
@@ -259,7 +259,7 @@ def test_truncated_files(config, suffix):
     content = path.read_bytes()
     path.write_bytes(content[:-10])
     with pytest.raises(
-        ConfigError, match=f"{path} has {len(content) - 10} bytes, but {len(content)} were written.*data.prepare"
+        ConfigError, match=f"{path} was damaged .*: it has {len(content) - 10} bytes, not {len(content)}.*data.prepare"
     ):
         prepare(config, "gpt", False)
     with pytest.raises(ConfigError, match="truncated"):
@@ -293,7 +293,7 @@ def test_existing_megatron_files(config, tmp_path, model_path):
         assert prepared.train[0].prefix == str(tmp_path / "own")
         total = len(IndexedTokens(tmp_path / "own").tokens)
         assert prepared.train[0].num_tokens + prepared.valid[0].num_tokens == total
-    with pytest.raises(ConfigError, match="data.tokenizer=sentencepiece.*no text"):
+    with pytest.raises(ConfigError, match="data.tokenizer=sentencepiece.*only token files"):
         prepare(replace(config, corpus=str(tmp_path / "own"), tokenizer="sentencepiece"), "gpt", False)
     write_tokens(tmp_path / "large", np.uint16, [[[1, 2, 900]]])
     with pytest.raises(ConfigError, match="data.tokenizer=.*token 900"):
@@ -345,8 +345,8 @@ def test_command_line(config, capsys):
     assert "lengths " not in output
     assert main(["--help"]) == 0 and "data.text_key" in capsys.readouterr().out
     for wrong, words in (
-        (["data.corpu=x"], "did you mean data.corpus?"),
-        (["corpus=x"], "did you mean data.corpus?"),
+        (["data.corpu=x"], "Did you mean data.corpus?"),
+        (["corpus=x"], "Did you mean data.corpus?"),
         (["data.num_workers=many"], "many"),
         (["stdlib"], "key=value"),
         (["data.corpus=missing.txt"], "missing.txt"),

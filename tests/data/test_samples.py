@@ -127,7 +127,7 @@ def test_the_least_shares_of_a_blend():
 
 
 def test_too_little_data(tmp_path):
-    with pytest.raises(ConfigError, match="10 tokens, but one sample takes model.sequence_length \\+ 1 = 17"):
+    with pytest.raises(ConfigError, match="10 tokens, but a sample needs model.sequence_length \\+ 1 = 17"):
         GPTSamples([numbered(tmp_path / "a", [10])], 16, seed=0)
     with pytest.raises(ConfigError, match="data.validation_fraction"):
         GPTSamples([], 16, seed=0)
@@ -301,7 +301,7 @@ def test_every_document_length_works(tmp_path, tokenizer, head, documents):
 def test_bert_errors(tmp_path, tokenizer):
     write_tokens(tmp_path / "a", np.uint16, [[[40]]])
     file = TokenFile(str(tmp_path / "a"), 1.0, 1)
-    with pytest.raises(ConfigError, match="1 tokens in 1 sentences.*2 tokens or more"):
+    with pytest.raises(ConfigError, match="1 tokens in 1 sentences.*at least 2 tokens"):
         BertSamples([file], tokenizer, 16, seed=0, sentence_head="next_sentence")
     with pytest.raises(ConfigError, match="model.sequence_length=4.*at least 5"):
         BertSamples([file], tokenizer, 4, seed=0, sentence_head="next_sentence")
@@ -331,13 +331,13 @@ def write_over(path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize(("damage", "words"), [(cut, "has 2000 bytes now, of 4000"), (write_over, "was written to")])
+@pytest.mark.parametrize(("damage", "words"), [(cut, "has 2000 bytes instead of 4000"), (write_over, "was written to")])
 def test_a_token_file_that_is_changed_while_it_is_read(tmp_path, damage, words, prefetch):
     file = numbered(tmp_path / "a", [100] * 10)
     loader = Loader(GPTSamples([file], 32, seed=0), global_batch_size=2, micro_batch_size=2, prefetch=prefetch)
     loader.next_step()
     damage(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=f"data.corpus: {tmp_path}/a.bin {words}: it was changed while it was read"):
+    with pytest.raises(ConfigError, match=f"data.corpus: {tmp_path}/a.bin {words}: it was changed during the run"):
         for _ in range(50):
             loader.next_step()
     loader.close()
@@ -351,7 +351,7 @@ def test_a_token_file_that_is_deleted_or_exchanged_while_it_is_read(tmp_path):
     for suffix in ("bin", "idx"):
         (tmp_path / f"other.{suffix}").rename(tmp_path / f"a.{suffix}")
     assert windows(samples, range(40)) == expected  # the file that was opened is still there
-    with pytest.raises(ConfigError, match="a.bin or .idx was exchanged while the run goes"):
+    with pytest.raises(ConfigError, match="a.bin or .idx was exchanged during the run"):
         GPTSamples([file], 32, seed=0)
     (tmp_path / "a.bin").unlink()
     assert windows(samples, range(40)) == expected

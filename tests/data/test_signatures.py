@@ -34,11 +34,11 @@ ANNEX = b"/annex/objects/SHA256E-s31390--f50d7ac4c6b9031379986bc362fcefb65f1e526
     ("content", "words"),
     [
         (LFS, "is a git-lfs pointer, not the file itself. Fetch the file in its folder: git lfs pull --include=a."),
-        (ANNEX, "is a git-annex pointer to the file, and not the file. Fetch it: git annex get "),
-        (b"Entry not found", "holds a server's error (Entry not found) in the place of the file. Download it again."),
-        (b'{"error":"Invalid credentials in header"}', "holds a server's error ("),
-        (b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title>", "is a saved error page (404 Not Found) in"),
-        (b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code></Error>', "is a saved error page (NoSuchKey) in"),
+        (ANNEX, "is a git-annex pointer, not the file itself. Fetch the file: git annex get "),
+        (b"Entry not found", "contains a server's error (Entry not found), not the file. Download the file again."),
+        (b'{"error":"Invalid credentials in header"}', "contains a server's error ("),
+        (b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title>", "is a saved error page (404 Not Found), not"),
+        (b'<?xml version="1.0"?><Error><Code>NoSuchKey</Code></Error>', "is a saved error page (NoSuchKey), not"),
     ],
 )
 def test_what_stands_for_another_file_is_refused(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -77,7 +77,7 @@ def test_compressed_text_without_its_suffix_is_renamed_by_the_command(tmp_path: 
         path.write_bytes(packed)
         with pytest.raises(ConfigError, match="is compressed with") as error:
             read(path)
-        subprocess.run(str(error.value).split("says so: ")[1], shell=True, check=True)
+        subprocess.run(str(error.value).split("right suffix: ")[1], shell=True, check=True)
         (renamed,) = set(tmp_path.glob(f"{name}.*")) - set(tmp_path.glob("*.unpacked"))
         assert read(renamed)[0]
         renamed.unlink()
@@ -85,9 +85,9 @@ def test_compressed_text_without_its_suffix_is_renamed_by_the_command(tmp_path: 
 
 def test_parquet_under_another_name_is_renamed_by_the_command(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": ["A text."]}), tmp_path / "a.jsonl")
-    with pytest.raises(ConfigError, match="a.jsonl is Parquet, and no text") as error:
+    with pytest.raises(ConfigError, match="a.jsonl is Parquet, not text") as error:
         read(tmp_path / "a.jsonl")
-    subprocess.run(str(error.value).split("says so: ")[1], shell=True, check=True)
+    subprocess.run(str(error.value).split("right suffix: ")[1], shell=True, check=True)
     assert read(tmp_path / "a.parquet")[0] == ["A text."]
 
 
@@ -147,7 +147,7 @@ def test_texts_in_several_fields_are_joined_by_the_command(
 def test_a_field_without_letters_is_not_proposed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": "1", "url": "2/3", "n": 4}\n')
-    assert read(path)[1][0].endswith("the line has 'id', 'url', 'n'")
+    assert read(path)[1][0].endswith("its fields are 'id', 'url', 'n'")
 
 
 def test_a_saved_dataset_is_converted_by_the_command(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_a_saved_dataset_is_converted_by_the_command(tmp_path: Path) -> None:
             (folder / name).write_text('{"features": {"text": {"dtype": "string"}}}')
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
     with pytest.raises(
-        ConfigError, match="holds no file that can be read; it holds 5 description of a dataset"
+        ConfigError, match="contains no file that can be read; it contains 5 description of a dataset"
     ) as error:
         parse_corpus(str(tmp_path / "saved"))
     command = str(error.value).split("for example with: ")[1].replace("python", shlex.quote(sys.executable), 1)

@@ -105,7 +105,7 @@ def test_one_folder_is_one_encoding(case: str, tmp_path: Path) -> None:
 def test_an_end_token_that_no_file_has_is_refused(tmp_path: Path) -> None:
     for name in (CONFIG, MAP):
         folder = byte_folder(tmp_path / name, {name: {"eos_token": "</oops>"}})
-        with pytest.raises(ConfigError, match=rf"{name} names the eos_token '</oops>', which tokenizer.json does not"):
+        with pytest.raises(ConfigError, match=rf"{name} names the eos_token '</oops>', which is not in tokenizer.json"):
             load_tokenizer(folder)
 
 
@@ -119,18 +119,18 @@ def test_a_sentencepiece_model_ends_with_the_token_that_is_named(name: str, tmp_
     assert (named.eod, named.pad, named.named_eod) == (named.sep, named.cls, named.sep)
     assert named.digest != alone.digest
     (tmp_path / name).write_text(json.dumps({"eos_token": "</oops>"}))
-    with pytest.raises(ConfigError, match=f"{name} names the eos_token '</oops>', which tokenizer.model does not"):
+    with pytest.raises(ConfigError, match=f"{name} names the eos_token '</oops>', which is not in tokenizer.model"):
         load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        (CONFIG, '{"added_tokens_decoder": [1]}', "added_tokens_decoder must hold"),
-        (CONFIG, '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder must hold"),
-        (MAP, "[]", f"{MAP} must hold a JSON object"),
+        (CONFIG, '{"added_tokens_decoder": [1]}', "added_tokens_decoder must contain"),
+        (CONFIG, '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder must contain"),
+        (MAP, "[]", f"{MAP} must contain a JSON object"),
         (MAP, "{", f"{MAP} is not JSON"),
-        (ADDED, '{"a": "b"}', "'a' must have an integer"),
+        (ADDED, '{"a": "b"}', "the value of 'a' must be an integer"),
     ],
 )
 def test_wrong_settings_are_refused(name: str, content: str, problem: str, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_special_tokens_in_a_corpus_are_said_and_can_be_text(
     config = config_of(tmp_path, folder, "a </s> b <pad> </s>")
     for _ in range(2):  # made, and found done
         (note,) = prepare(config, "gpt", show_progress=False).notes
-        assert "c.jsonl holds 120 special tokens by their names ('</s>' 80, '<pad>' 40)" in note
+        assert "c.jsonl contains 120 names of special tokens ('</s>' 80, '<pad>' 40)" in note
         assert f'"split_special_tokens": true in {folder / CONFIG} makes them plain text' in note
     assert prepare_command([f"data.{key}={getattr(config, key)}" for key in ("corpus", "tokenizer", "cache_dir")]) == 0
     assert f"note        {note}" in capsys.readouterr().out

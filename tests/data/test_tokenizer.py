@@ -135,17 +135,17 @@ def test_more_characters_than_a_vocabulary_holds(first, count, vocab_size, tmp_p
     assert tokenizer.decode(tokenizer.encode(text)) == text
     if count > vocab_size or vocab_size == 320:
         assert tokenizer.vocab_size == vocab_size
-        assert f"data.vocab_size={vocab_size}: the corpus has " in said and "the others are written as bytes" in said
+        assert f"data.vocab_size={vocab_size}: the corpus has " in said and "the others are encoded as bytes" in said
         assert any(len(tokenizer.token_piece(i)) > 1 for i in range(263, vocab_size))
     else:
-        assert "written as bytes" not in said
+        assert "encoded as bytes" not in said
 
 
 def test_training_says_what_it_could_not_do(tmp_path):
-    assert train_tokenizer(["a b"], 8000, tmp_path / "m") == "data.vocab_size=8000: the corpus gives 266 pieces"
+    assert train_tokenizer(["a b"], 8000, tmp_path / "m") == "data.vocab_size=8000: the corpus yields only 266 pieces"
     with pytest.raises(ConfigError, match=r"data.vocab_size \(2147483648\) must be .* to 1000000\."):
         train_tokenizer(["a"], 2**31, tmp_path / "m")
-    with pytest.raises(ConfigError, match="data.corpus: each of its lines holds U.2585"):
+    with pytest.raises(ConfigError, match="data.corpus: every line contains U.2585"):
         train_tokenizer(["\u2585"], 400, tmp_path / "m")
     for vocab_size in (320, 4096):  # what is advised for a vocabulary that is too small
         train_tokenizer(["a"], vocab_size, tmp_path / "m")

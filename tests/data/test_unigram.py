@@ -182,12 +182,12 @@ def test_a_tokenizer_whose_words_could_be_split_otherwise(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"model_type": "word"}, "neither of the kind Unigram nor BPE"),
-        ({"model_type": "char"}, "neither of the kind Unigram nor BPE"),
-        ({"treat_whitespace_as_suffix": True}, "spaces in another way"),
-        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "spaces in another way"),
-        ({"user_defined_symbols": ["<x>"]}, "the piece '<x>'"),
-        ({"user_defined_symbols": ["a b"], "model_type": "bpe"}, "has the piece"),
+        ({"model_type": "word"}, "neither Unigram nor BPE"),
+        ({"model_type": "char"}, "neither Unigram nor BPE"),
+        ({"treat_whitespace_as_suffix": True}, "spaces in an unusual way"),
+        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "spaces in an unusual way"),
+        ({"user_defined_symbols": ["<x>"]}, "its piece '<x>'"),
+        ({"user_defined_symbols": ["a b"], "model_type": "bpe"}, "its piece 'a b' contains a space"),
         ({"user_defined_symbols": ["ab", "bcd"], "model_type": "bpe", "add_dummy_prefix": True}, "overlap"),
     ],
 )

@@ -117,17 +117,22 @@ def test_what_cannot_be_a_validation_corpus(full, config, own, jsonl, tmp_path):
         assert "\n" not in str(error.value)
         return str(error.value)
 
-    assert message({"a": "no/such"}).startswith("data.validation_corpora.a=no/such: no such file or folder")
+    assert message({"a": "no/such"}).startswith(
+        f"data.validation_corpora.a=no/such: {Path('no/such').absolute()} does not exist."
+    )
     shutil.copy(jsonl, tmp_path / "renamed.jsonl")
     text = message({"fine": str(own), "mine": str(tmp_path / "renamed.jsonl")})
-    assert text.startswith("data.validation_corpora: mine is trained on: ") and "renamed.jsonl and" in text
-    assert f"{jsonl} has the text of" in text and "Take that text out of data.corpus" in text
+    assert (
+        text.startswith("data.validation_corpora: mine contains text that is trained on: ")
+        and "renamed.jsonl and" in text
+    )
+    assert f"{jsonl} has the same text as" in text and "Remove that text from data.corpus" in text
     (tmp_path / "short.txt").write_text("A model reads.")
     text = message({"short": str(tmp_path / "short.txt")})
-    assert text.startswith("data.validation_corpora: short has ") and "a sample takes 33" in text
+    assert text.startswith("data.validation_corpora: short has ") and "a sample needs 33" in text
     (tmp_path / "blank.txt").write_text("\n")
-    assert "data.validation_corpora.blank: blank.txt holds no" in message({"blank": str(tmp_path / "blank.txt")})
-    assert "must have names of" in message({"a/b": str(own)}) and "must name texts" in message({"a": []})
+    assert "data.validation_corpora.blank: blank.txt contains no" in message({"blank": str(tmp_path / "blank.txt")})
+    assert "must have names of" in message({"a/b": str(own)}) and "must map each name to a text" in message({"a": []})
 
 
 def test_a_run_is_bound_to_its_validation_corpora(full, own):
@@ -137,7 +142,7 @@ def test_a_run_is_bound_to_its_validation_corpora(full, own):
     own.write_text(own.read_text() + json.dumps({"text": "One more text."}) + "\n")
     (found,) = differences(prepare(full.data, "gpt", False).identity, trained)
     assert found.key == "data.validation_corpora"
-    assert found.text == f"data.validation_corpora: own: {own} has 14 documents, the run was validated on 13"
+    assert found.text == f"data.validation_corpora: own: {own} has 14 documents, but the run was validated on 13"
 
 
 def test_prepare_names_them(full, own, capsys):

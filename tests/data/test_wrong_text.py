@@ -69,14 +69,14 @@ def test_a_nul_byte_is_refused_with_its_line(tmp_path, name):
     lines = [json.dumps({"text": f"Text {i}."}).encode() for i in range(9)]
     lines[6] = lines[6][:-3] + b"\0" + lines[6][-3:]
     path = write(tmp_path / name, b"\n".join(lines))
-    with pytest.raises(ConfigError, match=rf"{path}:7 holds a NUL byte.*tr -d '\\000'"):
+    with pytest.raises(ConfigError, match=rf"{path}:7 contains a NUL byte.*tr -d '\\000'"):
         read(path)
 
 
 def test_a_nul_byte_in_a_later_part_has_its_line(tmp_path):
     lines = [b"A line of a long text, which is cut into parts.\n"] * 50_000
     lines[40_000] = b"here\0\n"
-    with pytest.raises(ConfigError, match=r"a.txt:40001 holds a NUL byte"):
+    with pytest.raises(ConfigError, match=r"a.txt:40001 contains a NUL byte"):
         read(write(tmp_path / "a.txt", b"".join(lines)))
 
 
@@ -90,7 +90,7 @@ def test_values_that_are_no_text_are_left_out(tmp_path):
     documents, bad = read(tmp_path / "a.parquet")
     assert documents == ["good"]
     assert [line.split(": ", 1)[1] for line in bad] == [
-        "'text' holds a NUL character",
+        "'text' contains a NUL character",
         "'text' is not UTF-8",
         "'text' is null, not a text",
     ]
@@ -101,7 +101,8 @@ def test_a_column_is_named(tmp_path):
         pyarrow.table({"id": ["1"], "content": ["A long text."], "n": [3]}), tmp_path / "a.parquet"
     )
     with pytest.raises(
-        ConfigError, match=r"data.text_key=text: .*a.parquet has no such column.*Try data.text_key=content$"
+        ConfigError,
+        match=r"data.text_key=text is not a column of .*a.parquet; the columns are .*Try data.text_key=content$",
     ):
         read(tmp_path / "a.parquet")
 
@@ -112,7 +113,7 @@ def test_a_column_is_named(tmp_path):
     [
         (
             b'{"id": "1", "content": "A text."}\n' * 200,
-            "'text' (data.text_key); the line has 'id', 'content'. Try data.text_key=content",
+            "'text' (data.text_key); its fields are 'id', 'content'. Try data.text_key=content",
         ),
         (b"nonsense\n" * 200, ":1: not JSON"),
         (
@@ -120,7 +121,7 @@ def test_a_column_is_named(tmp_path):
             ":1: not UTF-8 (invalid continuation byte at byte 10 of the line). Text must be UTF-8: convert it",
         ),
         (b'{"text": ""}\n{"text": 3}\n' * 100, ":1: 'text' is empty; "),
-        (b"", "holds no text"),
+        (b"", "contains no text"),
     ],
 )
 def test_only_bad_lines_say_why(config, jsonl, tokenizer, content, words):
@@ -131,7 +132,7 @@ def test_only_bad_lines_say_why(config, jsonl, tokenizer, content, words):
     assert words in message and "\n" not in message
     assert (
         not content
-        or f"data.corpus: corpus.jsonl holds no documents: all 200 lines are bad, the first: {jsonl}:1:" in message
+        or f"data.corpus: corpus.jsonl contains no documents: all of its 200 lines are bad: {jsonl}:1:" in message
     )
 
 

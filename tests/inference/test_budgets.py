@@ -1,5 +1,5 @@
 """Weights that come from the files in every pass give the same bits as weights that stay, whatever the budget. All
-families, layouts and folders: benchmarks/ring_parity.py."""
+families, layouts and folders: benchmarks/checks/ring_parity.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ring_parity import EP2, PP2, TP2, Case, compare, make_folder, no_memory_for_buffers, with_budgets
+from base.units import MIB
+from benchmarks.checks.ring_parity import EP2, PP2, TP2, Case, compare, make_folder, no_memory_for_buffers, with_budgets
 from inference.generation import generate
 from inference.open_model import open_model
-from inference.weights.budget import MIB, BudgetTooSmall, HeldSizes, plan_weights
+from inference.weights.budget import BudgetTooSmall, HeldSizes, plan_weights
 from inference.weights.file_weights import ReadingCounts
 from tests import distributed
 

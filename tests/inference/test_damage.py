@@ -21,7 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.ring_parity import PP2, make_folder, no_memory_for_buffers
+from benchmarks.checks.ring_parity import PP2, make_folder, no_memory_for_buffers
 from inference import command as arguments
 from inference import evaluate, fill_mask, generate
 from inference.weights import loader
@@ -126,9 +126,12 @@ def test_what_does_no_harm(kind: str, model: Path, victim: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("cut", r"error: tensor \S+: (\S+) cannot be read: it was cut at byte 100000 of \d+ meanwhile\. Copy the file"),
+        (
+            "cut",
+            r"error: tensor \S+: (\S+) cannot be read: it was cut from \d+ to 100000 bytes meanwhile\. Copy the file",
+        ),
         ("broken", r"error: tensor \S+: (\S+) cannot be read: Input/output error\. Copy the file again\."),
-        ("stuck", r"error: (\S+): tensor \S+ was not read within 2 s\. Look at its disk"),
+        ("stuck", r"error: (\S+): tensor \S+ was not read within 2 s\. Check the disk of this file\."),
     ],
 )
 def test_what_cannot_be_read_any_more_ends_in_a_line(kind: str, said: str, victim: Path) -> None:
@@ -149,7 +152,7 @@ def test_a_rank_that_lost_another_says_so_in_a_line(
     parser = argparse.ArgumentParser()
     arguments.add_model_arguments(parser)
     assert arguments.run_command(body, parser, ["--checkpoint", str(model), "--device", "cpu"]) == 1
-    assert capsys.readouterr().err == "error: another rank has left; its own last line says why\n"
+    assert capsys.readouterr().err == "error: another rank has failed; the last line of that rank names the cause\n"
     monkeypatch.setenv("WORLD_SIZE", "1")  # nobody else can have left: a bug, which keeps its traceback
     with pytest.raises(RuntimeError, match="Connection closed"):
         arguments.run_command(body, parser, ["--checkpoint", str(model), "--device", "cpu"])

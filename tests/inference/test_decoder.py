@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from configs.compose import compose
-from inference.decoder import Decoder
-from inference.decoder.step import Cache
+from inference.decoder import Cache, Decoder, TextBatch
 from models import gpt
 from models.build import build_model
 from parallel import topology
@@ -27,12 +26,13 @@ def _logits(*changes: str) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = torch.randint(VOCAB_SIZE, (3, LENGTH), generator=generator)
         expected = gpt.logits(chunks[0].eval(), tokens, VOCAB_SIZE)[:, -1]
         decoder = Decoder.of_chunks(chunks, config, rank_topology, VOCAB_SIZE)
-        whole = decoder.prefill(tokens, [LENGTH] * 3, None)
+        (whole,) = decoder.prefill_all([TextBatch(tokens, [LENGTH] * 3)])
         # Three tokens one by one, behind beginnings of other lengths: the last row is shorter.
         cache, lengths = Cache(LENGTH), [LENGTH - 3, LENGTH - 3, LENGTH - 5]
-        decoder.prefill(tokens, lengths, cache)
+        decoder.prefill_all([TextBatch(tokens, lengths, cache)])
         for step in range(3):
-            last = decoder.decode(torch.stack([row[at + step] for row, at in zip(tokens, lengths)]), cache)
+            tokens_now = torch.stack([row[at + step] for row, at in zip(tokens, lengths)])
+            (last,) = decoder.decode_all([(tokens_now, cache)])
         shorter = gpt.logits(chunks[0], tokens[2:, : LENGTH - 2], VOCAB_SIZE)[:, -1]
     return torch.cat([whole, last]), torch.cat([expected, expected[:2], shorter])
 

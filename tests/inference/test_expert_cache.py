@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.expert_caches import POLICIES, num_hits
+from benchmarks.speed.expert_caches import POLICIES, num_hits
 from inference.weights.expert_cache import ExpertUses
 from inference.weights.routing_file import read_routing
 from tests.inference.made_routing import KINDS, made

@@ -136,7 +136,9 @@ def _beyond_the_length(folder: Path) -> list[int]:
                 ConfigError, match=r"prompt 2 \(5 tokens\) and --max-tokens \(30\) do not fit .* Try --max-tokens 27"
             ):
                 generate(decoder, [[1, 2], [1, 2, 3, 4, 5]], 30)
-        with pytest.raises(ConfigError, match=f"token {VOCAB_SIZE}: the model's vocabulary ends at {VOCAB_SIZE - 1}"):
+        with pytest.raises(
+            ConfigError, match=f"token id {VOCAB_SIZE}, but the model's vocabulary ends at {VOCAB_SIZE - 1}"
+        ):
             generate(decoder, [[1, VOCAB_SIZE]], 3)
         with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
             generate(decoder, [[]], 3)
@@ -176,8 +178,11 @@ def test_command_line(tmp_path: Path) -> None:
     assert "tokens/s" in err
     wrong = {
         "--prompt is no option beside a file": ([*source[:-2], "--prompt", "a b"], "must be integers"),
-        "no tokenizer": ([*source[:4], "--prompt", "hello"], "comes without a tokenizer"),
-        "no model": (["--checkpoint", str(tmp_path / "nowhere"), "--prompt", "a"], "is no model"),
+        "no tokenizer": (
+            [*source[:4], "--prompt", "hello"],
+            "has no tokenizer (docs/guide/tokenizers.md lists the formats)",
+        ),
+        "no model": (["--checkpoint", str(tmp_path / "nowhere"), "--prompt", "a"], "is not a model"),
         "layout": ([*source, "parallel.tensor=2"], "world_size (1) must be divisible"),
         "no layout": ([*source, "model.hidden_size=2"], "model.hidden_size=2 is not a layout key"),
     }

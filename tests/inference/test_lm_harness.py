@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import harness_parity as parity
+from benchmarks.checks import harness_parity as parity
 from data.tokenizer import load_tokenizer
 from inference import evaluate, scoring
 

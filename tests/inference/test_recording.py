@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.ring_parity import EP2, PP2, make_folder
+from benchmarks.checks.ring_parity import EP2, PP2, make_folder
 from inference import generate
 from tests import distributed
 from tests.inference.test_evaluate import command
@@ -41,8 +41,8 @@ def test_what_cannot_be_recorded_is_refused(model: Path, tmp_path: Path) -> None
     there.write_text("mine")
     for line, said in (
         (_line(dense, tmp_path / "new"), "needs a model with experts"),
-        (_line(model, there), "must be a new file: there is one of that name"),
-        (_line(model, tmp_path / "nowhere" / "new"), "cannot be made: No such file or directory"),
+        (_line(model, there), "must be a new file, but this file exists"),
+        (_line(model, tmp_path / "nowhere" / "new"), "cannot be created: No such file or directory"),
     ):
         status, out, errors = distributed.run(command, 1, generate.main, line)[0]
         assert (status, out) == (2, "") and "Traceback" not in errors and said in errors.splitlines()[-1]

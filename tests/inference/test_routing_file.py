@@ -78,7 +78,7 @@ def test_passes_reach_the_file_whole(tmp_path: Path) -> None:
 def test_an_existing_file_is_not_replaced(tmp_path: Path) -> None:
     path = write(tmp_path / "routing.jsonl")
     before = path.read_bytes()
-    with pytest.raises(ConfigError, match=r"^--record-routing \(.*routing\.jsonl\) must be a new file: "):
+    with pytest.raises(ConfigError, match=r"^--record-routing \(.*routing\.jsonl\) must be a new file, "):
         RoutingWriter(path, HEADER)
     assert path.read_bytes() == before
     for wrong in (tmp_path / "none" / "routing.jsonl", path / "routing.jsonl", tmp_path):
@@ -128,8 +128,8 @@ def test_every_cut_leaves_the_whole_passes_in_front_of_it(tmp_path: Path, compre
         lines = sum(size >= end - 1 for end in ends) - 1  # without its end a line is whole
         assert visits == VISITS[: lines - lines % 2], size
         is_cut = all(size not in (end, end - 1) for end in ends)
-        assert not is_cut or f"{path}:{lines + 2} is cut" in notes[0]
-        assert len(notes) == is_cut + lines % 2 and all("dropped" in note for note in notes), (size, notes)
+        assert not is_cut or f"{path}:{lines + 2} is an incomplete line" in notes[0]
+        assert len(notes) == is_cut + lines % 2 and all("ignored" in note for note in notes), (size, notes)
 
 
 def test_compressed_files_are_read_as_far_as_they_go(tmp_path: Path) -> None:
@@ -156,24 +156,24 @@ def line(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "is damaged: it is no JSON"),
-        ("", "is damaged: it is no JSON"),
-        ("[" * 10000, "is damaged: it is no JSON"),
+        ("{", "is damaged: it must be JSON"),
+        ("", "is damaged: it must be JSON"),
+        ("[" * 10000, "is damaged: it must be JSON"),
         ("[1]", "must be an object with pass, layer, tokens, experts"),
         ('{"pass": 1, "layer": 1, "tokens": []}', "must be an object with pass, layer, tokens, experts"),
-        (line(layer="1"), "has layer '1': it must be a whole number"),
-        (line(**{"pass": -1}), "has pass -1: it must be a whole number"),
-        (line(layer=3), "has layer 3 of pass 1: what comes here is layer 1 of a pass from 1 on"),
+        (line(layer="1"), "has layer '1': it must be an integer of at least 0"),
+        (line(**{"pass": -1}), "has pass -1: it must be an integer of at least 0"),
+        (line(layer=3), "has layer 3 of pass 1: the next line must be layer 1 of pass 1 or later"),
         (line(layer=2), "has layer 2 of pass 1"),
         (line(**{"pass": 0}), "has layer 1 of pass 0"),
-        (line(tokens=[[0, 2]]), "tokens and experts must be as many lists"),
-        (line(tokens=[], experts=[]), "tokens and experts must be as many lists"),
-        (line(tokens=[0, 1]), "tokens and experts must be as many lists"),
-        (line(experts=[[0, 1], [1.5, 2]]), "tokens and experts must be as many lists"),
-        (line(tokens=[[0, 2, 1], [1, 1]]), "has token [0, 2, 1]: it must be a row and a position"),
+        (line(tokens=[[0, 2]]), "tokens and experts must be lists of integer lists, of the same length"),
+        (line(tokens=[], experts=[]), "tokens and experts must be lists of integer lists, of the same length"),
+        (line(tokens=[0, 1]), "tokens and experts must be lists of integer lists, of the same length"),
+        (line(experts=[[0, 1], [1.5, 2]]), "tokens and experts must be lists of integer lists, of the same length"),
+        (line(tokens=[[0, 2, 1], [1, 1]]), "has token [0, 2, 1]: it must be a prompt and a position"),
         (line(experts=[[0, 1], [1]]), "has the choice [1]: it must be 2 different experts"),
         (line(experts=[[0, 1], [1, 1]]), "has the choice [1, 1]: it must be 2 different experts"),
-        (line(experts=[[0, 1], [1, 4]]), "has expert 4: the header says 4 experts"),
+        (line(experts=[[0, 1], [1, 4]]), "has expert 4, but the header declares 4 experts"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, text: str, said: str) -> None:
@@ -189,7 +189,7 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str, said: str) -> None:
 def test_a_layer_in_the_middle_of_a_pass_is_not_missing(tmp_path: Path) -> None:
     path = tmp_path / "routing.jsonl"
     write(path, [VISITS[0], *VISITS[2:]])
-    with pytest.raises(ConfigError, match=r":3 has layer 1 of pass 1: what comes here is layer 3 of pass 0"):
+    with pytest.raises(ConfigError, match=r":3 has layer 1 of pass 1: the next line must be layer 3 of pass 0"):
         read_routing(path)
 
 

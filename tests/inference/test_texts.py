@@ -49,13 +49,13 @@ def test_rows_of_json(tmp_path: Path, name: str) -> None:
     ("name", "content", "said"),
     [
         ("a.txt", "text".encode("utf-16"), "--files (PATH) begins with the byte order mark of UTF-16"),
-        ("a.txt", b"a text\nb\0c of words\n", "--files (PATH):2 holds a NUL byte"),
+        ("a.txt", b"a text\nb\0c of words\n", "--files (PATH):2 contains a NUL byte"),
         (
             "a.txt",
             b"a\ncaf\xe9\n",
-            "--files (PATH) must be mended or left out: it has a line that cannot be used: PATH:2: not UTF-8",
+            "--files (PATH) has a line that cannot be used: PATH:2: not UTF-8",
         ),
-        ("a.txt.gz", b"none", "--files: cannot unpack PATH"),
+        ("a.txt.gz", b"none", "--files: cannot decompress PATH"),
         (
             "a.jsonl",
             b'{"body": "b"}\n' * 2,
@@ -83,6 +83,6 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: byte
 def test_what_standard_input_cannot_be() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^standard input must be mended or left out: it has a line that cannot be used: line 2: not UTF-8",
+        match=r"^standard input has a line that cannot be used: line 2: not UTF-8",
     ):
         prompts_of(b"a\n\xe9\n", "standard input")

@@ -174,7 +174,7 @@ def test_without_restarts_left_it_names_the_rank_and_goes_on_with_fewer(launch: 
     assert named.startswith("launch: rank 2 on ") and named.endswith(
         " failed first, with exit status 7: see its output"
     )
-    assert went_on == "launch: going on with 2 ranks in place of 4"  # 3 do not divide the batch
+    assert went_on == "launch: continuing with 2 ranks instead of 4"  # 3 do not divide the batch
     assert [launch.log(rank) for rank in (0, 1)] == [f"rank {rank} of 2, attempt 0\n" for rank in (0, 1)]
 
 
@@ -268,7 +268,7 @@ def test_cause_among_failures(
         failures[rank] = ProcessFailure(0, 1, code, str(path))
     cause = agent._cause(failures, ended)
     assert cause.status == status
-    assert cause.line.replace(" (from outside, or for want of memory)", "") == line.replace(
+    assert cause.line.replace(" (by another process, or because memory ran out)", "") == line.replace(
         "HOST", socket.gethostname()
     )
 
@@ -292,7 +292,7 @@ def test_signal_before_the_first_step_ends_all_ranks_with_the_status_of_a_stop(l
     out, err = process.communicate(timeout=LONG)
     assert process.returncode == 75, out + err
     assert err.splitlines()[-1].endswith(
-        "] stopped by SIGTERM before the first step, with nothing to save. Start it again to go on"
+        "] stopped by SIGTERM before the first step, with nothing to save. Start it again to continue"
     )
     assert "attempt 1" not in out
 

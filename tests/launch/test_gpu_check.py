@@ -48,7 +48,7 @@ def test_without_a_gpu_it_ends_before_the_set_up(box: Sandbox, nvidia_smi: str |
     assert (result.returncode, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("gpu_check: no GPU: ")
-    assert "driver was expected" in line and "bash launch/test.sh" in line
+    assert "needs an NVIDIA GPU and its driver" in line and "bash launch/test.sh" in line
     assert not (box.repo / ".venv").exists() and box.log() == []
 
 
@@ -110,7 +110,7 @@ def test_torch_is_asked_where_there_is_no_nvidia_smi(box: Sandbox) -> None:
         (["--wheels", "nowhere"], "--wheels needs a folder that exists, not 'nowhere'"),
         (["--seconds", "0"], "--seconds=0 must be a whole number from 1"),
         (["--seconds", "soon"], "--seconds=soon must be a whole number"),
-        (["--minutes", "9"], "--minutes is --seconds now, such as --seconds 540"),
+        (["--minutes", "9"], "--minutes was replaced by --seconds, such as --seconds 540"),
         (["--commit"], "--commit needs the commit"),
         (["--only"], "--only needs a word of a rung's name"),
         (["--gpus", "2"], "unknown option --gpus"),

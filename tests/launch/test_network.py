@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.run import parse_args
 
-from benchmarks.cluster import UNCAPPED, _Network, address
+from benchmarks.kit.cluster import UNCAPPED, _Network, address
 from launch import rendezvous
 from launch.rendezvous import JsonState
 from parallel.liveness import rendezvous as job_rendezvous
@@ -162,7 +162,7 @@ def test_what_is_no_state_is_refused_and_not_run(tmp_path: Path) -> None:
     texts += [json.dumps(fine | {"more": 1}).encode(), b"", b"[]", b"null", b"\xff\x00", b"[" * 100_000, b"NaN"]
     texts += [pickle.dumps(Payload(str(tmp_path / "mark"))), pickle.dumps(a_state())]
     for text in texts:
-        with pytest.raises(RendezvousStateError, match="none that a node of this job writes"):
+        with pytest.raises(RendezvousStateError, match="was not written by a node of this job"):
             JsonState.loads(text)
     assert not list(tmp_path.iterdir())
 
@@ -233,7 +233,7 @@ def test_what_a_stranger_writes_to_a_run_on_two_nodes_is_not_run(tmp_path: Path,
             output = process.communicate(timeout=LONG)[0]
             assert process.returncode == 1, output
             last = output.splitlines()[-1]
-            assert last.startswith("launch: the rendezvous state is none that a node of this job writes"), output
+            assert last.startswith("launch: the rendezvous state was not written by a node of this job"), output
     finally:
         for process in processes:
             sockets.kill_family(process)

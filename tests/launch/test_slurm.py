@@ -175,7 +175,7 @@ def test_run_that_gets_nowhere_is_not_queued_for_ever(slurm: Cluster, repo: Path
     slurm.output("scancel", "--batch", "--signal=USR1", number)
     job = slurm.wait_for(number, ["FAILED"])
     assert (job["Restarts"], job["ExitCode"]) == ("0", "75:0")
-    assert "no checkpoint newer than step 0: not queued again" in log.read_text()
+    assert "no checkpoint newer than step 0: the job is not queued again" in log.read_text()
 
 
 def test_tasks_of_an_array_go_on_by_themselves_each_in_its_own_folder(

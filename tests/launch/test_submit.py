@@ -48,7 +48,7 @@ def test_sbatch_line(options: list[str], world_sizes: list[int], line: list[str]
         (["--nodes", "4-2", "--"], r"^--nodes \(2\) must be a whole number of at least 4"),
         (["--ranks-per-node", "0", "--"], r"^--ranks-per-node \(0\) must be a whole number of at least 1"),
         (["--array", "7-3", "--"], r"^--array \(7-3\) must be numbers and ranges"),
-        (["--nodes", "2", "training.steps=5"], "must stand after `--`"),
+        (["--nodes", "2", "training.steps=5"], "must come after `--`"),
         (["--nodes"], "Try python -m launch.submit --help"),
     ],
 )
@@ -120,7 +120,7 @@ def test_tasks_of_an_array(text: str, tasks: list[int]) -> None:
 )
 def test_task_of_an_array_has_a_name_of_its_own(overrides: list[str], added: list[str], run_dir: str) -> None:
     quoted = [text.replace("name=it's", 'name="it\'s"') for text in overrides]
-    found = job.make_job([*TINY, *quoted], 1, array_task=3)
+    found = job.make_scheduled_run([*TINY, *quoted], 1, array_task=3)
     assert (found.overrides, found.config.run_dir) == (added, run_dir)
 
 

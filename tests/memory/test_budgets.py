@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from base.errors import ConfigError
+from base.units import MIB
 from configs.schema import MemoryConfig
 from memory import budgets, host_memory
-from memory.budgets import DISK, HOST, MIB, Budget, open_budgets
+from memory.budgets import DISK, HOST, Budget, open_budgets
 
 pytestmark = pytest.mark.fast
 
@@ -43,7 +44,8 @@ def test_what_is_too_much_is_refused_with_the_least_that_would_do(budget: Budget
     with pytest.raises(ConfigError) as caught:
         budget.take(70 * MIB + 1, "activations")
     assert str(caught.value) == (
-        "memory.host_budget (100.0) must leave 70.0 MiB for activations, and leaves 70.0. Try memory.host_budget=101"
+        "memory.host_budget (100.0) must leave 70.0 MiB for activations, but leaves only 70.0 MiB. "
+        "Try memory.host_budget=101"
     )
     assert budget.total == 30 * MIB
     budget.open(101.0, 0)
@@ -59,14 +61,14 @@ def test_without_a_budget_it_is_a_share_of_what_is_free(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError) as caught:
         budget.take(900 * MIB, "optimizer state")
     assert str(caught.value) == (
-        "memory.host_budget (null) is 80% of what is free, for this rank 800.0 MiB, and must leave 900.0 MiB for "
-        "optimizer state, and leaves 800.0. Try memory.host_budget=900"
+        "memory.host_budget (null) is 80% of the free bytes by default, which is 800.0 MiB per rank. It must leave "
+        "900.0 MiB for optimizer state, but leaves only 800.0 MiB. Try memory.host_budget=900"
     )
-    with pytest.raises(ConfigError, match="More is not free: use more ranks, or nodes"):
+    with pytest.raises(ConfigError, match="This node does not have that much free: use more ranks or more nodes"):
         budget.take(1001 * MIB, "optimizer state")
     disk = Budget("memory.disk_budget")
     disk.open(None, 4000 * MIB)
-    with pytest.raises(ConfigError, match="More is not free: make room, or give memory.disk_dir on another disk"):
+    with pytest.raises(ConfigError, match="free: free some space, or set memory.disk_dir to a folder on another disk"):
         disk.take(1001 * MIB, "optimizer state")
 
 
@@ -93,8 +95,8 @@ def test_a_run_opens_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     open_budgets(MemoryConfig(host_budget=3.0, disk_budget=0.5, disk_dir=str(tmp_path)))
     assert (HOST.limit, DISK.limit) == (3 * MIB, MIB // 2)
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match=r"memory.disk_dir \(.*missing\) must be a folder that exists"):
+    with pytest.raises(ConfigError, match=r"memory.disk_dir \(.*missing\) must be an existing folder"):
         open_budgets(MemoryConfig(disk_dir=str(tmp_path / "missing")))
-    with pytest.raises(ConfigError, match="must be a folder that exists: .* Try another one"):
+    with pytest.raises(ConfigError, match="must be an existing folder: .* Try another folder"):
         open_budgets(MemoryConfig(disk_dir="/proc/missing"))
     HOST.limit = DISK.limit = math.inf

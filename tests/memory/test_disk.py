@@ -155,7 +155,7 @@ def test_an_error_of_the_disk_names_its_folder(
 
 def test_a_file_that_ends_early_is_an_error(disk: Disk) -> None:
     os.ftruncate(disk._file.fileno(), BLOCK)
-    with pytest.raises(OSError, match=r"memory.disk_dir \(.*\) cannot be read: 0 of 4096 bytes"):
+    with pytest.raises(OSError, match=r"memory.disk_dir \(.*\) cannot be read: only 0 of 4096 bytes were transferred"):
         disk.read_into(0, aligned(2 * BLOCK, pinned=False))
 
 
@@ -174,21 +174,21 @@ def test_a_folder_that_cannot_hold_it_is_refused(tmp_path: Path, monkeypatch: py
     assert f"Try memory.disk_dir={tmp_path}" in refusal(tmp_path / "file" / "below")
     (tmp_path / "file").unlink()
     assert f"Try mkdir -p '{tmp_path}/two words/below'" in refusal(tmp_path / "two words" / "below")
-    assert refusal("/proc/missing").endswith("Try another one")
-    assert "can be written" in refusal("/proc/self")
+    assert refusal("/proc/missing").endswith("Try another folder")
+    assert "must be a writable folder" in refusal("/proc/self")
     assert "1.07e+09 GiB free" in refusal(tmp_path, 2**60)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert "Make room, or give a folder on another disk" in refusal(tmp_path, 2**30)
+    assert "Free some space, or use a folder on another disk" in refusal(tmp_path, 2**30)
     monkeypatch.undo()
     monkeypatch.setattr(disk_module, "_file_system", lambda folder: 0x858458F6)
-    assert "ramfs is the host's memory. Try optimizer.state_device=host" in refusal(tmp_path)
+    assert "ramfs stores files in host memory. Try optimizer.state_device=host" in refusal(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="this machine has no /dev/shm")
 def test_tmpfs_is_refused() -> None:
-    assert "tmpfs is the host's memory" in refusal("/dev/shm")
+    assert "tmpfs stores files in host memory" in refusal("/dev/shm")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import blueprint_check
+from benchmarks.checks import blueprint_check
 from configs.compose import compose
 from configs.schema import Config
 from models import blueprint
@@ -20,7 +20,7 @@ from models.blueprint.operation import INPUT, TENSOR, ModelOperation, Split, Wei
 from tests.waits import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of all pairs, which benchmarks/blueprint_check.py compares: every experiment and every layout.
+# Of all pairs, which benchmarks/checks/blueprint_check.py compares: every experiment and every layout.
 SAMPLE = {
     "bert_base": ("TP2+SP", "PP4"),
     "bert_large": ("TP8+SP",),

@@ -1,6 +1,7 @@
 """Context parallelism: one sequence over several ranks computes what one process computes, gradients included.
 
-benchmarks/context_parity.py meets every pair of options; here every model meets some layouts, and every layout models.
+benchmarks/checks/context_parity.py meets every pair of options; here every model meets some layouts, and every layout
+models.
 """
 
 from __future__ import annotations

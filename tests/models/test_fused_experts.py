@@ -91,5 +91,7 @@ def test_fused_experts_that_do_not_fit_are_named(tmp_path: Path) -> None:
         assert f"tensor {name} has shape {list(wrong.shape)}, but config.json calls for [3, 48, 16]" in str(error.value)
     twin = {"model.layers.1.mlp.experts.2.up_proj.weight": whole[2, 24:].clone()}
     save_file({**tensors, **twin}, fused / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"has tensor .*experts.2.up_proj.weight twice: by itself, and as rows of"):
+    with pytest.raises(
+        ConfigError, match=r"has tensor .*experts.2.up_proj.weight twice: as a separate tensor, and as rows of"
+    ):
         open_folder(fused)

@@ -424,7 +424,7 @@ def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     config = folder.config_from({"model": {"num_layers": 3, "sequence_length": 8}})
     folder.write_config(tmp_path, description(config, VOCAB_SIZE))
     config.model.num_layers, config.model.sequence_length = 2, 16
-    with pytest.raises(ConfigError, match="model.num_layers is 2, the folder's 3") as error:
+    with pytest.raises(ConfigError, match="model.num_layers is 2 in this run and 3 in the folder") as error:
         folder.load_logical_folder([], tmp_path, config, VOCAB_SIZE)
     assert "sequence_length" not in str(error.value)
     with pytest.raises(ConfigError, match="config.yaml of format"):
@@ -481,7 +481,7 @@ def test_writer_splits_and_indexes(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type (dynamic)"),
         ({"hidden_act": "relu"}, "hidden_act (relu)"),
         ({"num_hidden_layers": 3}, "no tensor model.layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 1}, "have no place in a llama model"),
+        ({"num_hidden_layers": 1}, "do not belong to the llama model"),
         ({"hidden_size": None}, "'hidden_size'"),
     ],
 )

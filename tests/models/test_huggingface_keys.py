@@ -156,12 +156,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "windows_before_others": (
         "qwen2_window",
         {"layer_types": ["sliding_attention", "full_attention"]},
-        ("layer_types", "full_attention behind a sliding_attention"),
+        ("layer_types", "full_attention layer after a sliding_attention layer"),
     ),
     "windows_of_no_size": (
         "qwen3",
         {"layer_types": ["full_attention", "sliding_attention"]},
-        ("layer_types", "without use_sliding_window"),
+        ("layer_types", "unless use_sliding_window"),
     ),
     "too_few_kinds_of_layers": ("qwen3", {"layer_types": ["full_attention"]}, ("layer_types", "num_hidden_layers (2)")),
     "other_kinds_of_layers": ("qwen2", {"layer_types": ["full_attention", "chunked_attention"]}, ("layer_types",)),
@@ -480,7 +480,7 @@ def test_tensors_are_checked_by_name(folder: Path, base: str, edit: Any, word: s
 
 
 def test_a_sample_of_mutations_and_damages(folder: Path) -> None:
-    """The rest is `python -m benchmarks.huggingface_mutations`."""
+    """The rest is `python -m benchmarks.checks.huggingface_mutations`."""
     cases = itertools.chain(
         itertools.islice((case for case in same_meaning_cases() if case.base in SAMPLED), 0, None, 6),
         itertools.islice(config_cases(folder, 42, seed=3, bases=SAMPLED), 0, None, 5),
@@ -490,7 +490,7 @@ def test_a_sample_of_mutations_and_damages(folder: Path) -> None:
 
 
 def test_published_configs_open_and_their_mutations_have_no_third_outcome(folder: Path) -> None:
-    """More, from a folder of such files: `python -m benchmarks.huggingface_mutations --published FOLDER`."""
+    """More, from a folder of such files: `python -m benchmarks.checks.huggingface_mutations --published FOLDER`."""
     assert set(_verdicts(folder, list(start_cases(tuple(PUBLISHED)))).values()) == {"agrees"}
     cases = itertools.islice(config_cases(folder, 84, seed=3, bases=tuple(PUBLISHED)), 0, None, 5)
     assert set(_verdicts(folder, list(cases)).values()) == {"agrees", "refused"}

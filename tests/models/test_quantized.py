@@ -191,7 +191,7 @@ def _settings(**changes: Any) -> Edit:
 
 REFUSED: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "no_scale": (lambda t, c: t.pop(f"{QUERY}_scale_inv"), (QUERY, "no scale")),
-    "no_weight": (lambda t, c: t.pop(QUERY), (f"{QUERY}_scale_inv", "is not there")),
+    "no_weight": (lambda t, c: t.pop(QUERY), (f"{QUERY}_scale_inv", "is missing")),
     "plain_weight": (lambda t, c: t.update({QUERY: t[QUERY].to(torch.bfloat16)}), (f"{QUERY}_scale_inv", "type BF16")),
     "scale_rows": (
         lambda t, c: t.update({f"{QUERY}_scale_inv": t[f"{QUERY}_scale_inv"][:-1]}),

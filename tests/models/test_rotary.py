@@ -122,7 +122,7 @@ def test_transformer_engine_turns_where_there_is_no_factor(scaling: Any, ours: b
     megatron = transformer_config(config)
     norm = norm_class(megatron)
     backend = Backend(norm, norm, DotProductAttention, ColumnParallelLinear, RowParallelLinear, ColumnParallelLinear)
-    spec = _attention(backend, megatron, None, config.model, True, None)  # type: ignore[arg-type]
+    spec = _attention(backend, megatron, None, config.model, None)  # type: ignore[arg-type]
     assert (spec.module is RotarySelfAttention) == ours
     factor = rotary.attention_factor(config.model.rotary_scaling)
     assert spec.params.get("rotary_factor", 1.0) == factor and (factor != 1.0) == ours

@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.sequence_sharding import MIXES, bound, segment_lengths, zigzag
-from models.attention.sequence_sharding import SequenceSharding, exchanged_rows, shard_sequence, work_per_rank
+from benchmarks.speed.sequence_sharding import MIXES, bound, segment_lengths, work_per_rank, zigzag
+from models.attention.sequence_sharding import SequenceSharding, exchanged_rows, shard_sequence
 
 pytestmark = pytest.mark.fast
 

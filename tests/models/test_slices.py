@@ -208,12 +208,12 @@ def test_demands_of_the_kernels_of_cuda() -> None:
     kernels.check(*(each.repeat(1, 1, 4) for each in (query, key, key)), flash=True)
     kernels.check(query[..., :8], key[..., :8], key[..., :8], flash=True)
     for wrong, demand in (
-        ((query, key, key[..., :32]), "values as wide as keys"),
+        ((query, key, key[..., :32]), "values with as many channels as keys"),
         ((query[..., :20], key[..., :20], key[..., :20]), "multiples of 8"),
         ((query.float(), key.float(), key.float()), "bf16 or fp16"),
-        ((query, key, key.float()), "numbers of one kind"),
+        ((query, key, key.float()), "query, key and value of one dtype"),
         (tuple(torch.zeros(5, heads, 264, dtype=torch.bfloat16) for heads in (4, 2, 2)), "at most 256 channels"),
-        ((query[:, :3], key, key), "query heads for each key head"),
+        ((query[:, :3], key, key), "a number of query heads that the number of key heads divides"),
     ):
         with pytest.raises(kernels.KernelDemandError, match=demand):
             kernels.check(*wrong, flash=True)

@@ -153,13 +153,13 @@ def _put(tensors: Tensors, name: Any, value: Any) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "code": (
         lambda path: torch.save({"a": _Runs(path / "ran")}, path / PICKLED_SINGLE_NAME),
-        ("pytorch_model.bin is not read", "posix.mkdir"),
+        ("pytorch_model.bin was not read", "posix.mkdir"),
     ),
     "code_in_an_old_file": (
         lambda path: torch.save(
             {"a": _Runs(path / "ran")}, path / PICKLED_SINGLE_NAME, _use_new_zipfile_serialization=False
         ),
-        ("pytorch_model.bin is not read", "posix.mkdir"),
+        ("pytorch_model.bin was not read", "posix.mkdir"),
     ),
     "a_module": (_rewritten(lambda t: torch.nn.Linear(2, 2)), ("not read", "torch.nn.modules.linear.Linear")),
     "nested": (_rewritten(lambda t: {"state_dict": t}), ("holds a dict at 'state_dict'", "tensors by name")),
@@ -167,20 +167,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a_number": (_rewritten(lambda t: _put(t, "step", 3)), ("holds a int at 'step'",)),
     "by_number": (_rewritten(lambda t: _put(t, 3, torch.ones(1))), ("holds a Tensor at 3",)),
     "sparse": (_rewritten(lambda t: _put(t, DOWN, t[DOWN].to_sparse())), (DOWN, "sparse")),
-    "cut": (_bytes(lambda content: content[:-50]), ("pytorch_model.bin is no whole file", "copy it again")),
-    "empty": (_bytes(lambda content: b""), ("pytorch_model.bin is no whole file",)),
-    "a_text": (_bytes(lambda content: b"404: Not Found"), ("pytorch_model.bin is no whole file",)),
-    "old_and_cut": (_old(lambda content: content[:-50]), ("pytorch_model.bin is no whole file",)),
+    "cut": (
+        _bytes(lambda content: content[:-50]),
+        ("pytorch_model.bin is not a complete file of torch.save", "Copy it again"),
+    ),
+    "empty": (_bytes(lambda content: b""), ("pytorch_model.bin is not a complete file of torch.save",)),
+    "a_text": (_bytes(lambda content: b"404: Not Found"), ("pytorch_model.bin is not a complete file of torch.save",)),
+    "old_and_cut": (_old(lambda content: content[:-50]), ("pytorch_model.bin is not a complete file of torch.save",)),
     "a_pointer": (
         _bytes(lambda content: b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
         ("pytorch_model.bin", "Git LFS", "git lfs pull"),
     ),
     "a_folder": (
         _folder,
-        ("pytorch_model.bin is no file",),
+        ("pytorch_model.bin is not a file",),
     ),
     "missing_tensor": (_rewritten(lambda t: t.__delitem__(DOWN)), (f"no tensor {DOWN}",)),
-    "left_over": (_rewritten(lambda t: _put(t, "more", torch.ones(1))), ("the first: more",)),
+    "left_over": (_rewritten(lambda t: _put(t, "more", torch.ones(1))), ("the first is more",)),
     "shape": (
         _rewritten(lambda t: _put(t, DOWN, t[DOWN].t())),
         (f"tensor {DOWN} has shape [24, 16], but config.json calls for [16, 24]",),
@@ -192,7 +195,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     ),
     "and_an_index": (
         lambda path: (path / PICKLED_INDEX_NAME).write_text("{}"),
-        (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME, "keep only the one"),
+        (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME, "keep only the file"),
     ),
 }
 
@@ -215,7 +218,7 @@ def test_parts_are_checked_against_their_index(bases: Path, tmp_path: Path, caps
     index = json.loads((path / PICKLED_INDEX_NAME).read_text())
     file_names = sorted(set(index["weight_map"].values()))
     for weight_map, says in (
-        ({**index["weight_map"], "x": file_names[0]}, f"tensor x of {file_names[0]}, which lacks it"),
+        ({**index["weight_map"], "x": file_names[0]}, f"lists tensor x of {file_names[0]}, which lacks it"),
         ({**index["weight_map"], DOWN: "../other.bin"}, f"weight_map.{DOWN}"),
         ({**index["weight_map"], DOWN: "model-1.safetensors"}, "must be the name of a .bin file"),
         (
@@ -251,7 +254,7 @@ def test_a_folder_without_weights_says_what_it_has(
     status, (line,) = _said(path, capsys)
     assert status == 2 and f"folder {path} must hold model.safetensors" in line and says in line, line
     if renamed:
-        assert f"under the name {renamed}: rename it" in line
+        assert f"rename it to {renamed}" in line
         (path / name).rename(path / renamed)
         assert _said(path, capsys) == (0, [])
 
@@ -261,7 +264,7 @@ def test_an_index_of_a_variant_is_renamed(bases: Path, tmp_path: Path, capsys: p
     variant = tmp_path / "hf" / "model.safetensors.index.fp16.json"
     (tmp_path / "hf" / folder.INDEX_NAME).rename(variant)
     status, (line,) = _said(tmp_path / "hf", capsys)
-    assert status == 2 and f"{variant.name}, the variant fp16, which is read under the name {folder.INDEX_NAME}" in line
+    assert status == 2 and f"{variant.name}, the variant fp16: rename it to {folder.INDEX_NAME}" in line
     variant.rename(variant.with_name(folder.INDEX_NAME))
     assert _said(tmp_path / "hf", capsys) == (0, [])
 

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from benchmarks.memory_reuse import tracked_peak
+from benchmarks.speed.memory_reuse import tracked_peak
 from moe.alltoall.flat import FlatAllToAll
 from moe.chunk_plan import STRATEGIES, LayerLoad, Plan
 from moe.experts import blocks

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import build_module
 
-from benchmarks.megatron_layer import LINEAR, expert_gradients, fill_experts, megatron_layer
+from benchmarks.kit.megatron_layer import LINEAR, expert_gradients, fill_experts, megatron_layer
 from models.transformer_config import transformer_config
 from moe.chunk_plan import Plan
 from moe.layer import MixtrainMoELayer, moe_spec

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.closed_form import closed_form_degree, closed_form_seconds
+from benchmarks.speed.predicted_gains import closed_form_degree, closed_form_seconds
 from moe.chunk_plan import STRATEGIES, LayerLoad, Plan
 from moe.planning import footprint
 from moe.planning.costs import DEGREES, LayerCosts, Limits
@@ -368,7 +368,7 @@ def check_solver(num_cases: int, num_budgets: int, seed: int) -> tuple[set[Plan]
 
 
 def test_solver_equals_brute_force_over_all_plans() -> None:
-    seen, refused = check_solver(700, 250, seed=3)  # 10,000: python -m benchmarks.solver_check
+    seen, refused = check_solver(700, 250, seed=3)  # 10,000: python -m benchmarks.checks.solver_check
     # The cases are worth something: many different plans are the best of some.
     assert {plan.degree for plan in seen} == {plan.backward_degree for plan in seen} == set(DEGREES)
     assert {plan.memory_strategy for plan in seen} == set(STRATEGIES)
@@ -476,11 +476,11 @@ def test_limits_are_kept() -> None:
     plan = best_plan(costs, load, Limits(degrees=(1, 4), backward_degrees=(2, 4), strategies=("offload",))).plan
     assert (plan.degree, plan.backward_degree) == (4, 4)
     for limits, message in (
-        (Limits(degrees=()), "at least one"),
+        (Limits(degrees=()), "must be one or more numbers of chunks"),
         (Limits(backward_degrees=(0, 1)), "backward_degrees"),
         (Limits(strategies=("keep", "save")), "communicate_recompute"),
         (Limits(strategies=()), "strategies"),
-        (Limits(degrees=(1,), backward_degrees=(2,), strategies=("offload",)), "common number"),
+        (Limits(degrees=(1,), backward_degrees=(2,), strategies=("offload",)), "must have a number of chunks in"),
     ):
         with pytest.raises(ValueError, match=message):
             best_plan(costs, load, limits)

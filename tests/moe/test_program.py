@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from benchmarks.memory_reuse import tracked_peak
+from benchmarks.speed.memory_reuse import tracked_peak
 from moe.chunk_plan import STRATEGIES, Plan
 from moe.experts.weights import Slab
 from moe.layer import Setting, routed_experts

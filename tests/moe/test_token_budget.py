@@ -12,6 +12,7 @@ import torch
 from base.errors import ConfigError
 from configs import derived
 from configs.compose import compose
+from configs.job import Job
 from configs.validate import validate
 from moe import route
 from moe.alltoall.flat import FlatAllToAll
@@ -132,9 +133,9 @@ def test_the_plan_prints_the_bound() -> None:
     config = make_config([MOE_TINY, "parallel.expert=2", "moe.token_budget=48", "plan=true"], 2)
     bound = 2 * 2 * config.moe.top_k * -(-128 // 3) * config.model.hidden_size * 4
     assert derived.dispatch_bound(config) == bound
-    assert f"never takes more than {format_size(bound)}," in text(make_plan(config, 2, 1024))
+    assert f"never takes more than {format_size(bound)}," in text(make_plan(Job(config, 2, 1024, "cpu")))
     alone = make_config([MOE_TINY, "plan=true"])
-    assert "never takes more than" not in text(make_plan(alone, 1, 1024))
+    assert "never takes more than" not in text(make_plan(Job(alone, 1, 1024, "cpu")))
 
 
 def test_losses_are_those_without_a_budget(tmp_path: Path) -> None:

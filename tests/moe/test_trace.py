@@ -79,9 +79,8 @@ def test_a_flipped_byte_costs_its_step_and_is_said(tmp_path: Path, position: int
     said: list[str] = []
     found = dict(read(path, said.append))
     assert list(found) == [1, 2, 4, 5] and all((found[step] == counts_of(step)).all() for step in found)
-    text = (
-        f"{path}: bytes {starts[2]} to {starts[3] - 1} are damaged: step 3 is lost, 2 steps in front of them are kept"
-    )
+    where = f"{path}: bytes {starts[2]} to {starts[3] - 1}"
+    text = f"{where} are damaged: step 3 is lost, and the 2 steps before them are kept"
     assert said == [text]
     writer = TraceWriter(path, HEADER, after=4)  # what is behind it stays
     assert writer.missing == [text]
@@ -97,17 +96,17 @@ def test_what_is_cut_at_the_end_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     starts, data = frames_of(path), path.read_bytes()
     path.write_bytes(data[: starts[2] + 20])
     assert [step for step, _ in read(path)] == [1, 2]
-    text = f"{path}: bytes {starts[2]} to {starts[2] + 19} at the end are no whole step: what was behind step 2 is lost"
-    assert capsys.readouterr().err == f"{text}, 2 steps are kept\n"
+    text = f"{path}: bytes {starts[2]} to {starts[2] + 19} at the end are not a complete step: all after step 2 is lost"
+    assert capsys.readouterr().err == f"{text}, and 2 steps are kept\n"
     (line,) = TraceWriter(path, HEADER, after=4).missing
     assert line.startswith(f"{path}: bytes {starts[2]} to {starts[2] + 19} are damaged: 2 steps, 3 to 4, are lost")
     path.write_bytes(data[: starts[1]])
     (line,) = TraceWriter(path, HEADER, after=2).missing
-    assert line.startswith(f"{path}: step 2 is not in it") and line.endswith("it goes on with step 3")
+    assert line.startswith(f"{path} lacks step 2 (") and line.endswith("The run continues it with step 3.")
     for end in (0, 1, starts[0] - 1):  # in its first line
         path.write_bytes(data[:end])
         (line,) = TraceWriter(path, HEADER, after=2).missing
-        assert line.startswith(f"{path}: steps 1 to 2 are not in it") and read_header(path) == HEADER
+        assert line.startswith(f"{path} lacks steps 1 to 2 (") and read_header(path) == HEADER
 
 
 def test_any_damage_is_a_line_and_no_traceback(tmp_path: Path) -> None:
@@ -170,13 +169,15 @@ def test_ranks_and_micro_batches_may_change(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "trace", range(1, 2))
-    with pytest.raises(ValueError, match="trace has num_experts=32, and the run 16. Move the file away"):
+    with pytest.raises(
+        ValueError, match="trace was written with num_experts=32, and this run has 16. Move the file away"
+    ):
         TraceWriter(tmp_path / "trace", TraceHeader("a run", 16, 2, 4))
     holds(tmp_path / "trace", range(1, 2))
     for text in ("text", "[]", "{}", '{"format": "other"}', '{"format": "mixtrain routing counts 1"}'):
         (tmp_path / "other").write_text(text)
-        with pytest.raises(ValueError, match="other is no trace of routing counts"):
+        with pytest.raises(ValueError, match="other is not a trace of routing counts"):
             list(read(tmp_path / "other"))
     (tmp_path / "bytes").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(ValueError, match="bytes is no trace"):
+    with pytest.raises(ValueError, match="bytes is not a trace"):
         read_header(tmp_path / "bytes")

@@ -57,5 +57,5 @@ def test_a_slot_is_filled_behind_its_last_use_and_never_while_its_layer_is_next(
             held[fill.slot_index] = layer
         (slot_index,) = [slot_index for slot_index, each in held.items() if each == layer]
         last[slot_index] = index
-    with pytest.raises(ValueError, match="slots must be at least 1"):
+    with pytest.raises(ValueError, match="number of device slots must be at least 1"):
         slot_fills([0], 0)

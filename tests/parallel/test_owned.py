@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks import offload_parity
+from benchmarks.checks import offload_parity
 from configs.schema import Config
 from tests import distributed
 from tests.optim.offload import parity, test_parity

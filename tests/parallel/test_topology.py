@@ -126,7 +126,7 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(
-        ConfigError, match=r"local rank \(2\) has no GPU of its own: torch sees 2 here. Try --nproc-per-node 2"
+        ConfigError, match=r"local rank \(2\) has no GPU: torch finds only 2 on this machine. Try --nproc-per-node 2"
     ):
         topology.choose_device(Config())
     monkeypatch.setenv("LOCAL_RANK", "1")

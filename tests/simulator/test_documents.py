@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.plan_accuracy import _formulas
+from benchmarks.speed.plan_accuracy import _formulas
 from configs.schema import Config
 from data.document_lengths import attended_pairs, share_of
 from simulator.flops import executed_flops_per_token

@@ -91,9 +91,10 @@ def test_folds_name_what_they_do_not_know(
 PROGRAM = """
 import json, sys
 from configs.compose import compose
+from configs.job import Job
 from simulator import text
 from simulator.run_plan import make_plan
-plan = make_plan(compose(["experiment=deepseek_v3_like"]), 256, 129280, sys.argv[1])
+plan = make_plan(Job(compose(["experiment=deepseek_v3_like"]), 256, 129280, sys.argv[1]))
 text.text(plan)
 print(json.dumps([name for name in ("torch", "megatron") if name in sys.modules]))
 """

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_accuracy import Case, compare
+from benchmarks.speed.plan_accuracy import Case, compare
 from configs import derived
+from configs.job import Job
 from simulator.layer_inputs import layer_inputs
 from simulator.memory import TOLERANCE
 from simulator.run_plan import make_plan
@@ -60,7 +61,7 @@ def test_by_layer_each_input_goes_once_and_comes_back_twice() -> None:
 @pytest.mark.fast
 def test_a_plan_tells_what_comes_to_the_host() -> None:
     config = make_config(["experiment=gpt_tiny", "training.recompute=full", "training.activation_offload=auto"])
-    plan = make_plan(config, 1, 384, "cpu")
+    plan = make_plan(Job(config, 1, 384, "cpu"))
     (rank,) = plan.as_dict()["memory_per_rank"]
     assert rank["host_activations"] == config.model.num_layers * rank_input(config.training.micro_batch_size)
     assert "Layer inputs on the host come beside these" in text(plan)

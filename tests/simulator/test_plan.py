@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from base.errors import ConfigError
-from benchmarks.plan_accuracy import CASES, SMALL, Case, compare
+from benchmarks.speed.plan_accuracy import CASES, SMALL, Case, compare
+from configs.job import Job
 from configs.schema import Config
 from configs.validate import planned_world_size
 from memory import host_memory
@@ -98,7 +99,7 @@ def _plan(experiment: str, *overrides: str, device: str = "cuda") -> RunPlan:
     from data.tokenizer import expected_vocab_size
 
     config = compose([f"experiment={experiment}", *overrides])
-    return make_plan(config, planned_world_size(config, 1), expected_vocab_size(config), device)
+    return make_plan(Job(config, planned_world_size(config, 1), expected_vocab_size(config), device))
 
 
 # Published: GPT-2's paper and weights, arXiv:2407.21783, arXiv:2401.04088, arXiv:2505.09388.
@@ -223,7 +224,7 @@ def _sent(config: Any) -> float:
 )
 def test_communication_is_what_collectives_move(model: str, layout: list[str]) -> None:
     config = make_config([f"experiment={model}", "training.device=cpu", *layout], 2)
-    plan = make_plan(config, 2, 1000)
+    plan = make_plan(Job(config, 2, 1000, "cpu"))
     for stage, sent in enumerate(distributed.run(_sent, 2, config)):
         planned = plan.communication[stage if config.parallel.pipeline > 1 else 0]
         assert sum(planned.values()) == pytest.approx(sent, rel=0.02)  # norms, counts and losses beside
@@ -237,7 +238,7 @@ def test_what_capacity_adds_to_communication(policy: str) -> None:
         overrides = ["experiment=gpt_moe_tiny", "training.device=cpu", f"moe.capacity_factor={factor}", *layout]
         config = make_config([*overrides, "model.num_layers=1"], 2)
         sent.append(distributed.run(_sent, 2, config)[0])
-        planned.append(sum(make_plan(config, 2, 1000).communication[0].values()))
+        planned.append(sum(make_plan(Job(config, 2, 1000, "cpu")).communication[0].values()))
     assert planned[1] - planned[0] == sent[1] - sent[0] > 0
 
 
@@ -255,12 +256,12 @@ def test_step_time_is_predicted_from_measured_costs(data: list[str], tmp_path: P
     wider = make_config([*overrides, cache, "moe.ffn_hidden_size=256"])
 
     def predicted(config: Config) -> float:
-        step = make_plan(config, 1, 384, hardware=machine).step
+        step = make_plan(Job(config, 1, 384, "cpu"), hardware=machine).step
         assert step is not None and sum(step.reasons.values()) == pytest.approx(step.seconds)
         return step.seconds
 
     before = predicted(config), predicted(wider)
-    assert make_plan(config, 1, 384).step is None  # without a machine
+    assert make_plan(Job(config, 1, 384, "cpu")).step is None  # without a machine
     distributed.run(train, 1, config)
     assert predicted(config) != before[0]
     assert predicted(wider) == before[1]  # other layers than those that were measured
@@ -322,7 +323,7 @@ def test_recomputation_keeps_inputs_alone() -> None:
 )
 def test_what_cannot_fit_is_refused_with_what_would(model: str, overrides: list[str], fix: str) -> None:
     config = make_config([f"experiment={model}", "training.device=cpu", *overrides])
-    plan = make_plan(config, 1, 512)
+    plan = make_plan(Job(config, 1, 512, "cpu"))
     refuse_what_cannot_fit(plan)  # no limit
     static = plan.worst.total - plan.worst.activations
     config.training.memory_limit_gib = (static + 0.4 * plan.worst.activations) / 2**30
@@ -333,12 +334,12 @@ def test_what_cannot_fit_is_refused_with_what_would(model: str, overrides: list[
         key, _, value = item.partition("=")
         if value:
             setattr(changed.training, key.removeprefix("training."), int(value) if value.isdigit() else value)
-    refuse_what_cannot_fit(make_plan(changed, 1, 512))
+    refuse_what_cannot_fit(make_plan(Job(changed, 1, 512, "cpu")))
     assert changed.training != config.training
     if fix == "training.micro_batch_size":  # the largest that fits: the next one does not
         changed.training.micro_batch_size *= 2
         with pytest.raises(ConfigError):
-            refuse_what_cannot_fit(make_plan(changed, 1, 512))
+            refuse_what_cannot_fit(make_plan(Job(changed, 1, 512, "cpu")))
     config.training.memory_limit_gib = static / 2 / 2**30
     with pytest.raises(ConfigError, match="more ranks"):
         refuse_what_cannot_fit(plan)
@@ -349,7 +350,7 @@ def test_what_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch, r
     config = make_config(
         ["experiment=gpt_tiny", "training.device=cpu", "training.global_batch_size=32", "training.micro_batch_size=16"]
     )
-    plan = make_plan(config, ranks, 512)
+    plan = make_plan(Job(config, ranks, 512, "cpu"))
     for name, value in (
         ("RANK", ranks - 1),
         ("WORLD_SIZE", ranks),
@@ -366,7 +367,7 @@ def test_what_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch, r
     refuse_what_the_host_cannot_hold(plan)
     limit(0.8 * needed)
     with pytest.raises(
-        ConfigError, match=r"of the host's memory are left\. Try training\.micro_batch_size=\d+( training\.|\.$)"
+        ConfigError, match=r"of the host's memory is free\. Try training\.micro_batch_size=\d+( training\.|\.$)"
     ):
         refuse_what_the_host_cannot_hold(plan)
     limit(1000)
@@ -400,7 +401,7 @@ def _out_of_memory(config: Any) -> str:
     from training.engine import Engine
     from training.starting import dry_run
 
-    plan = make_plan(config, 1, 512)
+    plan = make_plan(Job(config, 1, 512, "cpu"))
     engine = Engine(config, topology.initialize(config), 512)
     before = torch.get_rng_state()
 
@@ -505,10 +506,11 @@ def test_text_names_everything() -> None:
         assert quoted in words, quoted
     assert dataclasses.asdict(plan.worst)["rank"] == plan.as_dict()["worst_rank"]
     assert "Hugging Face" not in words and plan.as_dict()["unexportable"] is None
-    other = dataclasses.replace(plan, config=make_config(["experiment=mixtral_8x7b", "moe.router_score=sigmoid"], 64))
+    mixtral = make_config(["experiment=mixtral_8x7b", "moe.router_score=sigmoid"], 64)
+    other = dataclasses.replace(plan, job=dataclasses.replace(plan.job, config=mixtral))
     assert text(other).endswith(f"no export to Hugging Face: {other.unexportable}")
     assert "moe.router_score (sigmoid; mixtral has softmax)" in text(other)
-    other.config.moe.expert_bias = True
+    mixtral.moe.expert_bias = True
     assert "moe.expert_bias (true; mixtral has false)" in text(other)
 
 
@@ -519,7 +521,7 @@ def test_the_limit_of_a_rank_is_in_the_plan(bitwise: str) -> None:
     asked = ["model=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=solve", "moe.placement.extra_slots=1"]
     asked += [f"moe.placement.bitwise={bitwise}"]
     plans = {
-        limit: make_plan(make_config([*asked, f"moe.placement.max_load={limit}"], 2), 2, 1024, "cpu")
+        limit: make_plan(Job(make_config([*asked, f"moe.placement.max_load={limit}"], 2), 2, 1024, "cpu"))
         for limit in ("null", "1.0", "1.25", "1.5", "9")
     }
     totals = {limit: plan.worst.activations for limit, plan in plans.items()}
@@ -527,4 +529,4 @@ def test_the_limit_of_a_rank_is_in_the_plan(bitwise: str) -> None:
     assert "max_load (1.25) times the mean rank's assignments; a call that cannot keep it takes" in text(plans["1.25"])
     assert "max_load" not in text(plans["null"])
     hard = [*asked, "moe.placement.max_load=1.25", "moe.placement.over_limit=stop"]
-    assert "a call that cannot keep it ends the run" in text(make_plan(make_config(hard, 2), 2, 1024, "cpu"))
+    assert "a call that cannot keep it ends the run" in text(make_plan(Job(make_config(hard, 2), 2, 1024, "cpu")))

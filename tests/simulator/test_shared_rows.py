@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from base.errors import ConfigError
-from benchmarks.plan_accuracy import CONTEXT_CASES, Case, compare
+from benchmarks.speed.plan_accuracy import CONTEXT_CASES, Case, compare
 from configs.compose import compose
+from configs.job import Job
 from configs.schema import Config
 from models import blueprint
 from models.blueprint.operation import walk
@@ -43,7 +44,7 @@ def config_of(*overrides: str, experiment: str = "gpt_small") -> Config:
 
 
 def plan_of(ranks: int, *overrides: str, **more: Any) -> RunPlan:
-    return make_plan(config_of(*overrides), ranks, VOCAB_SIZE, "cpu", **more)
+    return make_plan(Job(config_of(*overrides), ranks, VOCAB_SIZE, "cpu"), **more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,8 +111,8 @@ def test_ranks_of_a_group_have_their_order() -> None:
 def test_state_is_spread_over_context_ranks_too() -> None:
     plain, shared = config_of(), config_of("parallel.context=2")
     assert state_ranks(plain, 4) == state_ranks(shared, 4) == {"dense": 4, "expert": 4}
-    assert buffers(plain, VOCAB_SIZE, 4, 0) == buffers(shared, VOCAB_SIZE, 4, 0)
-    both = [make_plan(config, 4, VOCAB_SIZE, "cpu") for config in (plain, shared)]
+    assert buffers(Job(plain, 4, VOCAB_SIZE, "cpu"), 0) == buffers(Job(shared, 4, VOCAB_SIZE, "cpu"), 0)
+    both = [make_plan(Job(config, 4, VOCAB_SIZE, "cpu")) for config in (plain, shared)]
     for kind in ("weights", "gradients", "optimizer"):
         assert [getattr(rank, kind) for rank in both[0].memory] == [getattr(rank, kind) for rank in both[1].memory]
     assert both[1].micro_batches == 2 * both[0].micro_batches
@@ -154,7 +155,7 @@ def test_exchanged_bytes(
     received = sum(shared.received) / shared.places
     # keys and values with each pass, and their gradients once
     assert sent["rounds"] == (passes + 1) * received * of_keys * element
-    step = communication.bytes_per_step(config, VOCAB_SIZE, context, "cpu")[0]
+    step = communication.bytes_per_step(Job(config, context, VOCAB_SIZE, "cpu"))[0]
     calls = config.model.num_layers * 4  # micro-batches
     assert step["context_exchange"] == calls * sum(sent.values())
 
@@ -171,7 +172,9 @@ def test_tensor_ranks_share_heads_first() -> None:
 
 def test_other_axes_move_the_rows_of_a_rank() -> None:
     layout = ["parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2", "training.global_batch_size=16"]
-    sent = [make_plan(config_of(*layout, f"parallel.context={context}"), 16, VOCAB_SIZE, "cpu") for context in (1, 2)]
+    sent = [
+        make_plan(Job(config_of(*layout, f"parallel.context={context}"), 16, VOCAB_SIZE, "cpu")) for context in (1, 2)
+    ]
     for before, after in zip(*(plan.communication for plan in sent), strict=True):
         for kind in ("tensor_parallel", "pipeline", "gradient_reduction", "parameter_gather"):
             assert before[kind] == after[kind] > 0  # half the rows in twice as many micro-batches
@@ -194,7 +197,7 @@ def test_operations_are_spread_evenly() -> None:
 @pytest.mark.parametrize("case", CONTEXT_CASES, ids=lambda case: f"{case.preset} {case.layout}")
 def test_cases_that_are_measured_can_be_planned(case: Case) -> None:
     config = make_config([f"experiment={case.preset}", "training.device=cpu", *case.overrides], case.ranks)
-    plan = make_plan(config, case.ranks, VOCAB_SIZE, "cpu")
+    plan = make_plan(Job(config, case.ranks, VOCAB_SIZE, "cpu"))
     for stage, chunks in enumerate(blueprint.model_chunks(config)):
         calls = sum(len(chunk.layers) for chunk in chunks) * plan.micro_batches
         sent = sum(layer_exchange(config, plan.shared).values())
@@ -221,10 +224,12 @@ def test_memory_follows_the_rows_of_a_rank(device: str, heads: str) -> None:
     needs = []
     for context in (2, 4, 8):
         overrides = [*layout, f"parallel.context={context}", f"model.sequence_length={context * 4096}"]
-        needs.append(make_plan(config_of(*overrides), context, VOCAB_SIZE, device).worst.activations)
+        needs.append(make_plan(Job(config_of(*overrides), context, VOCAB_SIZE, device)).worst.activations)
     exponents = np.diff(np.log(needs)) / math.log(2)
     assert (abs(exponents) < 0.1).all(), needs  # how many exchange heads differs
-    whole = make_plan(config_of(*layout[1:], "model.sequence_length=32768"), 1, VOCAB_SIZE, device).worst.activations
+    whole = make_plan(
+        Job(config_of(*layout[1:], "model.sequence_length=32768"), 1, VOCAB_SIZE, device)
+    ).worst.activations
     assert 6 < whole / needs[-1] < 9
 
 
@@ -233,9 +238,9 @@ def test_memory_follows_the_rows_of_a_rank(device: str, heads: str) -> None:
 def test_rounds_and_heads_take_buffers(recompute: str, attention: list[str]) -> None:
     layout = ["parallel.context=4", f"training.recompute={recompute}", "training.token_tile=64", *attention]
     every = [config_of(*layout, f"parallel.context_heads={heads}") for heads in (1, 2, 4)]
-    needs = [make_plan(config, 4, VOCAB_SIZE, "cuda").worst.activations for config in every]
+    needs = [make_plan(Job(config, 4, VOCAB_SIZE, "cuda")).worst.activations for config in every]
     short = config_of(*layout[1:], "model.sequence_length=256")
-    alone = make_plan(short, 1, VOCAB_SIZE, "cuda").worst.activations
+    alone = make_plan(Job(short, 1, VOCAB_SIZE, "cuda")).worst.activations
     least = 0 if attention == LATENT else alone  # keys and values that are made of latents are not kept
     assert all(least < need < 2 * alone for need in needs), (needs, alone)
 
@@ -263,21 +268,21 @@ def test_a_plan_says_which_size_pays() -> None:
     assert words in text(plan) and "x context 4 x tensor 1" in text(plan)
     assert "Context: 4 ranks share 2,048 rows of a micro-batch, 512 each" in words
     assert "in 2 group(s) of 2" in words and "attention takes up to 2 round(s)" in words
-    sizes = context_sizes(plan.config, VOCAB_SIZE, 8, "cpu")
+    sizes = context_sizes(plan.job)
     assert [each.context for each in sizes] == [2, 4, 8]  # 8 data ranks would want 8 samples a step
     assert sizes[0].memory > sizes[1].memory > sizes[2].memory and sizes[0].ratio < sizes[1].ratio < sizes[2].ratio
     assert sizes[1].memory == plan.worst.total and "parallel.context=2 pays most: no other exchanges less" in words
     as_json = json.loads(json.dumps(plan.as_dict()))["context"]
     assert as_json["places"] == 2 and sum(as_json["sent_in_a_layer"].values()) == sizes[1].sent
-    plan.config.training.memory_limit_gib = (sizes[1].memory + sizes[2].memory) / 2**31
-    limited = make_plan(plan.config, 8, VOCAB_SIZE, "cpu")
+    plan.job.config.training.memory_limit_gib = (sizes[1].memory + sizes[2].memory) / 2**31
+    limited = make_plan(plan.job)
     assert "parallel.context=8 pays most: no other that fits" in describe_context(limited)
     assert "this plan, does not fit" in describe_context(limited)
 
 
 def test_a_plan_of_short_samples_has_no_word_of_context() -> None:
     assert describe_context(plan_of(4)) == "" and "Context" not in text(plan_of(4))
-    long = make_plan(config_of("model.sequence_length=32768"), 4, VOCAB_SIZE, "cuda")
+    long = make_plan(Job(config_of("model.sequence_length=32768"), 4, VOCAB_SIZE, "cuda"))
     assert "parallel.context" in describe_context(long)
 
 
@@ -292,9 +297,9 @@ def test_a_plan_says_whose_lengths_it_knows() -> None:
 def test_what_does_not_fit_is_refused_with_more_ranks_for_a_sequence() -> None:
     overrides = ["training.micro_batch_size=1", "training.recompute=full", "model.sequence_length=8192"]
     plan = plan_of(4, *overrides, "training.global_batch_size=8", "parallel.overlap_grad_reduce=false")
-    plan.config.training.memory_limit_gib = 0.75 * plan.worst.total / 2**30
+    plan.job.config.training.memory_limit_gib = 0.75 * plan.worst.total / 2**30
     with pytest.raises(ConfigError, match=r"Try parallel\.context=2 \(") as refusal:
         refuse_what_cannot_fit(plan)
-    plan.config.parallel.context = int(str(refusal.value).partition("parallel.context=")[2][0])
-    refuse_what_cannot_fit(make_plan(plan.config, 4, VOCAB_SIZE, "cpu"))
-    assert [each.parallel.context for each in layouts(plan.config, 4)] == [1, 2, 4]
+    plan.job.config.parallel.context = int(str(refusal.value).partition("parallel.context=")[2][0])
+    refuse_what_cannot_fit(make_plan(plan.job))
+    assert [each.parallel.context for each in layouts(plan.job.config, 4)] == [1, 2, 4]

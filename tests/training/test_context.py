@@ -7,12 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.context_parity import FACTORS, MOST_ROWS, compare_all, conflict, covering_list, ranks_of, short_texts
-from benchmarks.covering import excluded_pairs, pairs_of
+from benchmarks.checks.context_parity import (
+    FACTORS,
+    MOST_ROWS,
+    compare_all,
+    conflict,
+    covering_list,
+    ranks_of,
+    short_texts,
+)
+from benchmarks.kit.covering import excluded_pairs, pairs_of
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS
 from tests.training.helpers import Lines, largest_difference, read_metrics, train_on_ranks
 
-# All of them, over 20 steps: python -m benchmarks.context_parity. Here as many steps as placement takes to move twice.
+# All of them, over 20 steps: python -m benchmarks.checks.context_parity. Here as many steps as placement takes to move
+# twice.
 COVERING_ROWS = [1, 6, 7, 9, 11, 18]
 
 

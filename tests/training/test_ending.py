@@ -41,7 +41,7 @@ def test_signal_at_the_first_line_of_train(tmp_path: Path, signum: signal.Signal
     until(lambda: process.poll() is not None or answers(process.pid, signum), "the first line", poll=0.001)
     process.send_signal(signum)
     out, err = process.communicate(timeout=LONG)
-    line = f"stopped by {signum.name} before the first step, with nothing to save. Start it again to go on\n"
+    line = f"stopped by {signum.name} before the first step, with nothing to save. Start it again to continue\n"
     assert (process.returncode, out, err) == (STOPPED_EARLY, "", line)
     assert not (tmp_path / "run").exists()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import ConfigError
+from configs.job import Job
 from configs.schema import Config
 from moe.planning import inputs
 from moe.planning.footprint import memory_bytes
@@ -145,13 +146,13 @@ def test_a_plan_promises_only_what_the_run_may_choose(data: list[str], tmp_path:
     config = make_config(overrides)
     run(train, 1, config)  # measures the costs
     machine = load_hardware("cpu_emulated")
-    assert make_plan(config, 1, 384, hardware=machine).step is not None
+    assert make_plan(Job(config, 1, 384, "cpu"), hardware=machine).step is not None
     # Four layers hold something at once.
     config.moe.memory_budget = _least_mib(config, 4) + 0.01
-    assert make_plan(config, 1, 384, hardware=machine).step is not None
+    assert make_plan(Job(config, 1, 384, "cpu"), hardware=machine).step is not None
     config.moe.memory_budget = _least_mib(config, 3)
     with pytest.raises(ConfigError, match="4 calls at once") as of_plan:
-        make_plan(config, 1, 384, hardware=machine)
+        make_plan(Job(config, 1, 384, "cpu"), hardware=machine)
     with pytest.raises(RankError, match="4 calls at once") as of_run:
         run(train, 1, config)
     assert str(of_plan.value) == str(of_run.value.__cause__)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from base.errors import ConfigError
-from benchmarks.checkpoint_bits import checkpoint_differences
+from benchmarks.kit.checkpoint_bits import checkpoint_differences
 from configs import derived
+from configs.job import Job
 from optim.arrangement.experts import expert_traffic
 from simulator.run_plan import make_plan, refuse_what_cannot_fit
 from tests import distributed
@@ -48,7 +49,8 @@ MOVES = (
     "moe.aux_loss_coeff=0",
 )
 STEPS = 3
-# (ranks, overrides of both, overrides of the streamed one). All of them: python -m benchmarks.expert_tiers_parity
+# (ranks, overrides of both, overrides of the streamed one).
+# All of them: python -m benchmarks.checks.expert_tiers_parity
 CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
     "one rank, odd sizes, biases, disk, three slots": (
         1,
@@ -256,7 +258,7 @@ def test_a_step_moves_what_its_plan_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tier", [HOST, DISK], ids=["host", "disk"])
 def test_the_budget_that_is_proposed_is_enough(tier: tuple[str, ...], tmp_path: Path) -> None:
     def refused(budget: str) -> str:
-        plan = make_plan(config_of([*tier, budget], 1, tmp_path), 1, VOCAB_SIZE)
+        plan = make_plan(Job(config_of([*tier, budget], 1, tmp_path), 1, VOCAB_SIZE, "cpu"))
         with pytest.raises(ConfigError, match="for experts and optimizer state of rank 0") as caught:
             refuse_what_cannot_fit(plan)
         return str(caught.value)
@@ -376,5 +378,5 @@ def refused_in_memory(config: Any) -> str:
 def test_the_tier_that_is_proposed_instead_of_a_disk_is_allowed(tmp_path: Path) -> None:
     (said,) = distributed.run(refused_in_memory, 1, config_of(DISK, 1, tmp_path))
     field, (proposed, *_) = advice.split(said)
-    assert field == "memory.disk_dir" and "tmpfs is the host's memory" in said
+    assert field == "memory.disk_dir" and "tmpfs stores files in host memory" in said
     assert config_of([*DISK, *proposed], 1, tmp_path).moe.weights_device == "host"

@@ -39,7 +39,7 @@ def test_a_run_decides_once_and_keeps_it(tmp_path: Path, capsys: pytest.CaptureF
     # whatever a prediction would say now
     write_summed(path, record | {"values": dict(zip(KEYS, ("host", "by_micro_batch", "host"), strict=True))})
     assert _values(choose_experts(config, frozenset())) == ("host", "by_micro_batch", "host")
-    assert "is kept, which this run chose for 1 rank(s)" in capsys.readouterr().out
+    assert "is kept: this run chose it for 1 rank(s)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_what_was_chosen_for_other_ranks_or_keys_is_decided_again(
     write_summed(path, read_summed(path) | change)
     capsys.readouterr()
     assert _values(choose_experts(config, frozenset())) == _values(first)
-    assert capsys.readouterr().out.startswith("decided again, as ranks or keys are others: ")
+    assert capsys.readouterr().out.startswith("decided again, because the number of ranks or the keys changed: ")
 
 
 def test_what_is_given_is_left_alone(tmp_path: Path) -> None:
@@ -72,5 +72,5 @@ def test_a_machine_of_another_kind_is_refused(tmp_path: Path) -> None:
     config = _config(tmp_path)
     config.hardware = "h100_8x"
     config.training.device = "auto"
-    with pytest.raises(ConfigError, match="must be of cpu"):
+    with pytest.raises(ConfigError, match="must describe cpu devices"):
         choices.decided_experts(config, frozenset(), 1)

@@ -1,7 +1,7 @@
 """Ranks that die, stop, raise or are told to end, under torchrun: the job ends soon, names the rank, and goes on when
 it may.
 
-benchmarks/fault_drill.py does more: other layouts, and ranks that hang.
+benchmarks/checks/fault_drill.py does more: other layouts, and ranks that hang.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ def test_signal_and_time_limit_of_one_process(data: list[str], tmp_path: Path) -
     process = start_alone([*data, *many], tmp_path / "signal")
     process.send_signal(signal.SIGINT)
     ended = finish(process, tmp_path, time.time())
-    assert ended.code == STOPPED_EARLY and "Start it again to go on" in ended.output.splitlines()[-1], ended.output
+    assert ended.code == STOPPED_EARLY and "Start it again to continue" in ended.output.splitlines()[-1], ended.output
     step = status.read(tmp_path / "signal")["step"]
     newest = manifest.list_checkpoints(tmp_path / "signal")[0]
     assert newest == manifest.folder_of(tmp_path / "signal", step) and manifest.problem_with(newest) is None

@@ -1,13 +1,13 @@
-"""A case of the random trainings, and what they found: benchmarks/fuzz.py."""
+"""A case of the random trainings, and what they found: benchmarks/checks/fuzz.py."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
 
-from benchmarks import fuzz
-from benchmarks.checkpoint_bits import checkpoint_tensors
-from benchmarks.fuzz_draws import Case, Draw, Leg
+from benchmarks.checks import fuzz
+from benchmarks.checks.fuzz_draws import Case, Draw, Leg
+from benchmarks.kit.checkpoint_bits import checkpoint_tensors
 from checkpoint import manifest
 from tests.training.helpers import make_config, read_metrics, train_on_ranks
 

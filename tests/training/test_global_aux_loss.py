@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layout_parity import LAYOUTS
+from benchmarks.checks.layout_parity import LAYOUTS
 from checkpoint import manifest
 from checkpoint.state_file import read_state
 from tests.tolerances import FP32_GRAD_NORM, FP32_LOSS

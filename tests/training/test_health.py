@@ -225,7 +225,7 @@ def test_stop_saves_the_last_good_step(data: list[str], tmp_path: Path) -> None:
     overrides = ["experiment=gpt_tiny", *data, f"run_dir={tmp_path}"]
     with pytest.raises(
         RankError,
-        match=r"The optimizer was not touched; the checkpoint of step 3 is good.*"
+        match=r"The optimizer made no update; the checkpoint of step 3 is good.*"
         r"training.nonfinite=skip, or training.nonfinite=rollback to",
     ) as caught:
         run(overrides, 2, 0, [3 * SAMPLES], value=float("nan"))
@@ -238,7 +238,7 @@ def test_stop_saves_the_last_good_step(data: list[str], tmp_path: Path) -> None:
 def test_refusals_that_never_end_blame_no_batch(data: list[str], tmp_path: Path) -> None:
     """Every batch is refused: to skip all of them would waste the data and hide the cause."""
     overrides = ["experiment=gpt_tiny", *data, "training.nonfinite=skip", f"run_dir={tmp_path}"]
-    with pytest.raises(RankError, match=f"{MOST_IN_A_ROW + 1} refused batches in a row"):
+    with pytest.raises(RankError, match=f"{MOST_IN_A_ROW + 1} rejected batches in a row"):
         run(overrides, 1, 0, range(2 * SAMPLES, 100 * SAMPLES), value=float("nan"))
     assert json.loads((tmp_path / "skipped_samples.json").read_text()) == []
     assert len(event_of(tmp_path, "batches_taken_back")["samples"]) == MOST_IN_A_ROW
@@ -356,7 +356,9 @@ def test_fp16_overflow_is_no_fault(data: list[str], tmp_path: Path) -> None:
 
 def test_fp16_that_never_updates_is_not_finished(data: list[str], tmp_path: Path) -> None:
     overrides = [*fp16(data, tmp_path / "run", 1e30, 4), "checkpoint.interval=2"]
-    with pytest.raises(RankError, match="after step 4: no step made an update, as fp16 gradients overflowed") as caught:
+    with pytest.raises(
+        RankError, match="after step 4: no step made an update, because fp16 gradients overflowed"
+    ) as caught:
         run(overrides, 1)
     assert isinstance(caught.value.__cause__, UnhealthyRun)
     # The checkpoints there are of fp16 and of their loss scale: the advice begins another run.
@@ -373,8 +375,8 @@ def test_fp16_that_never_updates_is_not_finished(data: list[str], tmp_path: Path
         (512.0, 3, 0, 5, None),
         (1e30, 20, 10, 0, None),
         (1e30, 20, 0, 0, "no step made an update"),
-        (1.0, 17, 10, 5, "the last 17 made no update"),
-        (1e20, loss_scale.MOST_IN_A_ROW, 10, 5, f"the last {loss_scale.MOST_IN_A_ROW} made no update"),
+        (1.0, 17, 10, 5, "the last 17 steps made no update"),
+        (1e20, loss_scale.MOST_IN_A_ROW, 10, 5, f"the last {loss_scale.MOST_IN_A_ROW} steps made no update"),
     ],
 )
 def test_when_fp16_is_hopeless(scale: float, in_a_row: int, steps_left: int, updates: int, says: str | None) -> None:

@@ -122,19 +122,25 @@ def test_a_run_keeps_its_layout_on_as_many_ranks(tmp_path: Path, ranks: Any, mon
     monkeypatch.setattr(choices, "search_layout", searching({"training.micro_batch_size": 1}, seen))
     again = choose_layout(*auto(tmp_path))
     assert again is not None and again.is_kept and again.config == first.config and len(seen) == 1
-    assert "is kept, which this run chose for 2 rank(s)" in again.lines[0]
+    assert "is kept: this run chose it for 2 rank(s)" in again.lines[0]
     ranks(4)
     other = choose_layout(*auto(tmp_path))
     assert other is not None and not other.is_kept and other.config.training.micro_batch_size == 1
-    assert other.lines[0].startswith("searched again, for 4 rank(s) in place of 2: ")
+    assert other.lines[0].startswith("searched again, for 4 rank(s) instead of 2: ")
     ranks(2)
     fixed = choose_layout(*auto(tmp_path, "training.recompute=full"))
-    assert fixed is not None and not fixed.is_kept and "has other keys of the layout" in fixed.lines[0]
+    assert (
+        fixed is not None and not fixed.is_kept and "because the command line sets other layout keys" in fixed.lines[0]
+    )
     smaller = choose_layout(*auto(tmp_path, "training.global_batch_size=2"))
-    assert smaller is not None and not smaller.is_kept and "other keys forbid the earlier one" in smaller.lines[0]
+    assert (
+        smaller is not None
+        and not smaller.is_kept
+        and "other keys no longer allow the earlier layout" in smaller.lines[0]
+    )
     (tmp_path / "run" / LAYOUT_CHOSEN).write_text("{")
     with pytest.raises(
-        ConfigError, match=rf"{LAYOUT_CHOSEN} cannot be read .* or delete it to have the choice made anew"
+        ConfigError, match=rf"{LAYOUT_CHOSEN} cannot be read .* or delete it so that the choice is made again"
     ):
         choose_layout(*auto(tmp_path))
     (tmp_path / "run" / LAYOUT_CHOSEN).unlink()
@@ -161,7 +167,7 @@ def test_the_machine_is_named_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.name == "h100_8x" and why == "hardware=h100_8x"
     with pytest.raises(ConfigError, match=r"training.device \(cpu\) must be cuda .*Try training.device=auto"):
         machine.machine_of(compose([*TINY, "hardware=h100_8x", "training.device=cpu"]))
-    with pytest.raises(ConfigError, match=r"hardware \(h100_8x\) must be of cpu.*Try hardware=cpu_emulated"):
+    with pytest.raises(ConfigError, match=r"hardware \(h100_8x\) must describe cpu devices.*Try hardware=cpu_emulated"):
         machine.refuse_another_kind(found, compose([*TINY, "training.device=cpu"]))
     monkeypatch.setattr(machine, "device_type", lambda config: "cuda")
     machine.refuse_another_kind(found, config)
@@ -171,7 +177,7 @@ def test_the_machine_is_named_or_found(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.name == name and card in why
     monkeypatch.setattr(machine.card, "card_name", lambda: "NVIDIA L40S")
     with pytest.raises(
-        ConfigError, match=r"hardware \(null\) must be given: .*NVIDIA L40S.*Try hardware=a100_8x"
+        ConfigError, match=r"hardware \(null\) must name a file: .*NVIDIA L40S.*Try hardware=a100_8x"
     ) as caught:
         machine.machine_of(compose(TINY))
     tried = str(caught.value).partition("Try ")[2].split()[0]
@@ -182,7 +188,7 @@ def test_a_run_for_a_machine_of_other_devices_is_refused(tmp_path: Path) -> None
     from training.starting import preflight
 
     config = compose([*TINY, "hardware=h100_8x", f"run_dir={tmp_path}"])
-    with pytest.raises(ConfigError, match=r"hardware \(h100_8x\) must be of cpu"):
+    with pytest.raises(ConfigError, match=r"hardware \(h100_8x\) must describe cpu devices"):
         preflight.check(config)
     config.hardware = cpu_machine(tmp_path)
     preflight.check(config)
@@ -247,7 +253,8 @@ def _own_layout(config: Config) -> str:
 def test_ranks_that_chose_other_layouts_end(tmp_path: Path) -> None:
     config, _ = auto(tmp_path)
     for said in distributed.run(_own_layout, 2, config, timeout=TIMEOUT):
-        assert said.startswith("parallel.layout (auto) must lead to one layout, and ranks 0 and 1 chose")
+        rule = "parallel.layout (auto) must lead to the same layout on all ranks, but ranks 0 and 1 chose"
+        assert said.startswith(rule)
         assert "parallel.tensor=1 and parallel.tensor=2" in said
 
 

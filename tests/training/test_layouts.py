@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.layout_parity import SINGLE, compare, markdown
+from benchmarks.checks.layout_parity import SINGLE, compare, markdown
 from configs.schema import Config
 from tests import distributed
 from tests.training.helpers import make_config, train
 
-# All of them: python -m benchmarks.layout_parity
+# All of them: python -m benchmarks.checks.layout_parity
 OF_MOE = ["EP2", "TP2+SPxPP2", "DP2xPP2xVPP2xEP2", "TP2+SPxEP2xETP1", "TP2+SPxEP2xETP2"]
 OTHERS = [("gpt_tiny", "DP2xTP2"), ("gpt_tiny", "PP2xVPP2"), ("bert_tiny", "TP2xPP2"), ("bert_moe_tiny", "DP2xPP2xEP2")]
 STEPS = ["training.steps=5"]

@@ -14,6 +14,7 @@ import torch
 from checkpoint import export
 from configs.architecture import description
 from configs.weights import config_from
+from inference.decoder import TextBatch
 from inference.open_model import open_model
 from models import convert, folder
 from tests import distributed
@@ -151,7 +152,7 @@ def _logits(path: Path, layout: list[str], prompt: list[int]) -> torch.Tensor:
     """After each token of the prompt."""
     tokens = torch.tensor([prompt]).repeat(len(prompt), 1)
     with torch.inference_mode(), open_model(path, layout, device="cpu") as model:
-        return model.decoder().prefill(tokens, range(1, len(prompt) + 1), None).clone()
+        return model.decoder().prefill_all([TextBatch(tokens, range(1, len(prompt) + 1))])[0].clone()
 
 
 def _anonymous_memory() -> int:

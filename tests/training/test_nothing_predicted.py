@@ -90,7 +90,7 @@ def test_a_later_step_is_passed_over(words: list[str], tmp_path: Path, ranks: in
 
 
 def test_such_steps_in_a_row_end_the_run(words: list[str], tmp_path: Path) -> None:
-    expected = f"{MOST_IN_A_ROW + 1} refused batches in a row are too many.*data.documents=joined"
+    expected = f"{MOST_IN_A_ROW + 1} rejected batches in a row are too many.*data.documents=joined"
     overrides = [*words, "training.micro_batch_size=8", f"run_dir={tmp_path}"]
     with pytest.raises(RankError, match=expected) as caught:
         run(overrides, 1, range(SAMPLES, 40 * SAMPLES))

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.placement_parity import PASSES, SCATTERED, Case, compare
+from benchmarks.checks.placement_parity import PASSES, SCATTERED, Case, compare
 from checkpoint.manifest import good_checkpoint_at
 from checkpoint.state import read_state
+from configs.job import Job
 from configs.schema import Config
 from moe.placement.plans import read_plans
 from moe.placement.policy import ASSUMED
@@ -27,7 +28,7 @@ from tests.training.helpers import Lines, make_config, read_metrics, train, trai
 from training.callbacks.moe.routing_trace import RoutingTrace
 from training.resilience.events import read as read_events
 
-# All of them: python -m benchmarks.placement_parity
+# All of them: python -m benchmarks.checks.placement_parity
 # Few steps at a high rate: routers that no loss balances soon prefer some experts.
 SKEWED = ["training.steps=4", "optimizer.lr=0.02", "optimizer.warmup_steps=0", "optimizer.schedule=constant"]
 CASES = [
@@ -91,7 +92,7 @@ def test_the_plan_s_bytes_of_copies_are_those_that_travel(data: list[str], tmp_p
     words = [*data, *more, "experiment=gpt_moe_tiny", "parallel.expert=2", "moe.placement.policy=solve"]
     words += ["moe.placement.extra_slots=2", "training.micro_batch_size=2", "training.steps=2", "checkpoint=off"]
     config = make_config([*words, f"run_dir={tmp_path}", "training.device=cpu"], 2)
-    planned = make_plan(config, 2, 1000).communication[0]["expert_copies"]
+    planned = make_plan(Job(config, 2, 1000, "cpu")).communication[0]["expert_copies"]
     for line in distributed.run(_train_full, 2, config)[0]:
         found = line["placement"]
         assert found["sent_bytes"] == found["charged_bytes"] == 2 * planned > 0
@@ -106,7 +107,7 @@ def test_the_plan_s_bytes_of_copies_are_those_that_travel(data: list[str], tmp_p
         ],
         2,
     )
-    assert make_plan(without, 2, 1000).communication[0]["expert_copies"] == 0
+    assert make_plan(Job(without, 2, 1000, "cpu")).communication[0]["expert_copies"] == 0
 
 
 def _loads(config: Config) -> tuple[Any, Any]:
@@ -212,7 +213,7 @@ def test_plans_are_recorded_and_replayed(data: list[str], tmp_path: Path) -> Non
         assert [line["placement"][key] for line in replayed] == [line["placement"][key] for line in recorded]
     for number, (more, said) in enumerate(
         (
-            ("training.steps=5", "step 5, layer 0, call 0 is not there"),  # before the first step
+            ("training.steps=5", "step 5, layer 0, call 0 is not in the file"),  # before the first step
             ("moe.placement.interval=3", r"step 3, layer \d: the primary of expert \d was on rank"),
         )
     ):
@@ -247,11 +248,13 @@ def test_a_limit_is_kept_or_said_and_counted_or_ends_the_run_with_all_saved(data
         assert max(line["placement"]["ranks_placed"]) <= 1.3 and line["placement"]["placed"] <= 1.3
         assert line["placement"]["over_calls"] == 0 and line["placement"]["over_worst"] is None
     hard = [*common, *blocks, "moe.placement.max_load=1.0", f"run_dir={tmp_path / 'hard'}", "checkpoint.interval=0"]
-    words = r"max_load \(1.0\) is not kept: in step 1 .* in \d+ calls, .* The run is saved after step 1. To go on, set"
+    words = (
+        r"max_load \(1.0\) was exceeded: in step 1 .* in \d+ calls; .* The run is saved after step 1. To continue, set"
+    )
     with pytest.raises(RankError, match=words):
         train_on_ranks([*hard, "moe.placement.over_limit=stop"], 2)
     # A launcher that starts it again does not take it on.
-    with pytest.raises(RankError, match=r"max_load \(1.0\) is not kept: in step 1 .* To go on, set"):
+    with pytest.raises(RankError, match=r"max_load \(1.0\) was exceeded: in step 1 .* To continue, set"):
         train_on_ranks([*hard, "moe.placement.over_limit=stop"], 2)
     saved = good_checkpoint_at(tmp_path / "hard")
     assert saved is not None and saved.name == "step_0000001"

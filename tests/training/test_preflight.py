@@ -10,6 +10,7 @@ import pytest
 
 from base.errors import ConfigError
 from configs.compose import compose
+from configs.job import Job
 from configs.validate import validate
 from simulator.run_plan import make_plan
 from simulator.text import text
@@ -79,7 +80,7 @@ def test_a_vocabulary_that_is_too_small(preset: str, tmp_path: Path, monkeypatch
     assert "must be at least the vocabulary of data.tokenizer (1000001)" in message
     assert len(advice.split(message)[1]) == 1
     # The size of a model that is there stays, so that no other is proposed.
-    with pytest.raises(ConfigError, match=r"give a data\.tokenizer of at most 384 tokens") as caught:
+    with pytest.raises(ConfigError, match=r"give a data\.tokenizer with at most 384 tokens") as caught:
         preflight._check_vocabulary(compose(words), 385, tmp_path)
     assert not advice.split(str(caught.value))[1]
 
@@ -96,14 +97,16 @@ def test_wandb_obeys_its_own_variable(
     logger, run = WeightsAndBiases(), SimpleNamespace(config=config, is_main=True, run_dir=tmp_path)
     logger.on_start(run)  # type: ignore[arg-type]
     logger.close()
-    assert capsys.readouterr().out == f"logging.wandb={mode}: there is no run of wandb, since WANDB_MODE is disabled\n"
+    assert (
+        capsys.readouterr().out == f"logging.wandb={mode}: nothing is logged to wandb, because WANDB_MODE is disabled\n"
+    )
     assert not (tmp_path / "wandb").exists()
 
 
 def test_a_plan_names_what_has_no_effect(tmp_path: Path) -> None:
     config: Any = compose(["model=gpt_tiny", "memory.disk_dir=/var/tmp"])
     validate(config, 1)
-    assert text(make_plan(config, 1, 1024)).endswith(
+    assert text(make_plan(Job(config, 1, 1024, "cpu"))).endswith(
         "without effect here: memory.disk_dir (optimizer.state_device is neither disk nor auto)"
     )
 
@@ -116,6 +119,6 @@ def test_the_folder_that_is_proposed_for_the_disk_is_made_by_the_run(tmp_path: P
     for fixes in advice.split(str(caught.value))[1]:
         config = compose([*words, *fixes])
         validate(config, 1)
-        make_plan(config, 1, 1024)
+        make_plan(Job(config, 1, 1024, "cpu"))
         preflight.check(config)
         assert Path(config.run_dir).is_dir()

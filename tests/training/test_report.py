@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.browser import Browser, chromium
-from benchmarks.observability_cost import made_up_run
+from benchmarks.kit.browser import Browser, chromium
+from benchmarks.speed.observability_cost import made_up_run
 from simulator.clock.prediction import PlannedSpan, Prediction
 from simulator.clock.trace import trace_path, write_traces
 from tests.training.helpers import read_metrics

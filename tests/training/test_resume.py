@@ -174,7 +174,7 @@ def test_damaged_checkpoint(
     capfd.readouterr()
     lines = run(overrides, 1, tmp_path / "run")
     assert [line["step"] for line in lines] == [3, 4, 5]
-    (line,) = [line for line in capfd.readouterr().out.splitlines() if "passed over" in line]
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "skipped" in line]
     assert str(newest) in line and DAMAGES[damage] in line
 
 
@@ -183,7 +183,7 @@ def test_explicit_paths(finished: tuple[list[str], Path], tmp_path: Path) -> Non
     for resume, steps in ((folder, [5]), (folder / "checkpoints" / "step_0000002", [3, 4, 5])):
         lines = run([*overrides, f"checkpoint.resume={resume}", "checkpoint.at_end=false"], 1, tmp_path / resume.name)
         assert [line["step"] for line in lines] == steps
-    with pytest.raises(RankError, match="checkpoint.resume .* is no checkpoint: no such folder"):
+    with pytest.raises(RankError, match="checkpoint.resume .* is not a good checkpoint: no such folder"):
         run([*overrides, f"checkpoint.resume={tmp_path / 'nowhere'}"], 1, tmp_path / "run")
 
 
@@ -192,7 +192,9 @@ def test_checkpoint_of_another_model(finished: tuple[list[str], Path], tmp_path:
     overrides, folder = finished
     shutil.copytree(folder, tmp_path / "run")
     for name, more in (("run", []), ("other", [f"checkpoint.resume={folder}"])):
-        with pytest.raises(RankError, match=r"model.num_layers \(2\) differs from the checkpoint .* \(4\)") as caught:
+        with pytest.raises(
+            RankError, match=r"model.num_layers \(2\) differs from the value in checkpoint .* \(4\)"
+        ) as caught:
             run([*overrides, *more, "model.num_layers=2"], 1, tmp_path / name)
         assert isinstance(caught.value.__cause__, ConfigError)
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]

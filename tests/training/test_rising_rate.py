@@ -29,7 +29,7 @@ def test_the_advice_keeps_the_schedule(schedule: str, step: int, more: list[str]
     after = compose(["experiment=gpt_tiny", *FINISHED, *of, *more])
     line = rising_rate(after, changes(before, after), step)
     assert line is not None and f"in step {step + 1}" in line
-    advice = line.split("; ")[1].removesuffix(" keeps that schedule").split()
+    advice = line.split("; ")[1].removesuffix(" keeps the old schedule").split()
     kept = compose(["experiment=gpt_tiny", *FINISHED, *of, *more, *advice])
     assert learning_rate(kept.optimizer, kept.training.steps, step + 1) == learning_rate(
         before.optimizer, before.training.steps, step + 1
@@ -52,6 +52,6 @@ def test_what_lifts_nothing_is_not_named(more: list[str], step: int) -> None:
 def test_the_line_of_a_finished_cosine() -> None:
     before, after = (compose(["experiment=gpt_tiny", *FINISHED, f"training.steps={steps}"]) for steps in (8, 16))
     assert rising_rate(after, changes(before, after), 8) == (
-        "the learning rate rises from 0 in step 8 to 0.005 in step 9, where the schedule before had 0; "
-        "optimizer.decay_steps=8 keeps that schedule"
+        "the learning rate rises from 0 in step 8 to 0.005 in step 9, where the old schedule had 0; "
+        "optimizer.decay_steps=8 keeps the old schedule"
     )

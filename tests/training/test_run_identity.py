@@ -75,7 +75,7 @@ def test_the_tokenizer_stays_when_the_corpus_grows(tmp_path: Path, corpus: Path)
     message = error_of(tmp_path, corpus)
     assert (
         "data.corpus" in message
-        and "has 13 documents, the run was trained on 12" in message
+        and "has 13 documents, but the run was trained on 12" in message
         and "checkpoint.accept_changes=[data.corpus]" in message
     )
     start(tmp_path, corpus, 4, "checkpoint.accept_changes=[data.corpus]")
@@ -105,7 +105,7 @@ def test_the_same_command_goes_on_however_the_run_began(
     first = start(tmp_path, corpus, 2, "checkpoint.resume=never")
     own = record.read(tmp_path / "run")
     rest = start(tmp_path, corpus, 4, "checkpoint.resume=never")
-    assert own is not None and f"run {own.id} goes on at step 2 (started fresh)" in capfd.readouterr().out
+    assert own is not None and f"run {own.id} continues at step 2 (started fresh)" in capfd.readouterr().out
     assert read_metrics(tmp_path / "run") == first + rest and [line["step"] for line in rest] == [3, 4]
     origin = manifest.folder_of(tmp_path / "run", 2)
     by_path = f"checkpoint.resume={origin}"
@@ -114,7 +114,7 @@ def test_the_same_command_goes_on_however_the_run_began(
     other = record.read(tmp_path / "branch")
     assert other is not None and other.id != own.id
     start(tmp_path, corpus, 6, by_path, folder="branch")
-    assert f"run {other.id} goes on at step 4 (started from {origin})" in capfd.readouterr().out
+    assert f"run {other.id} continues at step 4 (started from {origin})" in capfd.readouterr().out
     assert [line["step"] for line in read_metrics(tmp_path / "branch")] == [3, 4, 5, 6]
     for folder, way in (("run", by_path), ("branch", "checkpoint.resume=never")):
         assert "hoose another run_dir, or checkpoint.resume=auto" in error_of(
@@ -128,7 +128,7 @@ def test_changed_settings_are_logged(tmp_path: Path, corpus: Path, capfd: pytest
     (corpus / "table.csv").write_text("a,b\n")
     start(tmp_path, corpus, 2)
     start(tmp_path, corpus, 4, "optimizer.lr=0.0005", "training.micro_batch_size=1")
-    assert "it goes on with other settings than its checkpoint: " in (message := capfd.readouterr().out)
+    assert "it continues with settings that differ from its checkpoint: " in (message := capfd.readouterr().out)
     assert "optimizer.lr 0.001 -> 0.0005" in message and "micro_batch_size" not in message
     assert message.count(f"data: data.corpus={corpus}: it reads 12 .txt; left out: 1 .csv (table.csv)\n") == 2
     (event,) = events(tmp_path / "run", "settings_changed")
@@ -136,7 +136,7 @@ def test_changed_settings_are_logged(tmp_path: Path, corpus: Path, capfd: pytest
     assert "learning rate rises" not in message
     start(tmp_path, corpus, 6, "optimizer.lr=0.002")
     (event,) = events(tmp_path / "run", "learning_rate_rises")
-    assert "; optimizer.lr=0.0005 optimizer.min_lr=5e-05 keeps that schedule" in str(event["text"])
+    assert "; optimizer.lr=0.0005 optimizer.min_lr=5e-05 keeps the old schedule" in str(event["text"])
     message = error_of(tmp_path, corpus, "optimizer.lr=0.0005", "training.seed=7")
     assert (
         message.startswith("training.seed (7) was 1234 when ")
@@ -157,7 +157,7 @@ def test_damaged_checkpoints_are_no_fresh_start(tmp_path: Path, corpus: Path) ->
     assert "holds run" in message and "at step 4, and none of its checkpoints is good" in message
     for folder in manifest.list_checkpoints(tmp_path / "run"):
         shutil.rmtree(folder)
-    assert "its checkpoint of step 4 is gone" in error_of(tmp_path, corpus)
+    assert "its checkpoint of step 4 is missing" in error_of(tmp_path, corpus)
 
 
 def test_a_refused_start_leaves_the_status(tmp_path: Path, corpus: Path) -> None:

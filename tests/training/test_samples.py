@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from inference.decoder import Cache, Decoder
+from inference.decoder import Cache, Decoder, TextBatch
 from tests import distributed
 from tests.tolerances import ORACLE_LOGITS
 from tests.training.helpers import make_config
@@ -69,9 +69,9 @@ def _compare_with_training(run: Run) -> None:
     logits = step.logits(run.engine, {"tokens": tokens})
     with torch.inference_mode(), run.engine.frozen_weights():
         decoder = Decoder.of_chunks(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)
-        log_probs, greedy = decoder.score(tokens)
+        log_probs, greedy = decoder.score_all([TextBatch(tokens, [tokens.size(1)] * 2)])[0]
         cache = Cache(len(tokens[0]))
-        last = decoder.prefill(tokens[:, :-1], [tokens.size(1) - 1] * 2, cache)
+        last = decoder.prefill_all([TextBatch(tokens[:, :-1], [tokens.size(1) - 1] * 2, cache)])[0]
     if logits is not None:
         shards = [torch.empty_like(logits) for _ in range(run.topology.tensor.size)]
         torch.distributed.all_gather(shards, logits, group=run.topology.tensor.group)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.layout_parity import SINGLE, compare
+from benchmarks.checks.layout_parity import SINGLE, compare
 from tests.tolerances import FP32_LOSS
 from tests.training.helpers import largest_difference, read_metrics, train_on_ranks
 
-# All of them: python -m benchmarks.layout_parity --batches separate_1 separate_2 separate_3
+# All of them: python -m benchmarks.checks.layout_parity --batches separate_1 separate_2 separate_3
 LAYOUTS = {"gpt_tiny": ["PP2xVPP2"], "gpt_moe_tiny": ["TP2+SP", "EP2"]}
 OTHER_SETTINGS: dict[str, tuple[int, list[str]]] = {
     "EP2, auto degree": (2, ["parallel.expert=2", "moe.pipeline_degree=auto"]),

@@ -201,7 +201,7 @@ def test_the_table(tmp_path: Path, holds: str, command: str, outcome: str) -> No
             "starts fresh": (None, True, "starts fresh"),
             "starts from it": (origin, True, f"starts from {origin}, at step 5"),
             "begins again": (origin if "a path" in holds else None, False, ""),
-            "goes on": (newest, False, "goes on at step 3 (started "),
+            "goes on": (newest, False, "continues at step 3 (started "),
         }
         assert (found.checkpoint, found.is_new) == expected[outcome][:2] and expected[outcome][2] in line
         assert holds == "nothing" or found.record.id == ID
@@ -221,7 +221,7 @@ def test_a_broken_record_is_no_new_run(tmp_path: Path) -> None:
     (tmp_path / "run" / record.RECORD).write_text("{")
     config = Config()
     config.run_dir = str(tmp_path / "run")
-    with pytest.raises(ConfigError, match="says which run the folder holds"):
+    with pytest.raises(ConfigError, match="identifies the folder's run"):
         start.find(config)
 
 
@@ -465,16 +465,16 @@ def test_accepting_one_key_of_the_data_hides_no_other(tmp_path: Path) -> None:
     config = asking(tmp_path, accept_changes=["data.validation_fraction"])
     assert [change.key for change in start.changed_data(config, found, now)] == ["data.validation_fraction"]
     now["sources"] = [{**split, "text": "t2"}]
-    with pytest.raises(ConfigError, match="a has other text than the run was trained on"):
+    with pytest.raises(ConfigError, match="the text of a is not what the run was trained on"):
         start.changed_data(config, found, now)
 
 
 def test_weights_with_another_start_are_refused(tmp_path: Path) -> None:
     save(tmp_path / "source", 5, run="feedbeef")
-    with pytest.raises(ConfigError, match="both say where the run begins"):
+    with pytest.raises(ConfigError, match="both say where the run starts"):
         start.find(asking(tmp_path, weights="w", resume=str(tmp_path / "source")), manifest.problem_with)
     save(started_run(tmp_path, "auto"), 3)
-    with pytest.raises(ConfigError, match="checkpoint.weights=.*other begins another"):
+    with pytest.raises(ConfigError, match="checkpoint.weights=.*other starts another run"):
         start.find(asking(tmp_path, weights="other"), manifest.problem_with)
 
 
@@ -495,14 +495,15 @@ def test_a_run_that_begins_again_says_what_is_otherwise(tmp_path: Path) -> None:
 def test_what_events_and_metrics_tell_of_a_folder(tmp_path: Path) -> None:
     take_steps(tmp_path / "run", 8)
     events.record(tmp_path / "run", "checkpoint_saved", "step 8 is saved", step=8)
-    with pytest.raises(ConfigError, match="its checkpoint of step 8 is gone"):  # no run.json, no checkpoint
+    with pytest.raises(ConfigError, match="its checkpoint of step 8 is missing"):  # no run.json, no checkpoint
         start.find(asking(tmp_path))
     save(tmp_path / "run", 4)
     found = start.find(asking(tmp_path), manifest.problem_with)
-    assert found.passed_over == (f"passed over {manifest.folder_of(tmp_path / 'run', 8)}: it is gone",)
+    assert found.passed_over == (f"skipped {manifest.folder_of(tmp_path / 'run', 8)}: it is missing",)
     save(tmp_path / "run", 12)  # of a copy of the run that went on elsewhere: it has the same id
     with pytest.raises(
-        ConfigError, match="at step 8, and step_0000012, which it has not saved, or metrics.jsonl was cut"
+        ConfigError,
+        match="at step 8, but also step_0000012: the run did not save this checkpoint, or metrics.jsonl was truncated",
     ):
         start.find(asking(tmp_path), manifest.problem_with)
 

@@ -1,5 +1,5 @@
-"""The callbacks of a run, one concern per file. The list below is the order of the calls; each class names the classes
-that it must follow (`follows`)."""
+"""The callbacks of a run, one feature per file. The list below is the order in which they are called; each class names
+in `follows` the classes that must precede it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from training.starting.choices import LayoutChoice
 def default_callbacks(
     config: Config, guard: Guard | None = None, signals: StopSignals | None = None, choice: LayoutChoice | None = None
 ) -> list[Callback]:
-    """Return all callbacks of a run, in the order of their calls. guard, signals, choice: see Trainer."""
+    """Return the callbacks that a config needs, in the order in which they are called. `guard`, `signals`, `choice`: as
+    in Trainer."""
     metrics_file = MetricsFile()
     checkpoints = Checkpoints(metrics_file.flush, metrics_file.sync)
     planning = ExpertPlanning() if plans_moe(config) else None
@@ -78,7 +79,7 @@ def default_callbacks(
 
 
 def check_order(callbacks: Sequence[Callback]) -> None:
-    """Raise AssertionError if a callback precedes one that it must follow."""
+    """Raise AssertionError if a callback is listed before one that it names in `follows`."""
     names = [type(each).__name__ for each in callbacks]
     for index, callback in enumerate(callbacks):
         later = [name for name in callback.follows if name in names[index + 1 :]]

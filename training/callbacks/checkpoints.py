@@ -14,12 +14,12 @@ from training.run import Callback, Metrics, Run, states_of
 
 
 class Checkpoints(Callback):
-    """Starts saves, and announces each one when it is complete, on disk and read back.
+    """Starts saves, and logs each checkpoint when it is on disk and read back.
 
-    The failure of a save is logged, and the next save is tried when it is due: a user who frees disk space in time
-    loses nothing. A run whose last save failed ends with its error. on_record: called on the main rank before a save
-    starts; must record the steps so far, or raise. on_disk: called in another thread before a checkpoint gets its name;
-    must flush that record to the disk.
+    A failed save is logged, and the next save is tried when it is due, so a user who frees disk space in time loses
+    nothing. A run whose last save failed ends with that error. `on_record` is called on the main rank before a save
+    starts: it must write the metrics of all steps so far, or raise. `on_disk` is called in another thread before the
+    checkpoint gets its final name: it must flush these metrics to disk.
     """
 
     follows = ("MetricsFile", "ExpertMigration", "LossScale", "LoadLimit")
@@ -52,7 +52,7 @@ class Checkpoints(Callback):
             self._take(run, run.saver.poll)
 
     def on_end(self, run: Run) -> None:
-        """Raises SaveError."""
+        """Wait for the save in progress. Raises SaveError if the run's last save failed."""
         self.finish_pending(run)
         if self._failed is not None:
             raise SaveError(self._failed)
@@ -62,18 +62,19 @@ class Checkpoints(Callback):
             self._saver.close()
 
     def save_now(self, run: Run) -> None:
-        """Save the step just taken, and return when the checkpoint is complete. A collective call. Raises SaveError."""
+        """Save the step just taken, and return when its checkpoint is complete. A collective call. Raises SaveError."""
         self.finish_pending(run)
         if run.saver.last_step != run.progress.step:
             self.start(run)
         self.on_end(run)
 
     def finish_pending(self, run: Run) -> None:
-        """Wait for the save in progress, if any, and announce it, or log why it failed. A collective call."""
+        """Wait for the save in progress, if any, and log its checkpoint or the reason why it failed. A collective
+        call."""
         self._take(run, run.saver.finish)
 
     def start(self, run: Run) -> None:
-        """Start to save the step just taken, after waiting for an earlier save. A collective call."""
+        """Start saving the step just taken, after waiting for an earlier save. A collective call."""
         self.finish_pending(run)
         run.engine.synchronize()
         if run.is_main:
@@ -92,7 +93,7 @@ class Checkpoints(Callback):
             self._failed = str(error)
             run.log(
                 self._failed
-                + ("" if run.is_last_step else " Training goes on, and the next save is tried when it is due")
+                + ("" if run.is_last_step else " Training continues, and the next save is tried when it is due")
             )
             if run.is_main:
                 events.record(run.run_dir, "checkpoint_failed", self._failed, step=run.progress.step)
@@ -107,7 +108,7 @@ class Checkpoints(Callback):
                 run.claim.note_saved(saved.step)
             except OSError as error:  # the checkpoint exists nevertheless, and the next heartbeat notes it again
                 run.log(
-                    f"{run.run_dir / RECORD} does not name the checkpoint of step {saved.step} yet: {error.strerror}"
+                    f"{run.run_dir / RECORD} does not record the checkpoint of step {saved.step} yet: {error.strerror}"
                 )
         run.log(f"checkpoint {saved.folder}")
         if saved.complaint is not None:

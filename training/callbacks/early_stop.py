@@ -1,4 +1,5 @@
-"""End a run between two steps, with a checkpoint, on a signal or when its time is up: all ranks after the same step."""
+"""End a run between two steps, after saving a checkpoint, on a signal or at its time limit; all ranks stop after the
+same step."""
 
 from __future__ import annotations
 
@@ -20,11 +21,9 @@ REASONS = [*(f"a {signum.name}" for signum in ASKING), TIME_LIMIT]
 
 
 class EarlyStop(Callback):
-    """Sets `run.stop_reason` as soon as any rank has a reason; the ranks exchange their reasons with the step's loss.
-
-    save_now: writes a checkpoint of the current state. signals: the signals received; None if other code shares the
-    process.
-    """
+    """Sets `run.stop_reason` on all ranks as soon as one rank has a reason to stop; the reasons are exchanged with the
+    step's loss. `save_now` writes a checkpoint of the current state. `signals` collects received signals; it is None if
+    this process also runs other code."""
 
     follows = ("Evaluation", "Checkpoints")
 
@@ -67,17 +66,11 @@ class EarlyStop(Callback):
 
     def on_stop(self, run: Run) -> None:
         step, may_save = run.progress.step, derived.may_save(run.config)
+        end = "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
         if may_save:
             self._save_now(run)
-            text = (
-                f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. Start it again "
-                "to go on"
-            )
-        else:
-            text = (
-                f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. NOTHING WAS "
-                "SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
-            )
+            end = "Start it again to continue"
+        text = f"stopped early after step {step} of {run.config.training.steps}: {run.stop_reason}. {end}"
         launcher.note_stop()
         if run.is_main:
             events.record(run.run_dir, "stopped_early", text, step=step, saved=may_save)

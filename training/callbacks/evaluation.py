@@ -1,4 +1,5 @@
-"""Validation losses every `training.eval_interval` steps and at the end, next to the loss of a unigram model."""
+"""Compute validation losses every `training.eval_interval` steps and at the end, and compare them with a unigram
+model."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from training.step import Batch
 
 
 class Evaluation(Callback):
-    """Adds the loss of the held-out documents to the metrics, as `validation_loss`, and the loss of each validation
-    corpus, as `valid/NAME/loss`; logs each with the unigram entropy of the same tokens.
+    """Adds validation losses to the metrics: `validation_loss` for the held-out documents and `valid/NAME/loss` for
+    each validation corpus. Logs each next to the unigram entropy of the same tokens.
 
-    For GPT, adds the same losses by position in a document's segment and by the segment's length, as `..._by_position`
-    and `..._by_length`.
+    For GPT, also adds these losses by a token's position in its document segment and by that segment's length, as
+    `..._by_position` and `..._by_length`.
     """
 
     follows = ("OptimizerOffload",)  # an evaluation's transfers must not count as a step's
@@ -53,8 +54,9 @@ class Evaluation(Callback):
 def evaluate(
     run: Run, make_loader: Callable[[], Any]
 ) -> tuple[float, dict[str, float], float, dict[str, dict[str, float]]]:
-    """Return the mean loss over the global batches of a validation loader, extra losses, the unigram entropy in nats,
-    and for GPT the losses by bucket: `loss_by_position` and, if documents are separate, `loss_by_length`."""
+    """Evaluate the model on all global batches of a validation loader. Returns the mean loss, the extra losses, the
+    unigram entropy in nats, and for GPT the losses by bucket: `loss_by_position` and, if documents are separate,
+    `loss_by_length`."""
     model = run.config.model
     buckets = LossBuckets(model.sequence_length, run.topology.device) if model.family == "gpt" else None
     counts = torch.zeros(run.vocab_size, dtype=torch.int64)

@@ -1,4 +1,5 @@
-"""fp16: reports steps without an update, as gradients overflowed, and ends a run in which no step updates any more."""
+"""Report fp16 steps whose gradients overflowed, which make no update, and end a run in which no step makes an update
+any more."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ MOST_IN_A_ROW = 50  # such steps: at 2**-50 of the first one's scale, gradients 
 
 
 class LossScale(Callback):
-    """Reports each step without an update. A few in a row are the search for a scale that fits, not an error."""
+    """Logs each step without an update. A few in a row are normal, while the loss scale falls to a value that fits."""
 
     follows = ("MetricsFile",)
 
@@ -25,7 +26,7 @@ class LossScale(Callback):
         scale, lowest = loss_scale(run.engine.optimizer)
         text = (
             f"step {step} made no update: its fp16 gradients overflowed. The loss scale is now {scale:g}; "
-            f"{health.without_update} of {step} steps made none"
+            f"{health.without_update} of {step} steps made no update so far"
         )
         run.log(text)
         if run.is_main:
@@ -43,15 +44,17 @@ class LossScale(Callback):
         if why is not None:
             folder = start.in_new_folder(run.config)  # a checkpoint here keeps its precision and its loss scale
             raise UnhealthyRun(
-                f"after step {step}: {why}, as fp16 gradients overflowed; the loss scale fell to {scale:g}. Try "
-                f"training.precision=bf16 {folder}, or there a lower optimizer.lr or training.initial_loss_scale."
+                f"after step {step}: {why}, because fp16 gradients overflowed; the loss scale fell to {scale:g}. Try "
+                f"training.precision=bf16 {folder}, or a lower optimizer.lr or training.initial_loss_scale in that "
+                "folder."
             )
 
 
 def hopeless(scale: float, lowest: float, in_a_row: int, steps_left: int, updates: int) -> str | None:
-    """Return why a run must end whose last `in_a_row` steps made no update and lowered the loss scale, or None."""
+    """Return why a run must end whose last `in_a_row` steps made no update and lowered the loss scale, or None if it
+    may continue."""
     if steps_left == 0 and updates == 0:
         return "no step made an update"
     if scale <= lowest or in_a_row >= MOST_IN_A_ROW:
-        return f"the last {in_a_row} made no update"
+        return f"the last {in_a_row} steps made no update"
     return None

@@ -1,4 +1,4 @@
-"""The memory in use on device, host and disk over all ranks, without communication of its own."""
+"""Report the memory in use on device, host and disk over all ranks, without an extra all-reduce."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ DISK_EVERY_SECONDS = 30.0  # at least, between walks through a run's folder
 
 class MemoryUsage(Callback):
     """Adds `memory`, in bytes: `device` (in use after the step), `device_peak` and `host` (resident), each the maximum
-    over ranks; `disk`, the run's folder. On a CPU the device is the host. `device_peak_by_rank` is added when a rank's
-    peak has changed. `state_device`, `state_host` and `state_disk` are the optimizer state of the rank with the most on
-    each of them. With `training.activation_offload`, `layer_inputs_device_peak` and `layer_inputs_host` are those of a
-    step. With experts on a GPU, `stayed_on_device` counts the bytes that a step was to offload and that the host could
-    not take.
+    over ranks; `disk`, the size of the run's folder. On a CPU, `device` is the host.
+
+    `device_peak_by_rank` is added when a rank's peak has changed. `state_device`, `state_host` and `state_disk` are the
+    optimizer state of the rank that has the most there. With `training.activation_offload`, `layer_inputs_device_peak`
+    and `layer_inputs_host` are those of the step. With experts on a GPU, `stayed_on_device` counts the bytes that the
+    step should have offloaded but that did not fit on the host.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class MemoryUsage(Callback):
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the bytes of the files under a folder; files that are deleted meanwhile do not count."""
+    """Return the total size in bytes of the files under a folder; files that are deleted meanwhile do not count."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -1,5 +1,5 @@
-"""Offloaded optimizer state and experts: reports the engines of buckets and the experts' traffic and waits, and ends
-all ranks where an update has failed."""
+"""Callback for offloaded optimizer state and experts: logs where the state is updated, reports transfers and waits, and
+ends all ranks if an update failed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ REFIT_STEPS = 100  # between measurements of the bandwidths, where the engines d
 
 
 class OptimizerOffload(Callback):
-    """Adds `optimizer_tiers`: since the start, this rank's early updates that were kept and dropped, and the changes
-    that waited for a save.
+    """Adds `optimizer_tiers`, counted on this rank since the start: updates that began before the step was validated
+    and were kept or dropped, and updates that waited for a checkpoint to be written.
 
-    With offloaded experts also `expert_tiers` of this rank: bytes of experts' weights and gradients copied `up` to the
-    device and `down` from it, `read` from the disk and `written` to it in the step, without evaluations; `fetched`,
-    the number of fetches of a layer's weights, `asked`, of those that were started only when needed; `wait_seconds`,
-    the seconds for which computation waited for them; and the bytes of `weights`, `gradients` and `staging` on host
-    and disk.
+    With offloaded experts, also adds `expert_tiers` of this rank for the step, evaluations excluded: bytes of experts'
+    weights and gradients copied to the device (`up`) and from it (`down`), `read` from disk and `written` to it;
+    `fetched`, the number of fetches of a layer's weights, and `asked`, those that started only when the weights were
+    needed; `wait_seconds`, the time that computation waited for fetches; and the bytes of `weights`, `gradients` and
+    `staging` buffers on host and disk.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,8 @@ class OptimizerOffload(Callback):
             self._before = _moved(run, self._offload.experts)
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Raises OffloadError on every rank if an earlier update failed on one: its weights are out of date."""
+        """Raise OffloadError on every rank if an earlier update failed on any rank, whose weights are then out of
+        date."""
         if self._offload is not None and float(result.sums["tiers"]) > 0:
             raise_together(self._offload.problem(), OffloadError)
 
@@ -72,7 +73,7 @@ class OptimizerOffload(Callback):
                 self._log_engines(run, offload)
 
     def on_end(self, run: Run) -> None:
-        """Raises OffloadError."""
+        """Wait until all weights are updated. Raises OffloadError if an update failed."""
         if self._offload is not None:
             run.engine.synchronize()
 
@@ -87,7 +88,7 @@ class OptimizerOffload(Callback):
         shares = "; ".join(f"{numel / total:.0%} on {where}" for where, numel in share.items())
         text = f"optimizer state of rank 0 in {len(arrangement.numels)} buckets: {shares}"
         if (disk := offload.memory.disk) is not None and not disk.is_direct:
-            text += f"; {disk.folder} refuses direct I/O: the page cache, which is the host's memory, is used"
+            text += f"; {disk.folder} does not support direct I/O, so the page cache takes host memory"
         run.log(text)
         measured = {} if offload.rates is None else vars(offload.rates)
         rates = {name: rate for name, rate in measured.items() if math.isfinite(rate)}
@@ -95,7 +96,7 @@ class OptimizerOffload(Callback):
 
 
 def _moved(run: Run, experts: OffloadedExperts) -> dict[str, float]:
-    """Return the traffic and the waits of offloaded experts since the engine was built."""
+    """Return the total transfers, fetches and waits of offloaded experts since the engine was built."""
     assert run.engine.experts is not None
     counts = run.engine.experts.counts
     counts.add_up()

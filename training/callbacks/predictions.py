@@ -1,5 +1,5 @@
-"""Predictions of the simulator that a run puts on record: the layout that was searched for, and the predicted step time
-next to the measured one."""
+"""Record the simulator's predictions: the layout that was searched for, and the predicted next to the measured step
+time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMED = 3  # components of a predicted step
 
 
 class ChosenLayout(Callback):
-    """Writes `layout_chosen.json`, for the next start and for people, and records the choice as an event."""
+    """Writes `layout_chosen.json`, which the next start reads, and records the chosen layout as an event."""
 
     def __init__(self, choice: LayoutChoice) -> None:
         self._choice = choice
@@ -38,11 +38,9 @@ class ChosenLayout(Callback):
 
 
 class PredictedStep(Callback):
-    """Compares the median time of the first STEPS steps, without the first one, with the prediction, once; for a run
-    with `hardware`. Writes the prediction's timeline for the report.
-
-    If they differ by more than TOLERATED, the event also explains where the difference may come from.
-    """
+    """Compares the predicted step time once with the median of this process's first STEPS steps, leaving out the first;
+    only for a run with `hardware`. Also writes the predicted timeline for the report. If the times differ by more than
+    TOLERATED, the event also names likely causes."""
 
     follows = ("MoELayers",)
 
@@ -57,10 +55,7 @@ class PredictedStep(Callback):
         self._taken, config = [], run.config
         self._machine, _ = machine_of(config)
         plan = make_plan(
-            config,
-            run.topology.world_size,
-            run.vocab_size,
-            run.topology.device.type,
+            run.engine.job,
             attended_share=planned_share(config),
             documents=planned_segments(config),
             hardware=self._machine,
@@ -93,12 +88,13 @@ class PredictedStep(Callback):
 
 
 def explained(prediction: Prediction, taken: list[Metrics], measured: float) -> str:
-    """Describe what may explain a step that takes `measured` seconds: the run's own measurements, then by how much each
-    of the largest components of the prediction alone would have to be off."""
+    """Return a sentence on what may explain a step that takes `measured` seconds. It names waits and times that the run
+    measured; then, for each of the largest predicted components, the factor by which that component alone would have to
+    be slower."""
     gap, found = measured - prediction.seconds, []
     waited = statistics.median(line.get("data_wait_seconds", 0.0) for line in taken)
     if waited > 0.01 * measured:
-        found.append(f"{waited / measured:.0%} of the step waits for data, which no prediction has")
+        found.append(f"{waited / measured:.0%} of the step waits for data, which the prediction leaves out")
     layers = taken[-1].get("moe_layers", {})
     own = [*layers.get("measured_forward_seconds", []), *layers.get("measured_backward_seconds", [])]
     planned = [*layers.get("predicted_forward_seconds", []), *layers.get("predicted_backward_seconds", [])]
@@ -117,6 +113,7 @@ def explained(prediction: Prediction, taken: list[Metrics], measured: float) -> 
     ]
     if not any(ratio > 0 for ratio, _ in alone):
         found.append(
-            f"no part alone explains it; all took {measured / prediction.seconds:.2g} times as long as predicted"
+            f"no component alone explains it; the step took {measured / prediction.seconds:.2g} times as long as "
+            "predicted"
         )
     return f"Where to look: {'; '.join(found)}. training.profile.steps shows both timelines in the report."

@@ -1,4 +1,4 @@
-"""Traces of chosen steps on chosen ranks, for Perfetto or chrome://tracing and for the timeline of the report."""
+"""Write traces of chosen steps on chosen ranks, for Perfetto, chrome://tracing and the report's timeline."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ FOLDER = "traces"
 
 
 def trace_path(run_dir: Path, step: int, rank: int) -> Path:
-    """Return the path of the trace of a step on a rank."""
+    """Return the path of the trace file of one step on one rank."""
     return run_dir / FOLDER / f"step_{step:07d}_rank_{rank:05d}.json.gz"
 
 
 class Profile(Callback):
-    """Writes a file for each step of `training.profile.steps` on each rank of `training.profile.ranks`.
+    """Writes one trace file for each step in `training.profile.steps` on each rank in `training.profile.ranks`.
 
-    A trace lasts from the end of the previous step's callbacks to the end of this step's: data, forward, backward,
-    update, evaluation, checkpoint. Therefore this is the last callback of the list. It does not affect other steps and
-    ranks.
+    A trace lasts from the end of the previous step's callbacks to the end of this step's callbacks: data, forward,
+    backward, update, evaluation and checkpoint. Therefore this must be the last callback in the list. Other steps and
+    ranks are not affected.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Profile(Callback):
             self._name(run)
 
     def _name(self, run: Run) -> None:
-        """Name the phases of the next step if it is traced, and nothing otherwise."""
+        """Make the next step's phases appear by name in the trace, if that step is traced."""
         if self._names is not None:
             self._names.close()
             self._names = None

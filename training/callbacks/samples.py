@@ -1,4 +1,4 @@
-"""Continue `sample.prompts` with the trained model, greedily and sampled, when a run ends."""
+"""When a run ends, print greedy and sampled continuations of `sample.prompts` by the trained model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from training.run import Callback, Run
 
 
 class PromptSamples(Callback):
-    """Prints a greedy and a sampled continuation of each prompt; only a GPT generates text."""
+    """Prints a greedy and a sampled continuation of each prompt in `sample.prompts`; GPT models only."""
 
     def on_end(self, run: Run) -> None:
         settings = run.config.sample
@@ -26,12 +26,9 @@ class PromptSamples(Callback):
 
 
 def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
-    """Return the continuation of `prompt` by the model of a run in training: `num_tokens` tokens, or as many as the
-    learned positions allow. If the prompt alone fills them, logs that and returns an empty string.
-
-    Temperature 0 takes the likeliest token each time. A collective call, in any layout; every rank returns the same
-    text.
-    """
+    """Return the text with which the model in training continues `prompt`: `num_tokens` tokens, or fewer if its learned
+    positions run out. If the prompt alone fills them, logs that and returns an empty string. Temperature 0 means greedy
+    decoding. A collective call in any layout; every rank returns the same text."""
     ids = run.tokenizer.encode_prompt(prompt) or [run.tokenizer.eod]
     with run.engine.frozen_weights():
         decoder = Decoder.of_chunks(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)

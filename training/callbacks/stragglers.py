@@ -1,4 +1,4 @@
-"""Name ranks that are slower than others with the same work, for which every step waits."""
+"""Name ranks that are slower than others with the same work, since every step waits for the slowest rank."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from training.run import Callback, Metrics, Run
 
 WINDOW = 20  # steps: a rank must be slow in their median, which no single pause moves
 LEAST_SECONDS = 0.002  # differences below this are noise
-PROBE_SECONDS = 0.01  # of matrix products that time a GPU; their number follows from the slowest rank's first ones
+PROBE_SECONDS = 0.01  # of matrix multiplications that time a GPU; the slowest rank's first ones decide their number
 LEAST_SIZE, MOST_SIZE, MOST_REPEATS = 64, 4096, 64
 
 
 class Stragglers(Callback):
-    """Compares, every WINDOW steps, each rank's own seconds per step with the median of its pipeline stage's other
-    ranks.
+    """Every WINDOW steps, compares the time that each rank spends per step with the median of the other ranks in its
+    pipeline stage.
 
-    On a CPU, a rank's own seconds are those outside of collectives, including data and callbacks. A GPU's waits are not
-    visible to its host: there, matrix products are timed once per window instead, which shows a slow device but not a
-    slow host. The ranks exchange the numbers with the step's loss. A rank is named if it is slower by
+    On a CPU, this is the time outside collectives, including data loading and callbacks. A GPU's waits are not visible
+    to its host, so on a GPU a few matrix multiplications are timed once per window instead: this shows a slow device,
+    but not a slow host. The times are exchanged with the step's loss. A rank is named if it is slower by
     `training.straggler_factor` (null: never).
     """
 
@@ -74,8 +74,8 @@ class Stragglers(Callback):
             slow = find_slow(medians, self._stages, factor)
             for rank, others in slow.items():
                 text = (
-                    f"rank {rank} on {self._hosts[rank]} is slow: {1000 * medians[rank]:.1f} ms of its own a step, "
-                    f"where the others of its stage need {1000 * others:.1f} ms (median of {WINDOW} steps)"
+                    f"rank {rank} on {self._hosts[rank]} is slow: its own work takes {1000 * medians[rank]:.1f} ms "
+                    f"per step, that of its stage's other ranks {1000 * others:.1f} ms (median of {WINDOW} steps)"
                 )
                 if run.is_main:
                     events.record(
@@ -95,7 +95,8 @@ class Stragglers(Callback):
 
 
 def find_slow(seconds: list[float], stages: list[int], factor: float) -> dict[int, float]:
-    """Return the ranks that take more than `factor` times the median of their stage's other ranks, with that median."""
+    """Return the ranks that take more than `factor` times the median of the other ranks in their stage, as a dict from
+    rank to that median in seconds."""
     slow = {}
     for rank, own in enumerate(seconds):
         others = [s for other, s in enumerate(seconds) if other != rank and stages[other] == stages[rank]]
@@ -105,11 +106,9 @@ def find_slow(seconds: list[float], stages: list[int], factor: float) -> dict[in
 
 
 def choose_products(seconds_of: Callable[[int], float]) -> tuple[int, int]:
-    """Return size and number of square matrix products that take about PROBE_SECONDS; `seconds_of(size)` times one.
-
-    A product of twice the size takes about eight times as long, so it is tried only if that is within PROBE_SECONDS: no
-    device, and no CPU in place of one, computes for long.
-    """
+    """Return the size and number of square matrix multiplications that take about PROBE_SECONDS; `seconds_of(size)`
+    times one. The size is doubled only while the next multiplication, which takes about eight times as long, fits into
+    PROBE_SECONDS: so a slow device, or a CPU in its place, does not compute for long."""
     size = LEAST_SIZE
     seconds = seconds_of(size)
     while size < MOST_SIZE and 8 * seconds <= PROBE_SECONDS:
@@ -119,7 +118,7 @@ def choose_products(seconds_of: Callable[[int], float]) -> tuple[int, int]:
 
 
 class _Probe:
-    """Times the same matrix products on each rank's GPU. Created on all ranks together."""
+    """Times the same matrix multiplications on each rank's GPU. All ranks must create it together."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -129,7 +128,7 @@ class _Probe:
         self.measure()
 
     def _slowest(self, size: int) -> float:
-        """Return the seconds of one product on the slowest rank."""
+        """Return the seconds that one matrix multiplication of this size takes on the slowest rank."""
         matrix = torch.ones(size, size, dtype=torch.float16, device=self._device)
         torch.mm(matrix, matrix)  # the first one starts cuBLAS
         own = min(time_call(lambda: torch.mm(matrix, matrix), self._device) for _ in range(2))

@@ -1,4 +1,5 @@
-"""`python -m training.report RUN_DIR [--output FILE]`: write RUN_DIR/report.html, a page that needs no network."""
+"""`python -m training.report RUN_DIR [--output FILE]`: write RUN_DIR/report.html, a page that works without a
+network."""
 
 from __future__ import annotations
 

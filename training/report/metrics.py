@@ -1,4 +1,4 @@
-"""The numbers of a step in `metrics.jsonl`, and the peaks of the hardware."""
+"""Numbers in `metrics.jsonl`: peak rates and memory, experts' loads, and flat names for loggers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(config: Config, device: torch.device) -> float | None:
-    """Return the peak FLOP/s of one device in the run's precision, or None when unknown (CPUs, fp32, unlisted GPUs)."""
+    """Return the peak FLOP/s of one device in the run's precision; None if it is unknown (CPUs, fp32, unlisted
+    GPUs)."""
     if config.logging.peak_tflops is not None:
         return config.logging.peak_tflops * 1e12
     if device.type != "cuda" or config.training.precision == "fp32":
@@ -39,7 +40,7 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak device memory of tensors so far; on a CPU, the peak memory of this process."""
+    """Return the peak bytes of tensors on the device so far; on a CPU, the peak memory of this process."""
     if device.type == "cuda":
         import torch
 
@@ -49,7 +50,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
-    """Return statistics of tokens [num_layers, num_experts]: over all MoE layers, max/mean by layer, and counts."""
+    """Return statistics of a table of token counts [num_layers, num_experts]: mean, min and max over all MoE layers,
+    and each layer's max/mean and counts."""
     moe_layers = tokens_per_expert[tokens_per_expert.sum(dim=1) > 0]
     if moe_layers.numel() == 0:
         return {"mean": 0.0, "min": 0, "max": 0, "max_over_mean": [], "counts": []}
@@ -64,8 +66,8 @@ def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the plain numbers of a metrics object, with nested names joined by a slash. Elements of lists get the
-    number of their layer, if the object has a list `layer`, or else their index. Texts, and lists of lists, are left
+    """Return the plain numbers of a metrics object; names of nested objects are joined with a slash. Elements of a list
+    are named by their layer if the object has a list `layer`, else by their index. Texts and lists of lists are left
     out."""
     result: dict[str, float] = {}
     for name, value in metrics.items():
@@ -86,7 +88,7 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
 
 
 def texts(metrics: dict[str, Any]) -> dict[str, str]:
-    """Return the texts in the plans of the MoE layers: memory strategies and all-to-alls, by layer."""
+    """Return the memory strategy and the all-to-all in each MoE layer's plan, by the metric's flat name."""
     table = metrics.get("moe_layers", {})
     names = ("memory_strategy", "all_to_all")
     return {
@@ -98,7 +100,7 @@ def texts(metrics: dict[str, Any]) -> dict[str, str]:
 
 
 def expert_counts(metrics: dict[str, Any]) -> dict[str, list[int]]:
-    """Return the tokens per expert by MoE layer, for loggers with histograms."""
+    """Return the tokens per expert of each MoE layer, by the metric's flat name, for loggers that draw histograms."""
     if "tokens_per_expert" not in metrics:
         return {}
     counts = metrics["tokens_per_expert"]["counts"]

@@ -1,4 +1,4 @@
-"""Read the files of a run's folder. Files may be missing, truncated by a kill, or of a run in progress."""
+"""Read the files of a run's folder, which may be missing, truncated by a kill, or still growing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Line = dict[str, Any]
 
 
 class NotARun(ConfigError):
-    """The folder has no file that a run writes."""
+    """Raised for a folder that has no file of a run."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class RunFiles:
 
 
 def read(run_dir: Path) -> RunFiles:
-    """Read everything but the traces. Raises NotARun."""
+    """Read all files of a run except its traces. Raises NotARun."""
     if not run_dir.is_dir():
         raise NotARun(f"{run_dir} is not a folder. Give the run_dir of a run, such as runs/quickstart.")
     if not any((run_dir / name).exists() for name in ("metrics.jsonl", "config.yaml", TRACES)):
@@ -131,5 +131,5 @@ def _memory_plan(source: RunFiles) -> list[Line]:
 
 
 def finite(value: Any) -> float | None:
-    """Return a finite number as it is, and None for anything else."""
+    """Return the value if it is a finite number, else None."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

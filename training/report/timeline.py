@@ -1,5 +1,5 @@
-"""One step across ranks, from the traces that `training.profile` writes: phases, phases of layers, and messages in
-flight. Below the ranks of a stage is the stage of the predicted step, if there is one."""
+"""One step across ranks, from the traces that `training.profile` writes: phases of the step, phases of layers, and
+messages in flight. Below the ranks of a pipeline stage is the predicted step of that stage, if there is one."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ Item = TypeVar("Item")
 
 
 def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return pictures of the newest traced steps, oldest first, or else of the predicted step alone; traces that cannot
-    be read are noted and left out."""
+    """Return timelines of the newest traced steps, oldest first, or else of the predicted step alone. Traces that
+    cannot be read are left out and named in `notes`."""
     traces: dict[int, dict[int, Path]] = {}  # by step and rank
     for path in sorted((run_dir / "traces").glob("*.json.gz")):
         match = NAME.fullmatch(path.name)
@@ -75,12 +75,13 @@ def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def chosen_of(every: list[Item]) -> list[Item]:
-    """Return the whole list, or MAX_RANKS evenly spaced elements."""
+    """Return the list, or MAX_RANKS evenly spaced elements of it if it is longer."""
     return every if len(every) <= MAX_RANKS else [every[i * len(every) // MAX_RANKS] for i in range(MAX_RANKS)]
 
 
 def read_trace(path: Path) -> RankSpans:
-    """Return spans (lane, name, start, end) in microseconds of absolute time, by start, longer ones first."""
+    """Return a trace's spans (lane, name, start, end) with absolute times in microseconds, sorted by start, longer ones
+    first."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     base = trace.get("baseTimeNanoseconds", 0) / 1000
@@ -109,7 +110,7 @@ def read_trace(path: Path) -> RankSpans:
 
 
 def merged(intervals: Any) -> list[tuple[float, float]]:
-    """Return the union of intervals, in order."""
+    """Return the union of the intervals, sorted by start."""
     result: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if result and start <= result[-1][1]:
@@ -122,7 +123,7 @@ def merged(intervals: Any) -> list[tuple[float, float]]:
 def _picture(
     step: int | str, traced: dict[int, RankSpans], num_traced: int, predicted: dict[int, tuple[int, RankSpans]]
 ) -> dict[str, Any]:
-    """Return the picture that the page draws: rows of ranks, and predicted stages below the ranks of the stage."""
+    """Return the data of one timeline: a row for each rank, and below the ranks of each stage its predicted row."""
     first = min((span[2] for found in traced.values() for span in found), default=0.0)
     shifted = {
         rank: [(lane, name, start - first, end - first) for lane, name, start, end in found]
@@ -159,7 +160,8 @@ def _picture(
 
 
 def _summary(found: RankSpans) -> dict[str, float]:
-    """Return the microseconds that a row works, waits for the pipeline, has messages in flight, and hides them."""
+    """Return the microseconds in which a row computes, waits for the pipeline, has messages in flight, and has messages
+    in flight during computation."""
     # An evaluation consists of other phases.
     exchange, evaluation = (NAMES.index("pipeline exchange"), NAMES.index("evaluation"))
     working = merged(

@@ -1,4 +1,4 @@
-"""Find the origin of a number that is not finite, by a second pass over the same batch with hooks on every module."""
+"""Find where a non-finite number first occurs, by a second pass over the same batch with hooks on every module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """The first tensor on a rank that is not finite. Findings are ordered by time; `order` counts calls of hooks."""
+    """The first non-finite tensor on a rank. Findings are compared by the time at which they occur; `order` counts hook
+    calls."""
 
     phase: int
     micro_batch: int
@@ -51,12 +52,9 @@ class Finding:
 
 
 def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tensor) -> Finding | None:
-    """Return the first layer and rank at which a step on these batches is not finite, the same on every rank. A
-    collective call.
-
-    `own_losses`: this rank's addend to the step's loss. None: the second pass was finite, as after a hardware fault.
-    Changes gradients, and nothing else.
-    """
+    """Return the first layer and rank at which a step on these batches has a non-finite number, the same on every rank.
+    A collective call. `own_losses`: this rank's addend to the step's loss. Returns None if the second pass was finite,
+    as after a transient hardware fault. Changes only gradients."""
     found = damage(engine)
     if found is not None:
         return found
@@ -72,7 +70,8 @@ def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tenso
 
 
 def damage(engine: Engine) -> Finding | None:
-    """Return the first parameter or optimizer state that is not finite, the same on every rank. A collective call."""
+    """Return the first parameter or optimizer state that is not finite, the same on every rank; None if all are finite.
+    A collective call."""
     return _first_of_all(_in_weights(engine))
 
 
@@ -108,7 +107,7 @@ def _in_weights(engine: Engine) -> Finding | None:
 
 
 class _Watch:
-    """Hooks all modules of this rank, and keeps the first output or gradient that is not finite."""
+    """Hooks all modules of this rank, and records the first output or gradient that is not finite."""
 
     def __init__(self, engine: Engine, num_micro_batches: int):
         self._count, self._data = num_micro_batches, engine.topology.data
@@ -168,7 +167,8 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _name(chunk: torch.nn.Module, name: str, num_layers: int) -> tuple[int, str]:
-    """Return the 0-based layer of a module or parameter (before all: -1, after: num_layers), and a description."""
+    """Return the 0-based layer of a module or parameter (-1 before the first layer, num_layers after the last) and a
+    phrase that describes it."""
     found = re.search(r"\blayers\.(\d+)\b", name)
     if found is None:
         return (-1 if "embedding" in name else num_layers), name

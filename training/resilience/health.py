@@ -1,12 +1,13 @@
-"""Step validation: decides, before the optimizer changes anything, about steps without predicted tokens, with
-non-finite loss or gradients, or with a spike of the loss.
+"""Step validation: before the optimizer changes anything, reject steps without predicted tokens, with non-finite loss
+or gradients, or with a spike of the loss.
 
-skip: the batch is skipped, and the next one takes its step. rollback: the last good checkpoint is loaded first. stop:
-the run ends. A batch without predicted tokens is always skipped; in a run's first step it ends the run. A skipped batch
-stays skipped: its samples are recorded in `run_dir/skipped_samples.json`, and every later start skips them too, so that
-the data of a step depend on the checkpoint and that file only. If too many steps in a row are rejected, single batches
-were not the cause: the run ends, and the batches that it skipped on the way are removed from the record. Damaged
-weights never count against a batch. (Skipping batches at a loss spike: PaLM, Chowdhery et al. 2022, section 5.1.)
+The policy for a rejected step is skip (the batch is skipped, and the next batch takes its step), rollback (the last
+good checkpoint is loaded first) or stop (the run ends). A batch without predicted tokens is always skipped; in a run's
+first step it ends the run. A skipped batch stays skipped: its samples are recorded in `run_dir/skipped_samples.json`,
+and every later start skips them too, so that a step's data depend only on the checkpoint and that file. If too many
+steps in a row are rejected, the batches are not the cause: the run ends, and the batches that were skipped in this
+series are removed from the record. A batch is never skipped because of damaged weights. (Skipping batches at a loss
+spike: PaLM, Chowdhery et al. 2022, section 5.1.)
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ NOTHING_PREDICTED = "nothing_predicted"  # the kind of a rejected step whose cau
 
 
 class UnhealthyRun(RuntimeError):
-    """A step was rejected, and the policy is to stop. The message has all that is known."""
+    """Raised when a step was rejected and the run must stop. The message describes the cause and what to do."""
 
 
 class RejectedRun(ConfigError):
-    """The config asks for something impossible, as the run found between steps. Raised on all ranks together."""
+    """Raised on all ranks together when a run finds, between steps, that its config asks for something impossible."""
 
     def __init__(self, text: str, step: int) -> None:
         super().__init__(text)
@@ -49,7 +50,7 @@ class RejectedRun(ConfigError):
 
 @dataclass(frozen=True)
 class RejectedStep:
-    """Why a step was rejected. `kind` is the event's: nonfinite, loss_spike or nothing_predicted."""
+    """The reason why a step was rejected. `kind` is that of its event: nonfinite, loss_spike or nothing_predicted."""
 
     kind: str
     text: str
@@ -66,7 +67,7 @@ class Skip:
 
 
 class Health:
-    """Validates each step by numbers that are the same on all ranks, so that all decide alike."""
+    """Validates each step by numbers that are the same on all ranks, so that all ranks decide alike."""
 
     def __init__(self, config: Config):
         self._settings = config.training
@@ -79,7 +80,8 @@ class Health:
         self.without_update_in_a_row = 0
 
     def validate(self, loss: float, finite: bool, predicted_tokens: int) -> RejectedStep | None:
-        """Return why a step with this loss must be rejected, or None. `finite`: whether the gradients are."""
+        """Return the reason to reject a step with this loss, or None if the step is good. `finite`: whether its
+        gradients are finite."""
         if predicted_tokens == 0:  # there is no loss, and the 0 in its place would pass for a good one
             return RejectedStep(NOTHING_PREDICTED, "no token is predicted: each is the last of its document")
         if not math.isfinite(loss):
@@ -96,7 +98,7 @@ class Health:
         return None
 
     def taken(self, loss: float, step: int, updated: bool = True) -> None:
-        """Count a step that was taken. `updated`: whether it changed the weights."""
+        """Record the loss of a step that was taken. `updated`: whether the step changed the weights."""
         self._losses.append(loss)
         self.without_update += not updated
         self.without_update_in_a_row = 0 if updated else self.without_update_in_a_row + 1
@@ -105,8 +107,8 @@ class Health:
             self.start_over()
 
     def policy(self, rejected: RejectedStep, damaged: bool = False) -> str:
-        """Count a rejected step, and return the policy: skip, rollback or stop. It is the configured one, unless that
-        has been tried too often; no batch is skipped because of damaged weights."""
+        """Count a rejected step, and return the policy for it: skip, rollback or stop. It is the configured policy, or
+        stop if that has been tried too often, or if it would skip a batch because of damaged weights."""
         self._rejected_in_a_row += 1
         self._damages_in_a_row += damaged
         if self.gave_up:
@@ -118,21 +120,21 @@ class Health:
 
     @property
     def gave_up(self) -> bool:
-        """Whether the configured policy has been tried too often."""
+        """Whether so many steps in a row were rejected that the run must stop."""
         return self._rejected_in_a_row > MOST_IN_A_ROW or self._damages_in_a_row > MOST_DAMAGES
 
     def skip(self, skip: Skip) -> None:
-        """Note a batch that is skipped for good, unless the run gives up."""
+        """Note a batch that is skipped, so that `start_over` returns it if the run gives up."""
         self._skipped.append((skip.first, skip.end))
 
     def start_over(self) -> list[tuple[int, int]]:
-        """Forget the rejected steps in a row, and return the samples [first, end) that were skipped meanwhile."""
+        """Forget the current series of rejected steps, and return the samples [first, end) that were skipped in it."""
         skipped, self._skipped = self._skipped, []
         self._rejected_in_a_row = self._damages_in_a_row = 0
         return skipped
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, made of JSON values: floats read back exactly."""
+        """Return the state for a checkpoint, made of JSON values; floats read back exactly."""
         return {
             "losses": list(self._losses),
             "furthest": self._furthest,
@@ -144,32 +146,30 @@ class Health:
         }
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        """Restore a state that `state` returned. Raises KeyError, TypeError or ValueError for anything else."""
         self._furthest = int(state["furthest"])
         self._rejected_in_a_row, self._damages_in_a_row = int(state["refused_in_a_row"]), int(state["damages_in_a_row"])
         self._skipped = [(int(first), int(end)) for first, end in state["marked"]]
         self.go_back(state)
 
     def go_back(self, state: dict[str, Any]) -> None:
-        """Restore the losses of an older checkpoint, to which the run goes back; the counts of rejected steps go on."""
+        """Restore the losses of an older checkpoint to which the run returns, without resetting the counts of rejected
+        steps."""
         self._losses = deque((float(loss) for loss in state["losses"]), maxlen=WINDOW)
         self.without_update = int(state["without_update"])
         self.without_update_in_a_row = int(state["without_update_in_a_row"])
 
 
 class SkippedSamples:
-    """The samples that no step may use, as recorded in `run_dir`; the same on all ranks."""
+    """The samples that no step may use, the same on all ranks and recorded in `run_dir/skipped_samples.json`."""
 
     def __init__(self, run_dir: Path, skips: Sequence[Skip] = ()):
         self._path, self._skips = run_dir / SKIPPED, list(skips)
 
     @classmethod
     def load(cls, run_dir: Path, origin: Path | None = None) -> SkippedSamples:
-        """Read the record on rank 0 and broadcast it. A run that started from a checkpoint of another run, in the
-        folder `origin`, takes over the record there. A collective call.
-
-        Raises ConfigError for a file that cannot be read.
-        """
+        """Read the record on rank 0 and broadcast it. A collective call. Raises ConfigError if the file cannot be read.
+        A run that started from a checkpoint of another run, in the folder `origin`, takes over that run's record."""
         answer: list[str | None] = [None, None]
         path = run_dir / SKIPPED
         if origin is not None and not path.exists():
@@ -180,7 +180,7 @@ class SkippedSamples:
                 [Skip(**skip) for skip in json.loads(text)]
                 answer[0] = text
             except (OSError, ValueError, TypeError) as error:
-                answer[1] = f"{path} cannot be read ({error}). Mend it, or delete it to use all samples again."
+                answer[1] = f"{path} cannot be read ({error}). Repair it, or delete it to use all samples again."
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise ConfigError(answer[1])
@@ -196,16 +196,16 @@ class SkippedSamples:
         return position
 
     def count_before(self, position: int) -> int:
-        """Return the number of samples before `position` that were skipped."""
+        """Return the number of skipped samples before `position`."""
         return sum(skip.end - skip.first for skip in self._skips if skip.end <= position)
 
     def add(self, skip: Skip, *, write: bool) -> None:
-        """Never use these samples; `write` on the rank that records it. Raises WriteError."""
+        """Exclude these samples from all later steps. `write`: whether this rank writes the file. Raises WriteError."""
         self._skips.append(skip)
         self._write(write)
 
     def take_back(self, ranges: Sequence[tuple[int, int]], *, write: bool) -> None:
-        """Allow samples [first, end) again; `write` on the rank that records it."""
+        """Allow the samples [first, end) of each range again. `write`: whether this rank writes the file."""
         self._skips = [skip for skip in self._skips if (skip.first, skip.end) not in ranges]
         self._write(write)
 

@@ -1,8 +1,8 @@
-"""Run one process of a job: the training, the end of a process that is stopped or fails, and the wait of spare ranks.
+"""Run one process of a job: train, end after a stop or a failure, or wait as a spare rank.
 
-A smaller layout may leave ranks over. They wait, without a device, until the others have ended, and end with the same
-status. They must not end earlier: a torchrun whose ranks have all ended closes the rendezvous, and the others could not
-be started again. Without torchrun, whose process holds the job's store, there is nothing to wait for.
+A smaller layout may leave ranks unused. These spare ranks wait without a device until the others end, and end with the
+same status. They must not end earlier: when all ranks of a torchrun have ended, it closes the rendezvous, and the other
+ranks could not be started again. Without torchrun, whose process holds the job's store, there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ CLEAR_SECONDS = 3.0  # in which rank 0 deletes the exit status of an earlier att
 def run(config: Config, composed: Config, choice: LayoutChoice | None = None) -> int:
     """Train the run of a checked config, and return the exit status: 0 done, 75 stopped early with everything saved.
 
-    composed: the config before its `auto` keys were decided, which must be the same on all ranks. choice: the layout's,
-    where the layout was searched for.
+    `composed`: the config before its `auto` keys were decided, which must be the same on all ranks. `choice`: the
+    layout, if it was searched for.
 
-    A failure ends the process here, with status 1 and the name of the rank that caused it in the last line. Raises
-    ConfigError.
+    A failure ends the process here with status 1; the last line then names the rank that caused it. Raises ConfigError.
     """
     stop = signals.of_this_process
     stop.end_at_once()  # again, where an earlier run of this process has ended
@@ -57,10 +56,9 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
         if rank == 0:
             text = (
                 f"training.elastic: {started} ranks were started, and {used} of them fit the layout and the batch; the "
-                "others stand by"
+                "others wait unused"
             )
-            print(text, flush=True)
-            events.record(Path(config.run_dir), "fewer_ranks", text, used=used, started=started)
+            events.log(Path(config.run_dir), "fewer_ranks", text, used=used, started=started)
             if _holds_store():
                 _store(config).delete_key(_standby_key())  # left by an earlier attempt
         use_fewer(used)
@@ -93,7 +91,7 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
 
 
 def _refuse_other_starts(composed: Config) -> None:
-    """End this process if the ranks were started with different configs, or do not meet."""
+    """End this process if the ranks were started with different configs, or do not connect in time."""
     import torch.distributed as dist
 
     from parallel.liveness import rendezvous, same_start
@@ -103,12 +101,12 @@ def _refuse_other_starts(composed: Config) -> None:
         store = rendezvous.job_store(launch, timeout)
         same_start.refuse_other_starts(same_start.facts_of(composed), store, launch.rank, launch.world_size, timeout)
     except (TimeoutError, dist.DistError) as error:
-        exit_handler.log(f"the ranks did not meet: {error}", exit_handler.FAILED)
+        exit_handler.log(f"the ranks did not connect: {error}", exit_handler.FAILED)
         sys.exit(exit_handler.FAILED)
 
 
 def _wait_for_end(config: Config) -> int:
-    """Wait for the ranks in use, and return the exit status that they end with; 1 if the launcher is lost."""
+    """Wait until the ranks in use have ended, and return their exit status; 1 if the launcher is lost."""
     if not _holds_store():
         return 0
     try:

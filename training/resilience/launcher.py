@@ -1,9 +1,10 @@
-"""The end of a rank whose launcher is gone, and the marks that the attempts of one launch leave for each other.
+"""End a rank whose launcher is gone, and share marks between the attempts of one launch.
 
-Without its launcher nobody would end a rank, and it would lock the run's folder for as long as it trains.
+Without its launcher nothing would end a rank, and it would lock the run's folder for as long as it trains.
 
-torchrun creates a folder for each launch, under a unique name, and keeps it over restarts of the ranks. Its ids do not
-identify a launch: TORCHELASTIC_RUN_ID is "none", or a name that a requeued job has again.
+torchrun creates a folder with a unique name for each launch and keeps it when it restarts the ranks; the marks are
+files in this folder. TORCHELASTIC_RUN_ID does not identify a launch: it is "none", or a name that a requeued job uses
+again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ GRACE_SECONDS = 3.0  # for what `on_gone` writes
 
 
 def note_stop() -> None:
-    """Note that the launch stopped on purpose: ranks that torchrun starts again, as after a failure, end at once."""
+    """Mark this launch as stopped on purpose: ranks that torchrun starts again, as after a failure, then end at
+    once."""
     folder = _launch_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
@@ -31,13 +33,14 @@ def note_stop() -> None:
 
 
 def has_stopped() -> bool:
-    """Whether an attempt of this launch stopped on purpose."""
+    """Whether an earlier attempt of this launch stopped on purpose."""
     folder = _launch_folder()
     return folder is not None and (folder / STOPPED).exists()
 
 
 def first_start(now: float) -> float:
-    """Return when this launch's first attempt on this node called this (the first: `now`), in epoch seconds."""
+    """Return the time (epoch seconds) at which this launch's first attempt on this node started; the first call stores
+    `now`."""
     folder = _launch_folder()
     if folder is None:
         return now
@@ -54,23 +57,22 @@ def first_start(now: float) -> float:
 
 
 def _launch_folder() -> Path | None:
-    """LAUNCH of torchrun's LAUNCH/attempt_K/RANK/error.json; None without torchrun, or if it keeps no such files."""
+    """Return the folder LAUNCH of torchrun's LAUNCH/attempt_K/RANK/error.json; None without torchrun or its error
+    files."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or "/")
     return path.parents[2] if len(path.parents) > 3 and path.parents[1].name.startswith("attempt_") else None
 
 
 class Launcher:
-    """Watches torchrun's process from one of its ranks, and ends the rank when that process is gone. Without torchrun
-    it does nothing: a process may outlive its shell.
-
-    on_gone: called in a thread before the process ends, with the line that says why.
-    """
+    """Ends this rank when the torchrun process that started it is gone. Without torchrun it does nothing, because a
+    process may outlive its shell. `on_gone` is called in a thread before the process ends, with the line that gives the
+    reason."""
 
     def __init__(self) -> None:
         self.on_gone: Callable[[str], None] | None = None
 
     def watch(self) -> None:
-        """Start watching."""
+        """Start a thread that watches the launcher's process."""
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return
         # torchrun makes the process that it starts the leader of a session: this process, or a script that started it.
@@ -83,7 +85,7 @@ class Launcher:
         while _parent(leader) == pid:
             time.sleep(POLL)
         line = (
-            f"the launcher (process {pid}) is gone, so this rank ends too. Start it again to go on from the newest "
+            f"the launcher (process {pid}) is gone, so this rank ends too. Start it again to resume from the newest "
             "checkpoint"
         )
 
@@ -98,7 +100,7 @@ class Launcher:
 
 
 def _parent(pid: int) -> int | None:
-    """Return the id of a process's parent; None if the process is gone, or the system does not report it."""
+    """Return the id of a process's parent, or None if the process is gone or the system does not report it."""
     try:
         # After the name, which may hold anything in its brackets: state, parent.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""Handle a rejected step: skip its batch, go back to a checkpoint, or end the run, as the config says."""
+"""Handle a rejected step as the config says: skip its batch, return to a checkpoint, or end the run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MORE_TO_PREDICT = "Try data.documents=joined, or a data.corpus with documents of
 
 
 def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: RejectedStep) -> None:
-    """Find the cause of a rejected step, and apply the policy. A collective call. Raises UnhealthyRun if the run must
-    stop, and RejectedRun if its first step predicts nothing."""
+    """Find the cause of a rejected step and apply the configured policy. A collective call. Raises UnhealthyRun if the
+    run must stop, and RejectedRun if the run's first step has no predicted tokens."""
     health = run.health
     (checkpoints,) = (callback for callback in run.callbacks if isinstance(callback, Checkpoints))
     first, step = run.progress.consumed_samples, run.progress.step + 1
@@ -42,12 +42,12 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: Rej
         text += (
             f"; first {finding}"
             if finding is not None
-            else "; a second pass over them found nothing: a passing fault, of hardware?"
+            else "; a second pass over these samples found nothing, as after a transient hardware fault"
         )
     if rejected.kind == NOTHING_PREDICTED and run.progress.step == 0:
         raise RejectedRun(f"data.documents ({run.config.data.documents}): in {text}. {MORE_TO_PREDICT}.", 0)
     if damaged:
-        text += ". That was so before this step: the batch is not at fault"
+        text += ". The weights were damaged before this step, so the batch is not the cause"
     _record(
         run, rejected.kind, text, step=step, loss=repr(result.loss), lost_rank=None if finding is None else finding.rank
     )
@@ -63,7 +63,7 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: Rej
         _record(
             run,
             "batch_skipped",
-            f"samples {first} to {end - 1} are passed over from now on",
+            f"samples {first} to {end - 1} are skipped from now on",
             step=step,
             first=first,
             end=end,
@@ -81,17 +81,15 @@ def _record(run: Run, kind: str, text: str, **fields: object) -> None:
 
 
 def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpoints: Checkpoints) -> None:
-    """Save the run if its weights are good, and raise UnhealthyRun with advice."""
+    """Save the run if its weights are good, then raise UnhealthyRun with advice."""
     step = run.progress.step
     gave_up, skipped = health.gave_up, health.start_over()
     if gave_up and skipped:
         run.skipped.take_back(skipped, write=run.is_main)
         samples = ", ".join(f"{first} to {end - 1}" for first, end in sorted(set(skipped)))
-        _record(
-            run, "batches_taken_back", f"samples {samples} are not passed over any more", step=step, samples=skipped
-        )
+        _record(run, "batches_taken_back", f"samples {samples} are no longer skipped", step=step, samples=skipped)
     key = _key(kind)
-    saved = "the weights are as the step before left them"
+    saved = "the weights are those of the step before"
     if damaged:
         saved = "the weights are damaged, and were not saved"
         checkpoints.finish_pending(run)
@@ -106,20 +104,20 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     many = advice = ""
     has_checkpoint = bool(manifest.list_checkpoints(run.run_dir))
     if gave_up and damaged:
-        many = f"; {MOST_DAMAGES} times the run went back to a checkpoint, and the weights were damaged again"
+        many = f"; the run went back to a checkpoint {MOST_DAMAGES} times, and the weights were damaged again each time"
     elif gave_up and kind == NOTHING_PREDICTED:
-        many, advice = f"; {MOST_IN_A_ROW + 1} refused batches in a row are too many", f". {MORE_TO_PREDICT}"
+        many, advice = f"; {MOST_IN_A_ROW + 1} rejected batches in a row are too many", f". {MORE_TO_PREDICT}"
     elif gave_up:
-        many = f"; {MOST_IN_A_ROW + 1} refused batches in a row are not the data's fault"
+        many = f"; {MOST_IN_A_ROW + 1} rejected batches in a row are not caused by the data"
     elif damaged and has_checkpoint:
         advice = f". To go back to the last good checkpoint: {key}=rollback"
     elif damaged:
         advice = f". There is no checkpoint to go back to. To have one next time: {_earlier_checkpoints(step)}"
     else:
-        advice = f". To go on without this batch: {key}=skip" + (
+        advice = f". To continue without this batch: {key}=skip" + (
             f", or {key}=rollback to go back to a checkpoint first" if has_checkpoint else ""
         )
-    raise UnhealthyRun(f"{text}{many}. The optimizer was not touched; {saved}{advice}.")
+    raise UnhealthyRun(f"{text}{many}. The optimizer made no update; {saved}{advice}.")
 
 
 def _key(kind: str) -> str:
@@ -127,12 +125,13 @@ def _key(kind: str) -> str:
 
 
 def _earlier_checkpoints(step: int) -> str:
-    """Return the setting with which a run has a checkpoint before the step that was rejected."""
+    """Return the setting with which a run saves a checkpoint before the step that was rejected."""
     return f"checkpoint.interval={max(1, step // 2)}"
 
 
 def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind: str, damaged: bool) -> None:
-    """Load the newest good checkpoint. Raises UnhealthyRun if there is none, or if it is damaged."""
+    """Load the newest good checkpoint. Raises UnhealthyRun if there is none, or if its weights are not finite
+    either."""
     checkpoints.finish_pending(run)
     folder = resume.newest(run.run_dir, start_log.log_skipped_checkpoint)
     if folder is None:
@@ -149,8 +148,8 @@ def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind
         older = [path for path in manifest.list_checkpoints(run.run_dir) if path.name < folder.name]
         advice = [f"{as_typed('checkpoint.resume', str(path))} {start.in_new_folder(run.config)}" for path in older[:1]]
         raise UnhealthyRun(
-            f"{text}. The checkpoint to go back to, {folder}, is damaged in the same way: {damage}."
-            + (f" Try {advice[0]} to go on from an older one." if advice else "")
+            f"{text}. The checkpoint to go back to, {folder}, is damaged too: {damage}."
+            + (f" Try {advice[0]} to resume from an older one." if advice else "")
         )
     health.go_back(run.progress.health)
     _record(

@@ -1,7 +1,5 @@
-"""Signals that ask a run to end: handled at once, even while the main thread is inside a call that does not return.
-
-Has no slow imports: train.py installs the handlers in its first line.
-"""
+"""Handle signals that ask a run to end, at once, even while the main thread is inside a call that does not return.
+Imports nothing slow, because train.py installs the handlers first."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ GRACE_SECONDS = 10.0  # for `on_early`
 
 
 class StopSignals:
-    """Handles the signals of ASKING in this process.
+    """Handles the signals in ASKING (SIGTERM, SIGINT, SIGUSR1 and SIGUSR2) for this process.
 
-    After `end_at_once` one of them ends the process, with a line and the status of an early stop: before the first step
-    there is nothing to save. After `install` they are added to `received`; a second SIGINT, or SIGTERM after SIGINT,
-    ends the process at once.
+    After `end_at_once`, a signal ends the process with one line and the status of an early stop, because there is
+    nothing to save before the first step. After `install`, signals are added to `received`; a second SIGINT, or SIGTERM
+    after SIGINT, ends the process at once.
 
-    Python runs its handlers only between two instructions of the main thread. Therefore a thread reads the signals'
+    Python runs signal handlers only between two instructions of the main thread. Therefore a thread reads the signals'
     numbers from a pipe (signal.set_wakeup_fd). Only the main thread may call these methods.
 
-    on_early: called in a thread before the process ends early, to inform the other ranks and the run's folder; returns
-    whether the process shall end.
+    `on_early` is called in a thread before the process ends early, to inform the other ranks and to write to the run's
+    folder; it returns whether the process shall end.
     """
 
     def __init__(self) -> None:
@@ -43,13 +41,13 @@ class StopSignals:
         self._pipe: tuple[int, int] | None = None
 
     def end_at_once(self) -> None:
-        """Let a signal end the process, until `install`."""
+        """Until `install` is called, let a signal end the process."""
         self._notes = False
         self.received.clear()
         self._take()
 
     def install(self) -> None:
-        """Add signals to `received` from now on."""
+        """From now on, add signals to `received` in place of ending the process."""
         self._notes = True
         self._take()
 
@@ -64,8 +62,8 @@ class StopSignals:
                 self._before[signum] = signal.signal(signum, lambda *_: None)
 
     def restore(self, *, ignore: bool) -> None:
-        """Remove the handlers; with `ignore`, ignore the signals: the process is about to end, and torchrun's SIGTERM
-        must not change its exit status."""
+        """Remove the handlers. With `ignore`, signals are ignored afterwards: the process is about to end, and
+        torchrun's SIGTERM must not change its exit status."""
         if self._pipe is None:
             return
         for signum, handler in self._before.items():
@@ -91,7 +89,7 @@ class StopSignals:
                     sys.stderr.flush()
                     os._exit(128 + signum)
                 if signum not in self.received and not launched().local_rank:
-                    again = "; once more to end at once" if signum == signal.SIGINT else ""
+                    again = "; send it once more to end at once" if signum == signal.SIGINT else ""
                     sys.stderr.write(f"{signum.name}: finishing the step, then saving and stopping{again}\n")
                     sys.stderr.flush()
                 self.received.append(signum)
@@ -116,8 +114,8 @@ class StopSignals:
 
 
 def stopped_by(signum: signal.Signals) -> str:
-    """Return the last line of a process that a signal ends before its first step."""
-    return f"stopped by {signum.name} before the first step, with nothing to save. Start it again to go on"
+    """Return the last line that a process prints when a signal ends it before its first step."""
+    return f"stopped by {signum.name} before the first step, with nothing to save. Start it again to continue"
 
 
 of_this_process = StopSignals()

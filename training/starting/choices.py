@@ -1,8 +1,8 @@
-"""Choices that a run makes before anything is allocated, where its config leaves them open: the layout (parallel=auto),
-where experts are stored and in which order the passes run. The run's folder keeps them for the next start.
+"""Decide, before anything is allocated, what the config leaves open: the layout (parallel=auto), where experts are
+stored, and the order of the passes. The run's folder stores the choices for the next start.
 
-Each rank decides by itself from what all ranks know: the config, the machine's figures and the number of ranks. So all
-choose the same, and parallel/topology.py refuses to start where they did not.
+Each rank decides by itself, from inputs that all ranks share: the config, the machine's figures and the number of
+ranks. So all ranks choose the same, and parallel/topology.py refuses to start if they do not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from base.errors import ConfigError
 from base.files import spared
 from base.ranks import launched
 from configs import validate
+from configs.job import Job
 from configs.keys import get, put
 from configs.schema import KEYS, Config
 from configs.searched import ASKED_KEYS, SEARCHED
@@ -33,26 +34,25 @@ from simulator.search.space import with_keys
 from training.starting.machine import machine_of, refuse_another_kind
 
 LAYOUT_CHOSEN, EXPERTS_CHOSEN = "layout_chosen.json", "experts_chosen.json"  # in the run's folder
-RUNNERS_UP = 2  # that are printed
+RUNNERS_UP = 2  # the number that is printed
 
 
 def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
-    """Read the choice of an earlier start, whose `values` are of some of these keys; None where there is none.
-
-    Raises ConfigError for a file that was damaged or changed by hand, since it decides what is trained with.
-    """
+    """Return the choice that an earlier start wrote to `path`; its `values` may only have keys in `keys`. Returns None
+    if there is no file. Raises ConfigError if the file was damaged or edited, since it decides how the run trains."""
     try:
         content = read_summed(path)
         values = content.get("values")
-        others = sorted(set(values) - set(keys)) if isinstance(values, dict) else ["no values"]
-        if others:
-            raise ValueError(f"it names {', '.join(map(str, others))}, which is none of its keys")
+        if not isinstance(values, dict):
+            raise ValueError("it has no values")
+        if others := sorted(set(values) - set(keys)):
+            raise ValueError(f"it has the unknown keys {', '.join(map(str, others))}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({' '.join(str(error).split())}). Put it back, or delete it to have the choice "
-            "made anew."
+            f"{path} cannot be read ({' '.join(str(error).split())}). Restore it, or delete it so that the "
+            "choice is made again."
         ) from error
     return content
 
@@ -64,9 +64,9 @@ def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A config with the layout that was chosen for `world_size` ranks. `record`: the content of LAYOUT_CHOSEN, with how
-    it was chosen; `lines`: the description to print; `is_kept`: whether it is the layout of the run's earlier
-    attempt."""
+    """A config with the parallel layout that was chosen for `world_size` ranks. `record`: the content of
+    layout_chosen.json, including how the layout was chosen; `lines`: the description to print; `is_kept`: whether an
+    earlier start of the run had chosen this layout."""
 
     config: Config
     world_size: int
@@ -76,12 +76,11 @@ class LayoutChoice:
 
 
 def choose_layout(config: Config, given: frozenset[str]) -> LayoutChoice | None:
-    """Choose the layout of a run with parallel.layout=auto, and print it on rank 0; None for a run whose layout is
-    given.
+    """Choose the layout of a run with parallel.layout=auto, and print it on rank 0. Returns None if the config sets the
+    layout.
 
-    A run that has started keeps its layout on the same number of ranks, as long as the command line's keys (`given`)
-    allow it. With training.elastic the layout may use fewer ranks than were started. Raises ConfigError where nothing
-    fits.
+    On the same number of ranks a run keeps its earlier layout, as long as the command line's keys (`given`) allow it.
+    With training.elastic, the layout may use fewer ranks than were started. Raises ConfigError if no layout fits.
     """
     if config.parallel.layout != "auto":
         return None
@@ -115,9 +114,11 @@ def choose_layout(config: Config, given: frozenset[str]) -> LayoutChoice | None:
 def searched_layout(
     config: Config, given: frozenset[str], machine: Hardware, world_size: int, reason: str = ""
 ) -> LayoutChoice:
-    """Search for the fastest layout that fits `world_size` ranks. Its first line begins with `reason`; the others are
-    of the runners-up, with why they lose. Raises ConfigError where nothing fits."""
-    answer = search_layout(config, world_size, expected_vocab_size(config), machine, given)
+    """Search for the fastest layout that fits `world_size` ranks. The first of its `lines` begins with `reason` and
+    describes the layout; the others describe the runners-up and why they are slower. Raises ConfigError if no layout
+    fits."""
+    job = Job(config, world_size, expected_vocab_size(config), machine.kind)
+    answer = search_layout(job, machine, given)
     best = answer.best
     values = {key: get(best.config, key) for key in SEARCHED}
     chosen = copy.deepcopy(config)
@@ -127,7 +128,8 @@ def searched_layout(
         chosen.hardware = machine.name
     validate.validate(chosen, world_size)
     lines = [
-        f"{reason}{' '.join(best.overrides) or 'the one of the presets'} is the fastest that fits {answer.world_size} "
+        f"{reason}{' '.join(best.overrides) or 'the layout of the presets'} is the fastest that fits "
+        f"{answer.world_size} "
         f"rank(s), of {answer.counts.candidates:,} layouts: {best.prediction.seconds:.3g} s a step predicted "
         f"(back-test: {describe_back_tests(answer.errors)})"
     ]
@@ -139,15 +141,15 @@ def searched_layout(
 
 
 def _given_layout_keys(config: Config, given: frozenset[str]) -> dict[str, Any]:
-    """Return the layout's keys of the command line with their values."""
+    """Return the layout keys that the command line sets, with their values."""
     return {key: get(config, key) for key in SEARCHED if key in given}
 
 
 def _kept_layout(
     config: Config, given: frozenset[str], earlier: dict[str, Any] | None, world_size: int
 ) -> LayoutChoice | None:
-    """The layout of the run's earlier attempt, if it was chosen for the same number of ranks and the same keys of the
-    command line, and the rules still allow it."""
+    """Return the layout that an earlier start of the run chose, if the number of ranks and the command line's keys are
+    the same and the config still allows it; else None."""
     if earlier is None or earlier.get("world_size") != world_size:
         return None
     if earlier.get("given") != _given_layout_keys(config, given):
@@ -162,20 +164,20 @@ def _kept_layout(
     if chosen.hardware is None:
         chosen.hardware = earlier.get("hardware")
     differs = [as_typed(key, value) for key, value in earlier["values"].items() if value != get(config, key)]
-    line = f"{' '.join(differs) or 'that of the presets'} is kept, which this run chose for {world_size} rank(s)"
+    line = f"{' '.join(differs) or 'the layout of the presets'} is kept: this run chose it for {world_size} rank(s)"
     return LayoutChoice(chosen, world_size, earlier, [line], is_kept=True)
 
 
 def _reason_to_search(given: frozenset[str], config: Config, earlier: dict[str, Any] | None, world_size: int) -> str:
-    """Describe why an earlier choice is not kept, for the start of a line; empty where there is none."""
+    """Return the beginning of a line that explains why an earlier layout is not used; empty if there is none."""
     if earlier is None:
         return ""
     before = earlier.get("world_size")
     if before != world_size:
-        return f"searched again, for {world_size} rank(s) in place of {before}: "
+        return f"searched again, for {world_size} rank(s) instead of {before}: "
     if earlier.get("given") != _given_layout_keys(config, given):
-        return "searched again, as the command line has other keys of the layout: "
-    return "searched again, as other keys forbid the earlier one: "
+        return "searched again, because the command line sets other layout keys: "
+    return "searched again, because other keys no longer allow the earlier layout: "
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,12 +186,9 @@ def _reason_to_search(given: frozenset[str], config: Config, earlier: dict[str, 
 
 
 def choose_experts(config: Config, given: frozenset[str]) -> Config:
-    """Return the config with moe.weights_device=auto and training.pass_order=auto replaced; the same object where
-    neither is auto. Rank 0 prints the choice, and keeps it for the next start.
-
-    A run that has started keeps its choice on the same number of ranks, as long as the rules allow it. Raises
-    ConfigError.
-    """
+    """Return the config with moe.weights_device=auto and training.pass_order=auto replaced by a choice; the same object
+    if neither is auto. Rank 0 prints the choice and stores it for the next start. On the same number of ranks a run
+    keeps its choice, as long as the config allows it. Raises ConfigError."""
     if not is_asked(config):
         return config
     launch, path = launched(), Path(config.run_dir) / EXPERTS_CHOSEN
@@ -200,7 +199,7 @@ def choose_experts(config: Config, given: frozenset[str]) -> Config:
         chosen, line = kept
     else:
         chosen, values, line = decided_experts(config, given, launch.world_size)
-        again = "decided again, as ranks or keys are others: " if earlier is not None else ""
+        again = "decided again, because the number of ranks or the keys changed: " if earlier is not None else ""
         line = f"{again}{line}"
         if launch.rank == 0:
             record = {"asked": asked, "world_size": launch.world_size, "values": values, "line": line}
@@ -213,12 +212,13 @@ def choose_experts(config: Config, given: frozenset[str]) -> Config:
 
 
 def decided_experts(config: Config, given: frozenset[str], world_size: int) -> tuple[Config, dict[str, Any], str]:
-    """Decide for `world_size` ranks: the config, its new values by key, and a line on them. Raises ConfigError."""
+    """Choose where experts are stored and the order of the passes for `world_size` ranks. Returns the new config, the
+    chosen values by key, and a line that describes the choice. Raises ConfigError."""
     machine, why = machine_of(config)
     if not config.plan:
         refuse_another_kind(machine, config)
     capacity = memory_limits(config, world_size, machine).capacity
-    found = decide(config, world_size, expected_vocab_size(config), machine, capacity, given)
+    found = decide(Job(config, world_size, expected_vocab_size(config), machine.kind), machine, capacity, given)
     validate.validate(found.config, world_size)
     return found.config, found.values, f"{found.line}; {why}"
 
@@ -226,8 +226,8 @@ def decided_experts(config: Config, given: frozenset[str], world_size: int) -> t
 def _kept_experts(
     config: Config, asked: dict[str, Any], earlier: dict[str, Any] | None, world_size: int
 ) -> tuple[Config, str] | None:
-    """The config with the choice of the run's earlier attempt, and a line that describes it, if the same was asked for
-    on the same number of ranks."""
+    """Return the config with the choice that an earlier start of the run made, and a line that describes it, if the
+    number of ranks and the keys that are auto are the same; else None."""
     if earlier is None or earlier.get("asked") != asked or earlier.get("world_size") != world_size:
         return None
     try:
@@ -236,4 +236,4 @@ def _kept_experts(
     except (ConfigError, TypeError, AttributeError):
         return None
     typed = " ".join(f"{key}={value}" for key, value in earlier["values"].items())
-    return chosen, f"experts: {typed} is kept, which this run chose for {world_size} rank(s)"
+    return chosen, f"experts: {typed} is kept: this run chose it for {world_size} rank(s)"

@@ -1,8 +1,6 @@
-"""A warm-up batch of random tokens before the first step: it finds within seconds that memory does not suffice, and the
-error names settings that fit.
-
-Weights, optimizer, random numbers and routers are restored, so a run is the same with it and without.
-"""
+"""A warm-up batch of random tokens before the first step: it detects within seconds that memory is too small, and the
+error then names settings that fit. Weights, optimizer, random number states and routers are restored afterwards, so the
+run computes the same numbers with and without the warm-up."""
 
 from __future__ import annotations
 
@@ -22,32 +20,25 @@ from training.step import Batch, run_again
 
 
 def wanted(config: Config, device: torch.device) -> bool:
-    """Whether `training.dry_run` asks for it; by default on a GPU."""
+    """Whether to run the warm-up batch: `training.dry_run` decides; if it is null, the batch runs on a GPU only."""
     return device.type == "cuda" if config.training.dry_run is None else config.training.dry_run
 
 
 def first_batch(engine: Engine, plan: RunPlan) -> None:
-    """Run the forward and backward passes of the greatest number of micro-batches in flight, while the bytes of the
-    optimizer's state are reserved.
-
-    A collective call. Raises ConfigError, with settings that fit, if memory runs out.
-    """
+    """Run one warm-up batch with as many micro-batches as a step ever has in flight, while memory for the optimizer
+    state is reserved. A collective call. Raises ConfigError, which names settings that fit, if memory runs out."""
     config, device = engine.config, engine.topology.device
     pipeline = config.parallel.pipeline
     count = min(plan.micro_batches, 2 * pipeline if pipeline > 1 else 1)
     try:
         with _restored(engine):
             optimizer_state = torch.empty(_missing_state(engine, plan), dtype=torch.uint8, device=device)
-            run_again(engine, made_up_batches(config, count, plan.vocab_size, pin=device.type == "cuda"))
+            run_again(engine, made_up_batches(config, count, plan.job.vocab_size, pin=device.type == "cuda"))
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             del optimizer_state
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if (
-            isinstance(error, RuntimeError)
-            and not isinstance(error, torch.OutOfMemoryError)
-            and "allocate memory" not in str(error)
-        ):
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "allocate memory" not in str(error):
             raise
         # A host does not report how many bytes a process may take.
         on_gpu = device.type == "cuda"
@@ -56,8 +47,8 @@ def first_batch(engine: Engine, plan: RunPlan) -> None:
 
 
 def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, pin: bool = False) -> list[Batch]:
-    """Return `count` micro-batches of random tokens on the host; with `pin` in pinned memory, for a run on a GPU. Each
-    sample is one document, which takes the most memory."""
+    """Return `count` micro-batches of random tokens as host tensors, pinned if `pin`. Each sample is one document,
+    which needs the most memory."""
     generator = torch.Generator().manual_seed(seed)
     size, length = config.training.micro_batch_size, config.model.sequence_length
     batches = []
@@ -80,7 +71,7 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
 
 @contextmanager
 def _restored(engine: Engine) -> Iterator[None]:
-    """Context that restores the engine's state afterwards."""
+    """Return a context that restores the engine's state on exit."""
     device, snapshot = engine.topology.device, engine.snapshot()
     try:
         yield
@@ -95,7 +86,7 @@ def _restored(engine: Engine) -> Iterator[None]:
 
 
 def _missing_state(engine: Engine, plan: RunPlan) -> int:
-    """Return the bytes of optimizer state that the first step will allocate on this rank."""
+    """Return the bytes of optimizer state that this rank's first step has yet to allocate."""
     allocated = 0
     for member in members(engine.optimizer):
         if member.optimizer is not None:

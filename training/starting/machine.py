@@ -1,4 +1,5 @@
-"""The machine whose step time is predicted: the one that `hardware` names, or this one."""
+"""The machine (rates and sizes from a hardware file) whose step time is predicted: the one that `hardware` names, or
+this machine."""
 
 from __future__ import annotations
 
@@ -13,38 +14,36 @@ CPU = "cpu_emulated"  # the file of ranks on CPUs
 
 
 def machine_of(config: Config) -> tuple[Hardware, str]:
-    """Return the machine's figures, and a phrase that says why this machine was chosen.
-
-    Without `hardware` a GPU's machine is found by the card's name, and ranks on a CPU get the emulated cluster's.
-    Raises ConfigError if no file names the card, for a bad file, and if `training.device` is of another kind.
-    """
+    """Return the machine's figures, and a phrase that explains why this machine was chosen. Without `hardware`, a GPU's
+    file is found by the card's name, and ranks on a CPU use the emulated cluster's file. Raises ConfigError if no file
+    names the card, if the file is invalid, or if `training.device` is of another kind."""
     if config.hardware is not None:
         found = load_hardware(config.hardware)
         if config.training.device not in ("auto", found.kind):
             raise ConfigError(
-                f"training.device ({config.training.device}) must be {found.kind} with hardware={config.hardware}, or "
-                "auto. Try training.device=auto."
+                f"training.device ({config.training.device}) must be {found.kind} or auto with "
+                f"hardware={config.hardware}. Try training.device=auto."
             )
         return found, f"hardware={config.hardware}"
     if device_type(config) == "cpu":
-        return load_hardware(CPU), f"hardware={CPU}, as none was given and the ranks are on CPUs"
+        return load_hardware(CPU), f"hardware={CPU}, since none was given and the ranks are on CPUs"
     card_name = card.card_name()
     name = None if card_name is None else file_of_card(card_name)
     if name is None:
         raise ConfigError(
-            f"hardware (null) must be given: none of {', '.join(hardware_files.names())} is of this card "
-            f"({card_name or 'which has no name'}). Try hardware={hardware_files.names()[0]} or the path of a file "
-            "that python -m simulator.fit makes of measured steps."
+            f"hardware (null) must name a file: none of {', '.join(hardware_files.names())} describes this card "
+            f"({card_name or 'its name is unknown'}). Try hardware={hardware_files.names()[0]} or the path of a file "
+            "that python -m simulator.fit writes from measured steps."
         )
-    return load_hardware(name), f"hardware={name}, as none was given and this card is {card_name}"
+    return load_hardware(name), f"hardware={name}, since none was given and this card is {card_name}"
 
 
 def refuse_another_kind(machine: Hardware, config: Config) -> None:
-    """Raise ConfigError if the run is on other devices than the machine has."""
+    """Raise ConfigError if the machine has GPUs but the run uses CPUs, or the other way around."""
     device = device_type(config)
     if machine.kind != device:
         other = CPU if device == "cpu" else "null"
         raise ConfigError(
-            f"hardware ({machine.name}) must be of {device}, which this run's ranks are on, and is of {machine.kind}. "
-            f"Try hardware={other}."
+            f"hardware ({machine.name}) must describe {device} devices, because this run's ranks use these, but it "
+            f"describes {machine.kind} devices. Try hardware={other}."
         )

@@ -1,5 +1,5 @@
-"""Set up at the start of a run what it keeps off the device: layer inputs (training.activation_offload), what MoE
-layers offload between the passes (moe.memory_strategy), and experts' weights (moe.weights_device)."""
+"""Set up a run's offloading at its start: layer inputs (training.activation_offload), tensors that MoE layers offload
+between forward and backward (moe.memory_strategy), and experts' weights (moe.weights_device)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from base.errors import ConfigError
+from base.units import MIB
 from configs import derived
 from configs.schema import Config
 from configs.show import show
@@ -32,16 +33,14 @@ from parallel.pipeline import layer_visits, offloaded_layer_inputs
 from parallel.topology import Topology
 
 KEY = "training.activation_offload"
-MIB = 2**20
 
 
 def offload_layer_inputs(
     config: Config, topology: Topology, chunks: Sequence[torch.nn.Module], link: HostLink
 ) -> LayerInputs | None:
-    """Have bare chunks keep their layers' inputs on the host, as far as the budget allows. A collective call.
-
-    Raises ConfigError on all ranks if one lacks the memory.
-    """
+    """Make the bare chunks offload their layers' inputs to the host, for as many layers as the config and the budget
+    allow. Returns None if layer inputs are not offloaded. A collective call. Raises ConfigError on all ranks if one
+    lacks the memory."""
     if config.training.activation_offload == "none":
         return None
     size, headroom = derived.layer_input_bytes(config), _host_headroom()
@@ -50,8 +49,8 @@ def offload_layer_inputs(
     memory = [buffer for buffer in found if buffer is not None]
     if not _minimum(len(memory) == len(found), topology):
         raise ConfigError(
-            f"{KEY} ({show(config.training.activation_offload)}): a rank's host has not {number * size / MIB:.1f} MiB "
-            f"left for layer inputs. Try {KEY}=auto."
+            f"{KEY} ({show(config.training.activation_offload)}): a rank's host has less than "
+            f"{number * size / MIB:.1f} MiB free for layer inputs. Try {KEY}=auto."
         )
     store = LayerInputs(link, memory)
     for index, chunk in enumerate(chunks if config.training.pass_order == "by_micro_batch" else ()):
@@ -60,11 +59,11 @@ def offload_layer_inputs(
 
 
 def reserve_offloads(config: Config, topology: Topology, link: HostLink) -> dict[str, int]:
-    """Reserve host memory for what the configured memory strategy of the MoE layers offloads. A collective call.
+    """Reserve pinned host memory for the tensors that the MoE layers' memory strategy offloads. A collective call.
 
-    Returns the bytes that a step of this rank needs, by strategy, for the mean load or the greatest load that is
-    allowed; an empty dict on a CPU, which offloads by plain copies. Raises ConfigError on all ranks if one lacks the
-    memory.
+    Returns the bytes that a step of this rank needs, as a dict from strategy to bytes, at the load limit or, without
+    one, at an even load; an empty dict on a CPU, which offloads by plain copies. Raises ConfigError on all ranks if one
+    lacks the memory.
     """
     if not derived.is_moe(config) or not link.pins:
         return {}
@@ -82,7 +81,7 @@ def _host_headroom() -> int:
 
 
 def _minimum(value: int, topology: Topology) -> int:
-    """Return the minimum of all ranks' values."""
+    """Return the minimum of `value` over all ranks."""
     least = torch.tensor([value], device=topology.device)
     dist.all_reduce(least, op=dist.ReduceOp.MIN)
     return int(least.item())
@@ -91,8 +90,8 @@ def _minimum(value: int, topology: Topology) -> int:
 def stream_experts(
     config: Config, topology: Topology, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> ExpertStream | None:
-    """Fill the weights of offloaded experts with their initial values, and have the layers of the bare chunks take them
-    from device slots that a stream fills; None where the experts stay on the device."""
+    """Initialize the weights of offloaded experts, and make the layers of the bare chunks read them from device slots
+    that a copy stream fills. Returns None if the experts stay on the device."""
     offload = offload_of(optimizer)
     if offload is None or offload.experts is None:
         return None
@@ -104,7 +103,7 @@ def stream_experts(
     num_slots = records.weight_slots, records.grad_slots
 
     def visits(num_micro_batches: int, forward_only: bool) -> list[int]:
-        """Return the order in which this stage's MoE layers are visited, by their numbers on this rank."""
+        """Return the order in which passes visit this stage's MoE layers, as layer numbers on this rank."""
         order = layer_visits(config, num_micro_batches, topology.pipeline.rank, forward_only)
         return [numbers[layer] for layer, _ in groupby(layer for layer in order if layer in numbers)]
 
@@ -117,7 +116,7 @@ def stream_experts(
 
 
 def fillings(optimizer: MegatronOptimizer) -> Iterator[AbstractContextManager[None]]:
-    """Yield a context per MoE layer, in which the layer's offloaded weights can be filled."""
+    """Yield one context per MoE layer, in which the layer's offloaded weights can be written."""
     offload = offload_of(optimizer)
     assert offload is not None and offload.experts is not None
     for layer in range(len(offload.experts.layers)):

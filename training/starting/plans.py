@@ -1,4 +1,4 @@
-"""Print the answers of `plan=true`, `plan=json` and `plan=search`, without using a device."""
+"""Print the answer to `plan=true`, `plan=json` or `plan=search` without using a device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 
 from base.files import spared, write_text
 from base.ranks import launched, world_size
+from configs.job import Job
 from configs.schema import Config
 from configs.validate import planned_world_size
 from data.document_lengths import planned_segments, planned_share
 from data.tokenizer import expected_vocab_size
 from simulator import text
 from simulator.offload.expert_choice import is_asked
+from simulator.run_plan import device_type
 from simulator.search.answer import answer_text
 from simulator.search.search import search_layout
 from training.starting import choices
@@ -22,12 +24,12 @@ SEARCH_FILE = "search.json"  # in the run's folder, like plan.json
 
 
 def show(config: Config, given: frozenset[str]) -> int:
-    """Print the plan that `config.plan` asks for, and return the exit status. `given`: the keys of the command line.
-    Raises ConfigError where nothing fits."""
+    """Print the plan that `config.plan` asks for, and return the exit status. Raises ConfigError if no layout fits.
+    `given`: the keys that the command line sets."""
     ranks, vocab_size = planned_world_size(config, world_size()), expected_vocab_size(config)
     if config.plan == "search":
         searched, why = machine_of(config)
-        answer = search_layout(config, ranks, vocab_size, searched, given)
+        answer = search_layout(Job(config, ranks, vocab_size, searched.kind), searched, given)
         if launched().rank != 0:
             return 0
         path = Path(config.run_dir) / SEARCH_FILE
@@ -50,4 +52,5 @@ def show(config: Config, given: frozenset[str]) -> int:
         machine = machine_of(config)[0]
         if launched().rank == 0 and config.plan != "json":
             print(f"{line}\n", flush=True)
-    return text.show(config, ranks, vocab_size, planned_share(config), planned_segments(config), machine)
+    job = Job(config, ranks, vocab_size, device_type(config) if machine is None else machine.kind)
+    return text.show(job, planned_share(config), planned_segments(config), machine)

@@ -1,4 +1,4 @@
-"""Check the files and the machine that a config names, within a second: before torch is imported."""
+"""Check the files and the machine that a config names, within a second and before torch is imported."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WANDB_MODE = "WANDB_MODE"  # wandb's own variable; its value disabled overrides 
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a device, corpus, tokenizer, checkpoint, weights or plans that are missing, a machine of
-    another kind, a wrong vocabulary, nodes without a hierarchy, limits that are too low, an unusable run_dir."""
+    """Raise ConfigError if the run cannot start: a device, corpus, tokenizer, checkpoint, weights or plans are missing,
+    the hardware is of another kind, the vocabulary is too small, a limit is too low, or run_dir is unusable."""
     limits.check(launched().world_size, config.training.device != "cpu")
     refuse_missing(config.training.device, "training.device")
     if config.hardware is not None:
@@ -33,8 +33,8 @@ def check(config: Config) -> None:
     replay = config.moe.placement.replay
     if replay is not None and not any(Path(replay).glob("placement_*.plans")):
         raise ConfigError(
-            f"moe.placement.replay ({replay}) must be a folder with placement_*.plans, which a run with "
-            "moe.placement.record=true writes. Try moe.placement.replay=null to plan anew."
+            f"moe.placement.replay ({replay}) must be a folder with placement_*.plans files, which a run "
+            "with moe.placement.record=true writes. Try moe.placement.replay=null to plan anew."
         )
     if config.moe.all_to_all == "hierarchical" and not config.training.elastic:
         _check_nodes(config)
@@ -46,7 +46,7 @@ def check(config: Config) -> None:
         start.changed_settings(config, found)
         start.data_config(config, found)
         start.check_tokenizer(config, found)
-    if config.data.tokenizer != "sentencepiece":  # which is trained here, to a size that the config was checked with
+    if config.data.tokenizer != "sentencepiece":  # sentencepiece is trained in this run, to a size that was checked
         weights = config.checkpoint.weights
         source = found.checkpoint or (None if weights is None else Path(weights))
         _check_vocabulary(config, load_tokenizer(start.data_config(config, found).tokenizer).vocab_size, source)
@@ -54,25 +54,26 @@ def check(config: Config) -> None:
         weights_folder, named = Path(config.checkpoint.weights), config.data.tokenizer
         if core_file(weights_folder) is not None and tokenizer_digest(named) != tokenizer_digest(weights_folder):
             raise ConfigError(
-                f"data.tokenizer ({named}) has other content than the tokenizer in checkpoint.weights "
-                f"({weights_folder}): the weights would read other tokens. Leave data.tokenizer out, or try "
+                f"data.tokenizer ({named}) differs from the tokenizer in checkpoint.weights ({weights_folder}): its "
+                f"token ids have another meaning there. Leave data.tokenizer out, or try "
                 f"data.tokenizer={weights_folder}."
             )
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and not Path(config.run_dir).exists():
         raise ConfigError(
-            f"run_dir ({config.run_dir}) was deleted or moved while the run was at work in it. Put it back, or start "
-            "anew."
+            f"run_dir ({config.run_dir}) was deleted or moved while the run was writing to it. Restore it, or start "
+            "a new run."
         )
     try:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run_dir ({config.run_dir}) cannot be made: {error.strerror}. Give a folder that can be written."
+            f"run_dir ({config.run_dir}) cannot be created: {error.strerror}. Give a writable folder."
         ) from error
 
 
 def _check_nodes(config: Config) -> None:
-    """Raise ConfigError if this rank's launcher describes nodes without a hierarchy."""
+    """Raise ConfigError if this rank's expert parallel group lacks the several nodes, with several ranks each, that a
+    hierarchical all-to-all needs."""
     launch = launched()
     if launch.local_rank is None or launch.local_world_size is None:
         return  # the ranks exchange it later
@@ -87,7 +88,7 @@ def _check_nodes(config: Config) -> None:
     if not 1 < here < len(group):
         raise ConfigError(
             "moe.all_to_all (hierarchical) needs an expert parallel group with several ranks on each of several "
-            f"nodes; this rank's has {len(group)}, of which {here} on its node. Try moe.all_to_all=flat."
+            f"nodes; this rank's group has {len(group)} ranks, {here} of them on its node. Try moe.all_to_all=flat."
         )
 
 
@@ -103,20 +104,19 @@ def _check_wandb() -> None:
         ) from error
     if not has_key:
         raise ConfigError(
-            "logging.wandb (online) must have an API key, and there is none: set WANDB_API_KEY. Try "
-            "logging.wandb=offline."
+            "logging.wandb (online) must have an API key, but none is set in WANDB_API_KEY. Try logging.wandb=offline."
         )
 
 
 def _check_vocabulary(config: Config, tokenizer_size: int, source: Path | None) -> None:
-    """Raise ConfigError if the model's vocabulary is too small for the tokenizer. `source`: the checkpoint or weights
-    that the model starts from, whose size is fixed."""
+    """Raise ConfigError if the model's vocabulary is smaller than the tokenizer's. `source`: the checkpoint or weights
+    folder that fixes the model's size, if there is one."""
     size = config.model.vocab_size
     if size is None or size >= tokenizer_size:
         return
     advice = "Try model.vocab_size=null to follow the tokenizer"
     if source is not None:
-        advice = f"The model of {source} stays as it is: give a data.tokenizer of at most {size} tokens"
+        advice = f"The vocabulary of {source} cannot change: give a data.tokenizer with at most {size} tokens"
     raise ConfigError(
         f"model.vocab_size ({size}) must be at least the vocabulary of data.tokenizer ({tokenizer_size}): some tokens "
         f"would have no embedding. {advice}."

@@ -1,22 +1,22 @@
-"""Build a run from its config: data, ranks, folder, engine and the state of its checkpoint, in this order."""
+"""Build a run from its config: data, process groups, folder, engine and the state of its checkpoint, in this order."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from base import files
-from base.errors import ConfigError
 from base.progress import begin
 from base.ranks import launched
 from checkpoint import kept_tokenizer, manifest, resume, start
 from checkpoint.saver import Saver
 from checkpoint.state_file import describe_layout
+from configs.job import Job
 from configs.rules import idle
 from configs.schema import Config
 from configs.weights import check_files
@@ -31,7 +31,7 @@ from models.specs import backend_line, resolve_backend
 from models.transformer_config import fusions
 from parallel import card
 from parallel import topology as topology_module
-from parallel.joint_errors import raise_together, refuse_other_facts
+from parallel.joint_errors import raised_together, refuse_other_facts
 from parallel.topology import Topology
 from simulator import run_plan
 from simulator.flops import training_flops_per_token
@@ -45,21 +45,20 @@ from training.starting import dry_run, limits, start_log
 
 
 def build_run(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitStack) -> Run:
-    """Join the job, claim the run's folder, and build everything that a step needs. A collective call.
-
-    Each object that must be closed is registered with `built` as soon as it exists. Raises ConfigError.
-    """
+    """Connect the ranks, lock the run's folder, and build everything that a step needs. A collective call. Every object
+    that must be closed is registered with `built` as soon as it exists. Raises ConfigError."""
     prepared, expected = _prepare_before_ranks_meet(config)
     tokenizer = load_tokenizer(prepared.tokenizer_path, tried=True)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     topology, claim, resumption = _join(config, callbacks, built, prepared, vocab_size)
     device, on_gpu = topology.device, topology.device.type == "cuda"
-    if (expected.vocab_size, expected.device) != (vocab_size, device.type) or on_gpu:
+    job = Job(config, topology.world_size, vocab_size, device.type)
+    if expected.job != job or on_gpu:
         size = torch.cuda.get_device_properties(device).total_memory if on_gpu else None
-        share = expected.attended_share
-        expected = run_plan.make_plan(config, topology.world_size, vocab_size, device.type, size, share)
+        expected = run_plan.make_plan(job, size, expected.attended_share)
     # The memory that is free differs between nodes.
-    raise_together(_config_error(lambda: run_plan.refuse_what_cannot_fit(expected, device)))
+    with raised_together():
+        run_plan.refuse_what_cannot_fit(expected, device)
     headroom = run_plan.state_headroom(expected.memory[topology.rank], expected.capacity)
     engine = Engine(config, topology, vocab_size, headroom)
     built.callback(engine.close)
@@ -107,7 +106,8 @@ def build_run(config: Config, callbacks: Sequence[Callback], built: contextlib.E
 def _join(
     config: Config, callbacks: Sequence[Callback], built: contextlib.ExitStack, prepared: PreparedData, vocab_size: int
 ) -> tuple[Topology, resume.Claim | None, resume.Resumption]:
-    """Meet the other ranks, claim the run's folder against other jobs, and find where the run starts or resumes."""
+    """Connect the ranks, lock the run's folder against other jobs, and find the step at which the run starts or
+    resumes."""
     topology = topology_module.initialize(config)
     refuse_other_facts(identity.facts(prepared.identity))
     for callback in callbacks:
@@ -125,18 +125,9 @@ def _join(
     return topology, claim, resumption
 
 
-def _config_error(check: Callable[[], None]) -> str | None:
-    """Return the message of the ConfigError that `check` raises; None if it raises none."""
-    try:
-        check()
-    except ConfigError as error:
-        return str(error)
-    return None
-
-
 def _load_state(config: Config, engine: Engine, checkpoint: Path | None) -> tuple[progress.Progress, Health]:
-    """Fill the engine from a checkpoint, or else from `checkpoint.weights`, and return how far the run is. Raises
-    ConfigError on every rank."""
+    """Load the engine's state from a checkpoint, or else its weights from `checkpoint.weights`; return the run's
+    progress and step validation. Raises ConfigError on every rank."""
     position, health, weights = progress.Progress(), Health(config), config.checkpoint.weights
     if engine.topology.rank == 0 and config.logging.progress and (checkpoint or weights):
         begin(f"Reading {checkpoint or weights}")
@@ -146,13 +137,14 @@ def _load_state(config: Config, engine: Engine, checkpoint: Path | None) -> tupl
     elif weights is not None:
         launch = launched()  # each of the node's ranks checks some of the files
         share = slice(launch.local_rank if launch.local_world_size else None, None, launch.local_world_size)
-        raise_together(_config_error(lambda: check_files(Path(weights), share)))
+        with raised_together():
+            check_files(Path(weights), share)
         engine.load_weights(Path(weights))
     return position, health
 
 
 def _prepare_before_ranks_meet(config: Config) -> tuple[PreparedData, run_plan.RunPlan]:
-    """Prepare the corpus, and plan the run as far as it is known before the ranks meet. Raises ConfigError."""
+    """Prepare the corpus and make a first plan of memory and time, before the ranks connect. Raises ConfigError."""
     launch = launched()
     device = topology_module.choose_device(config)  # a wrong device is reported before a corpus is prepared
     early = start.find(config, manifest.problem_with)  # the ranks read every byte later, together
@@ -162,7 +154,8 @@ def _prepare_before_ranks_meet(config: Config) -> tuple[PreparedData, run_plan.R
         data_config = dataclasses.replace(data_config, validation_corpora={})
     # Checked before a corpus is tokenized, and before any rank of this node has allocated its memory.
     vocab_size = expected_vocab_size(dataclasses.replace(config, data=data_config))
-    expected = run_plan.make_plan(config, launch.world_size, vocab_size, device.type)
+    job = Job(config, launch.world_size, vocab_size, device.type)
+    expected = run_plan.make_plan(job)
     if device.type == "cpu":
         run_plan.refuse_what_the_host_cannot_hold(expected)
         limits.check_addresses(expected.memory[launch.rank].total + expected.memory[launch.rank].host)
@@ -173,9 +166,7 @@ def _prepare_before_ranks_meet(config: Config) -> tuple[PreparedData, run_plan.R
     if config.data.documents == "separate" and launch.rank == 0:  # the rank that writes and prints the plan
         share = corpus_share(config, prepared.train)
         documents = draw_segments(config, prepared.train) if config.parallel.context > 1 else None
-        expected = run_plan.make_plan(
-            config, launch.world_size, vocab_size, device.type, attended_share=share, documents=documents
-        )
+        expected = run_plan.make_plan(job, attended_share=share, documents=documents)
     if launch.rank == 0:
         for note in [*prepared.notes, *lone_documents(prepared, config.model.sentence_head)]:
             print(f"data: {note}", flush=True)
@@ -189,7 +180,8 @@ def _prepare_before_ranks_meet(config: Config) -> tuple[PreparedData, run_plan.R
 
 
 def _describe(run: Run, resumption: resume.Resumption, expected: run_plan.RunPlan) -> None:
-    """Log the start, write config, plan, tokenizer and record to the folder, and print a summary. Rank 0 calls it."""
+    """Log the start; write config, plan, tokenizer and run record to the folder; print a summary. Only rank 0 calls
+    it."""
     config, device = run.config, run.topology.device
     if (line := backend_line(config, device)) is not None:
         print(line, flush=True)

@@ -1,4 +1,5 @@
-"""Log the start of a run: the checkpoints that it skipped, where it starts or resumes, and changed settings."""
+"""Log the start of a run: the checkpoints that it skipped, the step at which it starts or resumes, and changed
+settings."""
 
 from __future__ import annotations
 
@@ -23,21 +24,20 @@ from training.resilience import events
 
 
 def log_skipped_checkpoint(run_dir: Path, line: str) -> None:
-    """Print and record why a checkpoint is skipped. Rank 0 calls it."""
-    print(line, flush=True)
-    events.record(run_dir, "checkpoint_passed_over", line)
+    """Print, and record as an event, why a checkpoint was skipped. Only rank 0 calls it."""
+    events.log(run_dir, "checkpoint_passed_over", line)
 
 
 def log_damaged_files(run_dir: Path, begin_from: Start) -> None:
-    """Print and record which files of the run differ from what its checkpoint recorded. Rank 0 calls it before the
-    files are used again. Raises OSError."""
+    """Print and record which of the run's files no longer match the sizes and checksums in its checkpoint. Rank 0 calls
+    it before it writes to these files again. Raises OSError."""
     folder = begin_from.checkpoint
     if folder is None or folder.parent.parent.resolve() != run_dir.resolve():
         return
     found = run_files.changed(run_dir, read_state(folder).get("files", {}))
     if found:
         text = (
-            f"{run_dir}: not as {folder.name} found it: {'; '.join(found)}. The run goes on without what was lost there"
+            f"{run_dir} has lost content that {folder.name} recorded: {'; '.join(found)}. The run continues without it"
         )
         events.log(run_dir, events.INCOMPLETE, text)
 
@@ -48,48 +48,33 @@ def log_start(config: Config, resumption: Resumption, step: int) -> None:
     if (
         status.read(run_dir).get("state") == "running" and not found.is_new
     ):  # this job holds the folder, so that process is gone
-        text = "the attempt before this one ended without a word"
-        print(text, flush=True)
-        events.record(run_dir, "ended_hard", text, step=last_step(run_dir))
+        text = "the previous attempt ended without a message"
+        events.log(run_dir, "ended_hard", text, step=last_step(run_dir))
     line = found.line(step)
-    print(line, flush=True)
-    source = {
-        "run": found.record.id,
-        "resume": found.record.resume,
-        "weights": found.record.weights,
-        "checkpoint": found.record.checkpoint,
-    }
-    events.record(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, **source)
+    held = found.record
+    source = {"run": held.id, "resume": held.resume, "weights": held.weights, "checkpoint": held.checkpoint}
+    events.log(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, **source)
     if found.checkpoint is not None:
         text = f"resumed from {found.checkpoint} at step {step}"
-        print(text, flush=True)
-        events.record(run_dir, "resumed", text, step=step)
+        events.log(run_dir, "resumed", text, step=step)
     changed = start.describe_changes(resumption.settings, resumption.data)
     if changed:
         before = "checkpoint" if found.checkpoint is not None else "first attempt"
-        text = f"it goes on with other settings than its {before}: {changed}"
-        print(text, flush=True)
+        text = f"it continues with settings that differ from its {before}: {changed}"
         values = {change.key: [change.before, change.after] for change in resumption.settings}
-        events.record(
-            run_dir,
-            "settings_changed",
-            text,
-            step=step,
-            settings=values,
-            data=[change.text for change in resumption.data],
-        )
+        data = [change.text for change in resumption.data]
+        events.log(run_dir, "settings_changed", text, step=step, settings=values, data=data)
     rise = rising_rate(config, resumption.settings, step)
     if rise is not None:
-        print(rise, flush=True)
-        events.record(run_dir, "learning_rate_rises", rise, step=step)
+        events.log(run_dir, "learning_rate_rises", rise, step=step)
 
 
 def rising_rate(config: Config, settings: Sequence[Change], step: int) -> str | None:
-    """Describe how changed settings raise the learning rate after `step`, with the keys that keep the old rate; None if
-    they do not raise it.
+    """Return a line on how changed settings raise the learning rate after `step`, with the keys that keep the old
+    schedule; None if they do not raise it.
 
-    A cosine schedule ends at the run's last step: after it has reached `min_lr`, a greater `training.steps` lets it
-    decay again from far above. A rise within the old schedule, as in its warm-up, is not due to the changes.
+    A cosine schedule ends at the run's last step. If it has reached `min_lr` and `training.steps` is then raised, the
+    rate jumps up and decays again. A rise that the old schedule has too, such as in its warm-up, is not reported.
     """
     before = _with(config, {change.key: change.before for change in settings})
 
@@ -103,8 +88,8 @@ def rising_rate(config: Config, settings: Sequence[Change], step: int) -> str | 
     old["optimizer.decay_steps"] = derived.decay_steps(before)
     lifting = [as_typed(key, value) for key, value in old.items() if rate(_with(config, {key: value}), step + 1) != now]
     return (
-        f"the learning rate rises from {last:.4g} in step {step} to {now:.4g} in step {step + 1}, where the schedule "
-        f"before had {scheduled:.4g}; {' '.join(lifting)} keeps that schedule"
+        f"the learning rate rises from {last:.4g} in step {step} to {now:.4g} in step {step + 1}, where the old "
+        f"schedule had {scheduled:.4g}; {' '.join(lifting)} keeps the old schedule"
     )
 
 

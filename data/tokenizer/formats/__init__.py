@@ -1,1 +1,1 @@
-"""Vocabularies of other formats as a Hugging Face tokenizer.json."""
+"""Readers that convert tokenizers of other formats to a Hugging Face tokenizer.json."""

@@ -1,8 +1,7 @@
 """Published tiktoken vocabularies: the patterns that split a text before merges, and the special tokens.
 
-The vocabularies' files hold neither.
-
-The patterns are for Oniguruma, which the tokenizers library uses; `$` and possessive quantifiers differ there.
+The files of these vocabularies contain neither. The patterns are for Oniguruma, the regular expressions of the
+tokenizers library, in which `$` and possessive quantifiers have another meaning.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ KIMI = "|".join((r"\p{Han}+", _words(f"[{_UPPER}{_NO_HAN}]", f"[{_LOWER}{_NO_HAN
 
 @dataclass(frozen=True)
 class Published:
-    """A published tiktoken vocabulary. The ids of `specials` follow the ranks; those of `at` are listed."""
+    """A published tiktoken vocabulary. The ids of special tokens in `specials` follow the ranks; `at` lists ids."""
 
     pattern: str
     eos: str
@@ -105,9 +104,10 @@ NAMES = {
 
 
 def published(file: Path, ranks: int) -> Published | None:
-    """Return the vocabulary that a file's name stands for; ranks: how many it has. None for an unknown name.
+    """Return the published vocabulary that a file's name stands for; None for an unknown name. ranks: number of tokens
+    in the file.
 
-    Like transformers, use Llama 3's rules for a tokenizer.model with ranks.
+    As in transformers, a tokenizer.model with ranks is read with the rules of Llama 3.
     """
     if file.name in NAMES:
         return PUBLISHED[NAMES[file.name]]

@@ -1,4 +1,5 @@
-"""Vocabularies of bytes with ranks: tiktoken's files (a line: base64, rank) and Mistral's `tekken.json`."""
+"""Readers of vocabularies of bytes with ranks: tiktoken's files (lines of base64 and rank) and Mistral's
+`tekken.json`."""
 
 from __future__ import annotations
 
@@ -32,12 +33,12 @@ TEKKEN_SPECIALS = (
     *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
 )
 MOST_SPECIALS = 1 << 16  # published files have 1000
-# Oniguruma reads these differently from the library that the pattern was written for.
+# Oniguruma interprets these differently from the library that the pattern was written for.
 OTHERWISE_READ = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\^(?<!\[\^)|[}*+?]\+)")
 
 
 def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
-    """Read a tiktoken file, with the pattern and the special tokens that its name stands for. Raises ConfigError."""
+    """Read a tiktoken file, with the pattern and special tokens that its name implies. Raises ConfigError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -49,17 +50,19 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
             token = b""
         if not match or not token:
             raise ConfigError(
-                f"data.tokenizer={file}, line {number}: a line of a tiktoken file is base64, a space and a rank, not "
-                f"{line[:40]!r}"
+                f"data.tokenizer={file}: line {number} ({line[:40]!r}) must consist of base64, a space and a rank, as "
+                "in all tiktoken files"
             )
         ranks[token] = int(match[2])
     if len(set(ranks.values())) < len(ranks):
-        raise ConfigError(f"data.tokenizer={file}: two tokens have the same rank")
+        raise ConfigError(
+            f"data.tokenizer={file}: two tokens have the same rank. The file is damaged; download it again"
+        )
     known = patterns.published(file, len(ranks))
     if known is None:
         raise ConfigError(
-            f"data.tokenizer={file}: a tiktoken file does not say how a text is split before it is encoded, and its "
-            f"name is not one of {', '.join(patterns.NAMES)} or tokenizer.model (Llama 3), which would"
+            f"data.tokenizer={file}: only the name of a tiktoken file tells how texts are split before encoding, and "
+            f"the name must be one of {', '.join(patterns.NAMES)} or tokenizer.model (Llama 3)"
         )
     first = max(ranks.values()) + 1
     listed = {
@@ -75,7 +78,7 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
 
 
 def tekken(file: Path, settings: dict[str, Any]) -> Converted:
-    """Read Mistral's tekken.json; the ids of its special tokens precede the vocabulary's. Raises ConfigError."""
+    """Read Mistral's tekken.json, whose special tokens have ids below the vocabulary's. Raises ConfigError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         config, listed = content["config"], content.get("special_tokens")
@@ -87,16 +90,17 @@ def tekken(file: Path, settings: dict[str, Any]) -> Converted:
         ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in content["vocab"]}
         pattern = str(config["pattern"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"data.tokenizer={file}: it is no tekken.json: {first_line(error)}") from error
+        raise ConfigError(f"data.tokenizer={file} is not a tekken.json: {first_line(error)}") from error
     if size > count + len(ranks) or count > MOST_SPECIALS or any(not 0 <= i < count for i in specials):
         raise ConfigError(
-            f"data.tokenizer={file}: it holds {len(ranks)} tokens and {len(specials)} special ones, and says that they "
-            f"are {size} with {count} special ones, of which there may be {MOST_SPECIALS}"
+            f"data.tokenizer={file} contains {len(ranks)} tokens and {len(specials)} special tokens, which contradicts "
+            f"its own numbers: {size} tokens in all, {count} of them special (at most {MOST_SPECIALS})"
         )
     found = OTHERWISE_READ.search(pattern)
     if found is not None:
         raise ConfigError(
-            f"data.tokenizer={file}: its pattern has {found[0]!r}, which the tokenizers library reads in another way"
+            f"data.tokenizer={file}: its pattern contains {found[0]!r}, which the tokenizers library interprets "
+            "differently"
         )
     specials = {i: specials.get(i, f"<SPECIAL_{i}>") for i in range(count)}
     ranks = {token: rank + count for token, rank in ranks.items() if rank < size - count}
@@ -111,7 +115,7 @@ def _converted(
 ) -> Converted:
     missing = sorted(set(range(256)) - {token[0] for token in ranks if len(token) == 1})
     if missing:
-        raise ConfigError(f"data.tokenizer={file}: it has no token for the byte {missing[0]}, as it must for each byte")
+        raise ConfigError(f"data.tokenizer={file} must have a token for every byte, and has none for byte {missing[0]}")
     characters = {byte: character for character, byte in byte_level_alphabet().items()}
     vocabulary = {"".join(map(characters.__getitem__, token)): rank for token, rank in ranks.items()}
     merges = merges_of(vocabulary)
@@ -119,13 +123,15 @@ def _converted(
         name = token_name(settings.get(role))
         if name and name not in specials.values():
             raise ConfigError(
-                f"data.tokenizer={file}: tokenizer_config.json beside it names {role} {name!r}, and no special token "
-                f"has that name; the first ones are {', '.join(list(specials.values())[:5])}"
+                f"data.tokenizer={file}: {role} ({name!r}) in tokenizer_config.json must be one of the special tokens, "
+                f"such as {', '.join(list(specials.values())[:5])}"
             )
     taken = set(ranks.values())
     for i, name in specials.items():
         if name in vocabulary or i in taken:
-            raise ConfigError(f"data.tokenizer={file}: the special token {name!r} ({i}) is in the vocabulary, too")
+            raise ConfigError(
+                f"data.tokenizer={file}: the special token {name!r} (id {i}) must not be in the vocabulary, too"
+            )
         vocabulary[name] = i
     spec = tokenizer_spec(
         byte_pair_model(vocabulary, merges, ignore_merges=True),
@@ -135,5 +141,5 @@ def _converted(
         settings_around(settings, vocabulary),
         byte_level(True, True),
     )
-    # As in the libraries that these formats are from, "<|endoftext|>" in a text is text.
+    # As in the libraries of these formats, "<|endoftext|>" in a text is not a special token.
     return Converted(spec, {"split_special_tokens": True, **settings})

@@ -1,4 +1,4 @@
-"""Sections of a tokenizer.json, made from the vocabularies of other formats."""
+"""Sections of a tokenizer.json, built from tokenizers of other formats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from data.tokenizer.settings import ROLES, first_line, token_name
 
 @dataclass
 class Converted:
-    """The content of a tokenizer.json and a tokenizer_config.json, and notes for the user."""
+    """The contents of a tokenizer.json and a tokenizer_config.json, and notes for the user."""
 
     spec: dict[str, Any]
     settings: dict[str, Any]
@@ -29,7 +29,7 @@ def tokenizer_spec(
     post_processor: dict[str, Any] | None,
     decoder: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer.json."""
+    """Return the content of a tokenizer.json with these sections."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -44,16 +44,16 @@ def tokenizer_spec(
 
 
 def added_token(token: int, content: str, special: bool = True, **flags: bool) -> dict[str, Any]:
-    """Return an entry of tokenizer.json's `added_tokens`."""
+    """Return an entry for the `added_tokens` of a tokenizer.json."""
     usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {"id": token, "content": content, **usual, **flags, "special": special}
 
 
 def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the added tokens of a vocabulary, and add those that it lacks.
+    """Return the added tokens of a tokenizer, and add those that are missing to its vocabulary.
 
-    They are named by added_tokens.json, and by `added_tokens_decoder` and the roles of tokenizer_config.json. Raises
-    ConfigError.
+    The tokens are those of added_tokens.json, and of `added_tokens_decoder` and the roles in tokenizer_config.json.
+    Raises ConfigError.
     """
     tokens: dict[str, dict[str, Any]] = {}
     file = folder / "added_tokens.json"
@@ -63,7 +63,7 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
             listed = json.loads(file.read_text(encoding="utf-8"))
             tokens = {name: added_token(int(i), name, special=False) for name, i in listed.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{file} must be an object of ids by token: {first_line(error)}") from error
+            raise ConfigError(f"{file} must be a JSON object from token to id: {first_line(error)}") from error
     for i, entry in (settings.get("added_tokens_decoder") or {}).items():
         flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
         tokens[entry["content"]] = added_token(int(i), entry["content"], bool(entry.get("special")), **flags)
@@ -78,8 +78,9 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
     for name, token in tokens.items():
         if vocabulary.get(name, token["id"]) != token["id"] or by_id.get(token["id"], name) != name:
             raise ConfigError(
-                f"data.tokenizer={folder}: the added token {name!r} has the id {token['id']}, and the vocabulary has "
-                f"{by_id.get(token['id'], name)!r} there and {name!r} at {vocabulary.get(name)}"
+                f"data.tokenizer={folder}: the added token {name!r} has id {token['id']}, which contradicts the "
+                f"vocabulary: {by_id.get(token['id'], name)!r} has that id there, and {name!r} has id "
+                f"{vocabulary.get(name)}"
             )
         vocabulary[name] = token["id"]
         by_id[token["id"]] = name
@@ -89,9 +90,10 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
 def around(
     before: list[tuple[str, int]], after: list[tuple[str, int]], before_second: bool = True
 ) -> dict[str, Any] | None:
-    """Return the post-processor that puts tokens, as (content, id), around a text and around each of a pair of texts.
+    """Return the post-processor that puts tokens, given as (content, id), around a text, and around both texts of a
+    pair.
 
-    before_second: whether the second text of a pair gets tokens in front of it.
+    before_second: whether tokens also precede the second text of a pair. Returns None without tokens.
     """
     if not before and not after:
         return None
@@ -109,7 +111,7 @@ def around(
 
 
 def settings_around(settings: dict[str, Any], vocabulary: dict[str, int]) -> dict[str, Any] | None:
-    """Return the post-processor for `add_bos_token` and `add_eos_token` of tokenizer_config.json."""
+    """Return the post-processor that `add_bos_token` and `add_eos_token` of tokenizer_config.json request, or None."""
 
     def side(key: str, role: str) -> list[tuple[str, int]]:
         name = token_name(settings.get(role))
@@ -119,18 +121,18 @@ def settings_around(settings: dict[str, Any], vocabulary: dict[str, int]) -> dic
 
 
 def byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
-    """Return the pre-tokenizer, or decoder, that writes bytes as characters. use_regex: split words as GPT-2 does."""
+    """Return the pre-tokenizer or decoder that represents bytes as characters. use_regex: split words as GPT-2."""
     return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
 def split(pattern: str) -> dict[str, Any]:
-    """Return the pre-tokenizer that splits a text by a regular expression and writes bytes as characters."""
+    """Return the pre-tokenizer that splits a text by a regular expression and represents bytes as characters."""
     regex = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     return {"type": "Sequence", "pretokenizers": [regex, byte_level(False, False)]}
 
 
 def byte_pair_model(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
-    """Return tokenizer.json's model of a byte pair encoding."""
+    """Return the `model` section of a tokenizer.json for byte pair encoding."""
     usual = {
         "dropout": None,
         "unk_token": None,
@@ -145,26 +147,25 @@ def byte_pair_model(vocabulary: dict[str, int], merges: list[tuple[str, str]], *
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte of each printable character that GPT-2 writes for it (openai/gpt-2, encoder.py,
-    bytes_to_unicode)."""
+    """Return the byte that each printable character represents in GPT-2's vocabulary, as a dict from character to byte
+    (openai/gpt-2, encoder.py, bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def merges_of(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the merges, first one first, of a vocabulary that has only ranks: the token of the least rank is made
-    first.
+    """Return the merges, in order, of a vocabulary that has only ranks; the token of the lowest rank is merged first.
 
-    tiktoken and sentencepiece merge any two neighbours that form a token together, the first such pair of the text if
-    two form the same one; the tokenizers library merges listed pairs, one after the other. So each split of a token in
-    two is a merge. Of these the one with the longer left half is first: in a run of one character the remainder is then
-    at the end, as if the first pair of the text were merged.
+    tiktoken and sentencepiece merge any two neighbours that together form a token, the leftmost pair first if two pairs
+    form the same token; the tokenizers library merges listed pairs, one after the other. So each split of a token in
+    two is a merge. Of these, the split with the longest left half comes first: the remainder of a run of one character
+    is then at the end, as if the leftmost pair had been merged.
     """
     merges = []
     lengths = sorted({len(token) for token in ranks})
     for token, rank in ranks.items():
-        for cut in lengths:  # only lengths of tokens: a token much longer than the others has few cuts into two
+        for cut in lengths:  # lengths of tokens only, so that a very long token has few cuts to try
             if cut >= len(token):
                 break
             left, right = token[:cut], token[cut:]

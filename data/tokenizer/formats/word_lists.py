@@ -1,4 +1,4 @@
-"""Vocabularies in lists of words: GPT-2's `vocab.json` with `merges.txt`, and BERT's `vocab.txt`."""
+"""Readers of vocabularies that list words: GPT-2's `vocab.json` with `merges.txt`, and BERT's `vocab.txt`."""
 
 from __future__ import annotations
 
@@ -49,27 +49,29 @@ BERT_ROLES = {
 WORD_PIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 SAVE = (
     "python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{0}').save_pretrained('tokenizer')\" "
-    "writes a tokenizer.json to give instead"
+    "writes a tokenizer.json that can be given instead"
 )
 
 
 def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
-    """Read `vocab.json` (token -> id) with the merges next to it, one per line. Raises ConfigError."""
+    """Read a `vocab.json` (token to id) and the file of merges next to it, one per line. Raises ConfigError."""
     name = _class_of(file, settings, BYTE_PAIR_CLASSES, "GPT2Tokenizer")
     normalizer, pattern, usual = BYTE_PAIR_CLASSES[name]
     merges_file = merges_of(file)
     if merges_file is None:
         raise ConfigError(
-            f"data.tokenizer={file}: its merges are missing: merges.txt beside vocab.json, NAME-merges.txt beside "
-            "NAME-vocab.json"
+            f"data.tokenizer={file}: the file of merges is missing. Put merges.txt next to vocab.json, or "
+            "NAME-merges.txt next to NAME-vocab.json"
         )
     try:
         vocabulary = json.loads(_text(file))
     except ValueError as error:
-        raise ConfigError(f"data.tokenizer={file}: it is not JSON: {first_line(error)}") from error
+        raise ConfigError(f"data.tokenizer={file} is not JSON: {first_line(error)}") from error
     whole = isinstance(vocabulary, dict) and all(type(i) is int and i >= 0 for i in vocabulary.values())
     if not whole or not vocabulary or len(set(vocabulary.values())) < len(vocabulary):
-        raise ConfigError(f"data.tokenizer={file}: a vocabulary is a JSON object of tokens, each with an id of its own")
+        raise ConfigError(
+            f"data.tokenizer={file} must be a JSON object from token to id, with a different id for each token"
+        )
     vocabulary = dict(vocabulary)
     merges = _read_merges(merges_file, vocabulary)
     settings = {**usual, **settings}
@@ -94,9 +96,7 @@ def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
         after,
         byte_level(True, True),
     )
-    notes = (
-        [] if "tokenizer_class" in settings else [f"{file} is read as GPT-2's, as no tokenizer_class says otherwise"]
-    )
+    notes = [] if "tokenizer_class" in settings else [f"{file} is read as GPT-2's, because no tokenizer_class is named"]
     return Converted(spec, settings, notes)
 
 
@@ -111,7 +111,8 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
     settings = {**BERT_ROLES, **settings}
     if token_name(settings["unk_token"]) not in vocabulary:
         raise ConfigError(
-            f"data.tokenizer={file}: a vocabulary of BERT has a piece a line, and {settings['unk_token']} among them"
+            f"data.tokenizer={file}: a vocabulary of BERT has one piece per line and must contain "
+            f"{settings['unk_token']}"
         )
     added = add_tokens(vocabulary, settings, file.parent)
     begin, end = (_with_id(settings[role], vocabulary, file) for role in ("cls_token", "sep_token"))
@@ -132,16 +133,16 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
     notes = []
     if lower_case is None:
         capitals = sum(any(character.isupper() for character in token) for token in vocabulary if token[:1] != "[")
-        never = f", so {capitals} of its pieces, with capitals, never occur" if capitals else ""
+        never = f", so {capitals} of its pieces never occur, because they have capitals" if capitals else ""
         notes = [
-            f"{file} is read in lower case as transformers reads it{never}; "
-            'tokenizer_config.json beside it may say {"do_lower_case": false}'
+            f"{file} is read in lower case, as in transformers{never}. To change this, write "
+            '{"do_lower_case": false} to tokenizer_config.json next to it'
         ]
     return Converted(spec, settings, notes)
 
 
 def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the normalizer of transformers' BertTokenizer with the settings of a tokenizer_config.json."""
+    """Return the normalizer of transformers' BertTokenizer for the settings of a tokenizer_config.json."""
     lower, chinese = settings.get("do_lower_case"), settings.get("tokenize_chinese_chars")
     return {
         "type": "BertNormalizer",
@@ -153,14 +154,14 @@ def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> str:
-    """Return the class whose rules apply: that of tokenizer_config.json, or the usual one. Raises ConfigError."""
+    """Return the tokenizer class whose rules apply: tokenizer_config.json's or the usual one. Raises ConfigError."""
     name = str(settings.get("tokenizer_class", usual)).removesuffix("Fast")
-    if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # classes without rules of their own
+    if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # classes without own rules
         name = usual
     if name not in known:
         raise ConfigError(
-            f"data.tokenizer={file}: its rules are those of {name} (tokenizer_config.json), which are not known here: "
-            f"{', '.join(known)} are. {SAVE.format(file.parent)}"
+            f"data.tokenizer={file}: the tokenizer_class {name} of tokenizer_config.json must be one of "
+            f"{', '.join(known)}. {SAVE.format(file.parent)}"
         )
     return name
 
@@ -168,7 +169,7 @@ def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> s
 def _with_id(token: Any, vocabulary: dict[str, int], file: Path) -> tuple[str, int]:
     name = token_name(token)
     if name not in vocabulary:
-        raise ConfigError(f"data.tokenizer={file}: the vocabulary has no {name}, which is added to each text")
+        raise ConfigError(f"data.tokenizer={file}: the vocabulary must contain {name}, which is added to each text")
     return name, vocabulary[name]
 
 
@@ -180,10 +181,12 @@ def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
             continue
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise ConfigError(f"data.tokenizer: {file}, line {number}: a merge is two pieces, not {line[:40]!r}")
+            raise ConfigError(f"data.tokenizer: line {number} of {file} ({line[:40]!r}) must consist of two pieces")
         missing = next((token for token in (left, right, left + right) if token not in vocabulary), None)
         if missing is not None:
-            raise ConfigError(f"data.tokenizer: {file}, line {number}: {missing!r} is not in the vocabulary beside it")
+            raise ConfigError(
+                f"data.tokenizer: {missing!r} in line {number} of {file} must be in the vocabulary next to it"
+            )
         merges.append((left, right))
     return merges
 
@@ -192,4 +195,4 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"data.tokenizer={file}: it is not UTF-8: {first_line(error)}") from error
+        raise ConfigError(f"data.tokenizer={file} is not UTF-8: {first_line(error)}") from error

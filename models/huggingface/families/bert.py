@@ -96,12 +96,8 @@ def _read(keys: HfConfig) -> Overrides:
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
     positions = keys["max_position_embeddings"]
-    must(
-        positions >= MIN_BERT_SEQUENCE,
-        "max_position_embeddings",
-        positions,
-        f"be at least {MIN_BERT_SEQUENCE} to hold two sentences",
-    )
+    rule = f"be at least {MIN_BERT_SEQUENCE} to hold two sentences"
+    must(positions >= MIN_BERT_SEQUENCE, "max_position_embeddings", positions, rule)
     check_padding(keys)
     names = keys["architectures"] or [CLASSES[0]]
     if names[0] not in CLASSES:

@@ -1,8 +1,8 @@
 """DeepSeek-V3 (arXiv:2412.19437) and Kimi K2 (arXiv:2507.20534): `DeepseekV3ForCausalLM`, without multi-token
-prediction; and DeepSeek-V2 (arXiv:2405.04434) with V2-Lite and Coder-V2: `DeepseekV2ForCausalLM`.
+prediction; DeepSeek-V2 (arXiv:2405.04434) with V2-Lite and Coder-V2: `DeepseekV2ForCausalLM`.
 
-V2 has softmax scores that are not normalized to sum to 1; if its routing is limited to groups of experts, the score of
-a group is that of its best expert.
+V2 has softmax scores that are not normalized to sum to 1. If its routing is limited to groups of experts, the score of
+a group is the score of its best expert.
 """
 
 from __future__ import annotations
@@ -28,18 +28,7 @@ from models.huggingface.families.keys import (
     only,
     or_null,
 )
-from models.huggingface.families.llama import (
-    COMMON_KEYS,
-    COMMON_RULES,
-    DENSE_RULES,
-    EXPERT_RULES,
-    MOE_KEYS,
-    TIED,
-    read_common,
-    read_experts,
-    write_common,
-)
-from models.huggingface.families.rules import GATE_UP, Family, Overrides, Rule
+from models.huggingface.families.rules import GATE_UP, Overrides, Rule
 
 OURS, THEIRS = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
 
@@ -89,11 +78,11 @@ ROUTER_BIAS_RULE = Rule(
     "experts",
     only="moe",
 )
-RULES = (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *EXPERT_RULES, *SHARED_EXPERT_RULES)
+RULES = (*llama.COMMON_RULES, *ATTENTION_RULES, *llama.DENSE_RULES, *llama.EXPERT_RULES, *SHARED_EXPERT_RULES)
 
 V3_KEYS: Keys = {
-    **COMMON_KEYS,
-    **MOE_KEYS,
+    **llama.COMMON_KEYS,
+    **llama.MOE_KEYS,
     "num_key_value_heads": carried(or_null(COUNT), 128),
     "max_position_embeddings": carried(COUNT, 4096),
     "attention_dropout": llama.KEYS["attention_dropout"],
@@ -133,28 +122,20 @@ KIMI_KEYS: Keys = V3_KEYS | {
 
 
 def read_latent(keys: HfConfig) -> Overrides:
-    """Return the overrides that V2 and V3 share: latent attention, dense layers before those with experts, and shared
-    experts. Raises ConfigError."""
+    """Return the config overrides that DeepSeek-V2 and V3 share: latent attention, dense layers before the MoE layers,
+    and shared experts. Raises ConfigError."""
     heads, plain, rotary = keys["num_attention_heads"], keys["qk_nope_head_dim"], keys["qk_rope_head_dim"]
     groups = heads if keys["num_key_value_heads"] is None else keys["num_key_value_heads"]
-    must(
-        groups == heads,
-        "num_key_value_heads",
-        groups,
-        f"be num_attention_heads ({heads}): all heads share one latent key",
-    )
+    rule = f"be num_attention_heads ({heads}): all heads share one latent key"
+    must(groups == heads, "num_key_value_heads", groups, rule)
     must(keys["head_dim"] in (None, rotary), "head_dim", keys["head_dim"], f"be qk_rope_head_dim ({rotary})")
-    must(rotary % 2 == 0, "qk_rope_head_dim", rotary, "be even, because rotary positions turn pairs of channels")
-    must(
-        keys["qk_head_dim"] in (None, plain + rotary),
-        "qk_head_dim",
-        keys["qk_head_dim"],
-        f"be qk_nope_head_dim + qk_rope_head_dim ({plain + rotary})",
-    )
-    experts, top_k = read_experts(keys)
+    must(rotary % 2 == 0, "qk_rope_head_dim", rotary, "be even, because rotary positions rotate pairs of channels")
+    rule = f"be qk_nope_head_dim + qk_rope_head_dim ({plain + rotary})"
+    must(keys["qk_head_dim"] in (None, plain + rotary), "qk_head_dim", keys["qk_head_dim"], rule)
+    experts, top_k = llama.read_experts(keys)
     num_layers, num_dense = keys["num_hidden_layers"], keys["first_k_dense_replace"]
     must(num_dense < num_layers, "first_k_dense_replace", num_dense, f"be less than num_hidden_layers ({num_layers})")
-    overrides = read_common({**keys, "head_dim": rotary, "attention_dropout": keys["attention_dropout"] or 0.0})
+    overrides = llama.read_common({**keys, "head_dim": rotary, "attention_dropout": keys["attention_dropout"] or 0.0})
     overrides["model"] |= {
         "attention": "latent",
         "num_query_groups": None,
@@ -176,26 +157,20 @@ def read_latent(keys: HfConfig) -> Overrides:
 
 
 def read_groups(keys: HfConfig, best: int) -> dict[str, Any]:
-    """Return the overrides for routing limited to `topk_group` of `n_group` groups of experts, whose score is the sum
-    of their `best` highest scores. Raises ConfigError."""
+    """Return the config overrides for routing limited to `topk_group` of `n_group` groups of experts. The score of a
+    group is the sum of its `best` highest scores. Raises ConfigError."""
     experts, top_k, num_groups, chosen = (
         keys[key] for key in ("num_experts", "num_experts_per_tok", "n_group", "topk_group")
     )
     size = experts // num_groups
-    must(
-        experts % num_groups == 0 and size >= best,
-        "n_group",
-        num_groups,
-        f"divide n_routed_experts ({experts}) into groups of {best} or more",
-    )
+    rule = f"divide n_routed_experts ({experts}) into groups of {best} or more"
+    must(experts % num_groups == 0 and size >= best, "n_group", num_groups, rule)
     must(chosen <= num_groups, "topk_group", chosen, f"not exceed n_group ({num_groups})")
-    must(
-        top_k <= chosen * size,
-        "num_experts_per_tok",
-        top_k,
-        f"not exceed the {chosen * size} experts of topk_group ({chosen}) groups of n_group ({num_groups}) that divide "
-        f"n_routed_experts ({experts})",
+    rule = (
+        f"not exceed {chosen * size}, the number of experts in topk_group ({chosen}) of the n_group ({num_groups}) "
+        f"groups of n_routed_experts ({experts})"
     )
+    must(top_k <= chosen * size, "num_experts_per_tok", top_k, rule)
     if chosen == num_groups:
         return {}
     return {"num_groups": num_groups, "group_top_k": chosen, "group_score_top_k": best}
@@ -208,11 +183,11 @@ def _read_v3(keys: HfConfig) -> Overrides:
 
 
 def write_latent(config: Config, model_type: str, architecture_name: str) -> HfConfig:
-    """Return the keys that `read_latent` reads."""
+    """Return the config.json keys that `read_latent` reads."""
     model, moe = config.model, config.moe
     width = derived.expert_ffn_hidden_size(config)
     hf = {
-        **write_common(config, model_type, architecture_name),
+        **llama.write_common(config, model_type, architecture_name),
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,
         "qk_nope_head_dim": derived.head_dim(config),
@@ -252,17 +227,8 @@ def _carries_nothing(name: str, config: Config, keys: HfConfig) -> bool:
     return (layer is not None and int(layer[1]) in extra) or llama.carries_nothing(name, config, keys)
 
 
-V3 = Family(
-    "deepseek_v3",
-    V3_KEYS,
-    _read_v3,
-    _write_v3,
-    (*RULES, ROUTER_BIAS_RULE),
-    "model.",
-    TIED,
-    is_moe=True,
-    carries_nothing=_carries_nothing,
-)
+V3_RULES = (*RULES, ROUTER_BIAS_RULE)
+V3 = llama.family("deepseek_v3", V3_KEYS, _read_v3, _write_v3, V3_RULES, is_moe=True, carries_nothing=_carries_nothing)
 KIMI = replace(
     V3,
     model_type="kimi_k2",
@@ -307,12 +273,12 @@ def _read_v2(keys: HfConfig) -> Overrides:
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
     for key in ("qk_nope_head_dim", "kv_lora_rank"):
-        must(keys[key] % 2 == 0, key, keys[key], "be even, because transformers takes pairs of channels behind them")
+        must(keys[key] % 2 == 0, key, keys[key], "be even, because transformers reads the channels after them in pairs")
     overrides = read_latent(keys)
     overrides["moe"] |= {"router_score": "softmax", "normalize_top_k": False}
     if keys["topk_method"] == LIMITED:
         for key in ("n_group", "topk_group"):
-            must(keys[key] is not None, key, None, f"be a number of groups with topk_method ({LIMITED})")
+            must(keys[key] is not None, key, None, f"be a number of groups if topk_method is {LIMITED}")
         overrides["moe"] |= read_groups(keys, best=1)
     return overrides
 
@@ -327,14 +293,4 @@ def _write_v2(config: Config) -> HfConfig:
     }
 
 
-V2 = Family(
-    "deepseek_v2",
-    V2_KEYS,
-    _read_v2,
-    _write_v2,
-    RULES,
-    "model.",
-    TIED,
-    is_moe=True,
-    carries_nothing=llama.carries_nothing,
-)
+V2 = llama.family("deepseek_v2", V2_KEYS, _read_v2, _write_v2, RULES, is_moe=True)

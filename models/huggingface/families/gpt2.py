@@ -92,12 +92,8 @@ def _read(keys: HfConfig) -> Overrides:
     hidden, heads, positions = keys["n_embd"], keys["n_head"], keys["n_positions"]
     must(hidden % heads == 0, "n_head", heads, f"divide n_embd ({hidden})")
     dropout = keys["resid_pdrop"]
-    must(
-        keys["embd_pdrop"] == dropout,
-        "embd_pdrop",
-        keys["embd_pdrop"],
-        f"be resid_pdrop ({dropout}): Mixtrain has one for both",
-    )
+    rule = f"be resid_pdrop ({dropout}): Mixtrain has one value for both"
+    must(keys["embd_pdrop"] == dropout, "embd_pdrop", keys["embd_pdrop"], rule)
     return {
         "model": {
             "family": "gpt",

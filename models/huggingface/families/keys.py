@@ -1,9 +1,9 @@
-"""Tables of the keys of a config.json: each family has one. models/huggingface/unknown_keys.py treats keys that are not
-in the table.
+"""Tables of the keys of a config.json: each model family has one. models/huggingface/unknown_keys.py decides about keys
+that are not in the table.
 
-A key of a table is carried (into our config), irrelevant (to the model's numbers), or refused unless it has one of some
-values. Each has a kind of value and a default for folders without the key: transformers' own default for the family,
-written down here so that a folder means the same whatever version is installed.
+A key in a table is either carried over (to our config), irrelevant (for the model's numbers), or limited to some
+values. Each key has a kind of value and a default for folders without it. The defaults are those of transformers for
+the family; they are written here so that a folder means the same with every installed version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REQUIRED = object()  # instead of a default: a folder without the key is refused
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of JSON value. `rule` completes "must be"."""
+    """A kind of JSON value. `rule` completes the phrase "must be"."""
 
     rule: str
     fits: Callable[[Any], bool]
@@ -53,9 +53,10 @@ COUNT = Kind("a whole number from 1 to 2147483647", lambda value: _is_whole(valu
 LAYERS = Kind("a whole number from 1 to 10000", lambda value: _is_whole(value) and 1 <= value <= 10_000)
 INDEX = Kind("a whole number from 0 to 2147483647", lambda value: _is_whole(value) and 0 <= value < 2**31)
 INDICES = Kind("a list of whole numbers from 0", lambda value: isinstance(value, list) and all(map(INDEX.fits, value)))
-TOKEN = Kind("a token's id", _is_whole)
+TOKEN = Kind("a token id", _is_whole)
 TOKENS = Kind(
-    "a token's id or a list of them", lambda value: all(map(_is_whole, value if isinstance(value, list) else [value]))
+    "a token id or a list of token ids",
+    lambda value: all(map(_is_whole, value if isinstance(value, list) else [value])),
 )
 NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a number above 0", lambda value: _is_number(value) and value > 0)
@@ -67,13 +68,13 @@ SPREAD = Kind("a number from 0 to 1 with a decimal point", lambda value: REAL.fi
 
 
 def or_null(kind: Kind) -> Kind:
-    """A kind of value, or null."""
+    """Return a kind of value that may also be null."""
     return Kind(f"{kind.rule}, or null", lambda value: value is None or kind.fits(value))
 
 
 @dataclass(frozen=True)
 class FamilyKey:
-    """A key in a family's table."""
+    """A key in a family's table: the kind of its value, its default, and the values and spellings that are allowed."""
 
     kind: Kind
     default: Any = None  # of a folder without the key
@@ -85,23 +86,23 @@ Keys = dict[str, FamilyKey]
 
 
 def carried(kind: Kind, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> FamilyKey:
-    """A key that our config has too, or that another key is checked against."""
+    """Return a table entry for a key that our config has too, or that another key is checked against."""
     return FamilyKey(kind, default, also=also)
 
 
 def irrelevant(kind: Kind = ANYTHING) -> FamilyKey:
-    """A key that does not change the model's numbers."""
+    """Return a table entry for a key that does not change the model's numbers."""
     return FamilyKey(kind)
 
 
 def only(*values: Any) -> FamilyKey:
-    """A key that must have one of these values; a folder without the key means the first."""
+    """Return a table entry for a key that must have one of these values; the first is the default without the key."""
     return FamilyKey(ANYTHING, values[0], only=values)
 
 
 def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
-    """Return the value of every key of the table, by the table's spelling. Raises ConfigError for a key that is
-    missing, or whose value the table does not allow."""
+    """Return the value of every key in the table, under the table's spelling. Raises ConfigError if a key is missing or
+    has a value that the table does not allow."""
     values: HfConfig = {}
     for key, row in table.items():
         given = {spelling: hf[spelling] for spelling in (key, *row.also) if spelling in hf}
@@ -118,7 +119,8 @@ def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
         for other, another in others:
             if not _same(value, another):
                 raise ConfigError(
-                    f"config.json {first} ({show(value)}) and {other} ({show(another)}) are one key and must agree."
+                    f"config.json {first} ({show(value)}) and {other} ({show(another)}) are two "
+                    "spellings of one key and must be equal."
                 )
         if value is REQUIRED:
             raise ConfigError(
@@ -129,24 +131,24 @@ def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; true is not 1."""
+    """Whether two JSON values are equal; true does not equal 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def must(holds: bool, key: str, value: Any, rule: str) -> None:
-    """Raise ConfigError unless the rule holds. `rule` completes "must"."""
+    """Raise ConfigError for a key of config.json unless `holds`. `rule` completes the phrase "must"."""
     if not holds:
         raise ConfigError(f"config.json {key} ({show(value)}) must {rule}.")
 
 
 def check_padding(keys: HfConfig) -> None:
-    """Raise ConfigError for a padding token outside the vocabulary. A negative one counts from the end."""
+    """Raise ConfigError if the padding token is outside the vocabulary. A negative id counts from the end."""
     pad, vocab = keys["pad_token_id"], keys["vocab_size"]
     must(pad is None or -vocab <= pad < vocab, "pad_token_id", pad, f"be less than vocab_size ({vocab})")
 
 
 def show(value: Any) -> str:
-    """Return a value as JSON, short enough for a message; a plain word without its quotes."""
+    """Return a value as JSON, shortened for a message; a plain word has no quotes."""
     if (
         isinstance(value, str)
         and re.fullmatch(r"[A-Za-z_][\w.-]{0,60}", value)

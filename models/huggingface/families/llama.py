@@ -1,8 +1,9 @@
-"""Llama (Touvron et al. 2023): `LlamaForCausalLM`, and what the families that descend from it share."""
+"""Llama (Touvron et al. 2023): `LlamaForCausalLM`, with the keys and rules that families derived from it share."""
 
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from configs import derived
 from configs.schema import Config
@@ -49,7 +50,9 @@ COMMON_RULES = (
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "hidden"),
     Rule("output_layer.weight", ("lm_head.weight",), "vocab hidden", when=is_untied),
 )
-TIED = (("lm_head.weight", "model.embed_tokens.weight"),)
+DOWN_RULE = Rule(
+    "decoder.layers.{l}.mlp.linear_fc2.weight", ("model.layers.{l}.mlp.down_proj.weight",), "hidden ffn", only="dense"
+)
 DENSE_RULES = (
     Rule(
         "decoder.layers.{l}.mlp.linear_fc1.weight",
@@ -58,12 +61,12 @@ DENSE_RULES = (
         GATE_UP,
         only="dense",
     ),
-    Rule(
-        "decoder.layers.{l}.mlp.linear_fc2.weight",
-        ("model.layers.{l}.mlp.down_proj.weight",),
-        "hidden ffn",
-        only="dense",
-    ),
+    DOWN_RULE,
+)
+OUTPUT_RULE = Rule(
+    "decoder.layers.{l}.self_attention.linear_proj.weight",
+    ("model.layers.{l}.self_attn.o_proj.weight",),
+    "hidden queries",
 )
 ATTENTION_RULES = (
     Rule(
@@ -72,11 +75,7 @@ ATTENTION_RULES = (
         ("queries hidden", "keys hidden", "keys hidden"),
         QKV,
     ),
-    Rule(
-        "decoder.layers.{l}.self_attention.linear_proj.weight",
-        ("model.layers.{l}.self_attn.o_proj.weight",),
-        "hidden queries",
-    ),
+    OUTPUT_RULE,
 )
 QKV_BIAS_RULES = (
     Rule(
@@ -106,7 +105,7 @@ OTHER_BIAS_RULES = (
 
 
 def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the rules of the router and the experts, with a family's names."""
+    """Return the tensor rules of the router and the experts, with a family's names of them."""
     theirs = f"model.layers.{{l}}.{block}."
     return (
         Rule("decoder.layers.{l}.mlp.router.weight", (f"{theirs}gate.weight",), "experts hidden", only="moe"),
@@ -130,7 +129,7 @@ EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def qk_norm_rules(query: str, key: str) -> tuple[Rule, ...]:
-    """Return the rules of the norms of queries and keys, with these lengths."""
+    """Return the tensor rules of the query norm and the key norm; `query` and `key` name their lengths."""
     ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
     return (
         Rule(f"{ours}q_layernorm.weight", (f"{theirs}q_norm.weight",), query),
@@ -170,30 +169,22 @@ MOE_KEYS: Keys = {
 
 
 def head_dim(keys: HfConfig) -> int:
-    """Return the channels of a head: `head_dim`, or a share of `hidden_size`. Raises ConfigError for an odd number,
-    because rotary positions turn pairs."""
+    """Return the number of channels of a head: `head_dim`, or `hidden_size` / heads. Raises ConfigError if it is odd,
+    because rotary positions rotate pairs of channels."""
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     if keys.get("head_dim") is not None:
-        must(
-            keys["head_dim"] % 2 == 0,
-            "head_dim",
-            keys["head_dim"],
-            "be even, because rotary positions turn pairs of channels",
-        )
-        return int(keys["head_dim"])
+        size = keys["head_dim"]
+        must(size % 2 == 0, "head_dim", size, "be even, because rotary positions rotate pairs of channels")
+        return int(size)
     size = hidden // heads
-    must(
-        size > 0 and size % 2 == 0,
-        "num_attention_heads",
-        heads,
-        f"divide hidden_size ({hidden}) into even parts, or head_dim be stated",
-    )
+    rule = f"divide hidden_size ({hidden}) into heads with an even number of channels, unless head_dim is given"
+    must(size > 0 and size % 2 == 0, "num_attention_heads", heads, rule)
     return int(size)
 
 
 def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
-    """Return the overrides of every descendant of Llama; `theta` is the family's default. models/huggingface/rotary.py
-    describes the arguments of a family with positions of its own. Raises ConfigError."""
+    """Return the config overrides of every family derived from Llama. `theta` is the family's default rotary base;
+    models/huggingface/rotary.py describes how a family with its own rotary keys calls this. Raises ConfigError."""
     heads, groups = keys["num_attention_heads"], keys["num_key_value_heads"] or keys["num_attention_heads"]
     must(heads % groups == 0, "num_key_value_heads", groups, f"divide num_attention_heads ({heads})")
     check_padding(keys)
@@ -223,19 +214,15 @@ def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
 
 
 def read_experts(keys: HfConfig) -> tuple[int, int]:
-    """Return the number of experts, and of experts per token. Raises ConfigError."""
+    """Return the number of experts and the number of experts per token. Raises ConfigError."""
     experts, top_k = keys["num_experts"], keys["num_experts_per_tok"]
-    must(
-        top_k <= experts,
-        "num_experts_per_tok",
-        top_k,
-        f"not exceed the {experts} experts of num_experts, num_local_experts or n_routed_experts",
-    )
+    rule = f"not exceed the number of experts ({experts}: num_experts, num_local_experts or n_routed_experts)"
+    must(top_k <= experts, "num_experts_per_tok", top_k, rule)
     return experts, top_k
 
 
 def write_common(config: Config, model_type: str, architecture_name: str) -> HfConfig:
-    """Return the keys that every descendant of Llama has."""
+    """Return the config.json keys that every family derived from Llama has."""
     model = config.model
     return {
         "architectures": [architecture_name],
@@ -273,12 +260,8 @@ def _read(keys: HfConfig) -> Overrides:
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
     biases = keys["attention_bias"]
-    must(
-        keys["mlp_bias"] == biases,
-        "mlp_bias",
-        keys["mlp_bias"],
-        f"be attention_bias ({show(biases)}): biases in one of the two alone are not supported",
-    )
+    rule = f"be attention_bias ({show(biases)}): biases in one of the two alone are not supported"
+    must(keys["mlp_bias"] == biases, "mlp_bias", keys["mlp_bias"], rule)
     overrides = read_common({**keys, "attention_dropout": keys["attention_dropout"] or 0.0})
     overrides["model"]["linear_bias"] = biases
     return overrides
@@ -290,17 +273,16 @@ def _write(config: Config) -> HfConfig:
 
 
 def carries_nothing(name: str, config: Config, hf: HfConfig) -> bool:
-    """Whether a tensor holds rotary frequencies, which old files have for each layer."""
+    """Whether a tensor holds only rotary frequencies, which old files store for each layer and an import ignores."""
     return re.fullmatch(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
 
 
-FAMILY = Family(
-    "llama",
-    KEYS,
-    _read,
-    _write,
-    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *QKV_BIAS_RULES, *OTHER_BIAS_RULES),
-    "model.",
-    TIED,
+# A family whose files have Llama's names: model type, keys, read, write and rules are still to be given.
+family = partial(
+    Family,
+    base_prefix="model.",
+    tied=(("lm_head.weight", "model.embed_tokens.weight"),),
     carries_nothing=carries_nothing,
 )
+RULES = (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *QKV_BIAS_RULES, *OTHER_BIAS_RULES)
+FAMILY = family("llama", KEYS, _read, _write, RULES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
+from models.huggingface.families import llama
 from models.huggingface.families.keys import (
     COUNT,
     POSITIVE_REAL,
@@ -16,26 +17,13 @@ from models.huggingface.families.keys import (
     only,
     or_null,
 )
-from models.huggingface.families.llama import (
-    ATTENTION_RULES,
-    COMMON_KEYS,
-    COMMON_RULES,
-    DENSE_RULES,
-    MOE_KEYS,
-    TIED,
-    carries_nothing,
-    expert_rules,
-    read_common,
-    read_experts,
-    write_common,
-)
-from models.huggingface.families.rules import Family, Overrides
+from models.huggingface.families.rules import Overrides
 from models.huggingface.rotary import SECTIONS
 
-RULES = (*COMMON_RULES, *ATTENTION_RULES, *expert_rules("block_sparse_moe", "w1", "w3", "w2"))
+RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.expert_rules("block_sparse_moe", "w1", "w3", "w2"))
 KEYS: Keys = {
-    **COMMON_KEYS,
-    **MOE_KEYS,
+    **llama.COMMON_KEYS,
+    **llama.MOE_KEYS,
     "num_key_value_heads": carried(COUNT, 8),
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 4096 * 32),
@@ -47,7 +35,7 @@ KEYS: Keys = {
     "router_jitter_noise": irrelevant(REAL),  # of training
 }
 MISTRAL_KEYS: Keys = {
-    **COMMON_KEYS,
+    **llama.COMMON_KEYS,
     "num_key_value_heads": carried(or_null(COUNT), 8),
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 4096 * 32),
@@ -57,7 +45,7 @@ MISTRAL_KEYS: Keys = {
 
 
 def _read_mistral(keys: HfConfig, theta: float = 10000.0) -> Overrides:
-    overrides = read_common(keys, theta)
+    overrides = llama.read_common(keys, theta)
     overrides["model"]["sliding_window"] = keys["sliding_window"]
     return overrides
 
@@ -68,9 +56,12 @@ def _read(keys: HfConfig) -> Overrides:
     stated = keys["head_dim"] is not None or scaling is None or scaling["rope_type"] not in ("yarn", "longrope")
     sections = " and ".join(name for name in SECTIONS if keys[name])
     must(
-        stated, "head_dim", None, f"be stated beside yarn or longrope ({sections}): transformers loads no other Mixtral"
+        stated,
+        "head_dim",
+        None,
+        f"be given with yarn or longrope ({sections}): transformers loads no Mixtral without it",
     )
-    experts, top_k = read_experts(keys)
+    experts, top_k = llama.read_experts(keys)
     overrides["moe"] = {
         "num_experts": experts,
         "top_k": top_k,
@@ -82,7 +73,7 @@ def _read(keys: HfConfig) -> Overrides:
 
 def _write(config: Config) -> HfConfig:
     return {
-        **write_common(config, "mixtral", "MixtralForCausalLM"),
+        **llama.write_common(config, "mixtral", "MixtralForCausalLM"),
         "intermediate_size": derived.expert_ffn_hidden_size(config),
         "num_local_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
@@ -90,29 +81,22 @@ def _write(config: Config) -> HfConfig:
     }
 
 
-def _write_mistral(config: Config) -> HfConfig:
-    return {**write_common(config, "mistral", "MistralForCausalLM"), "sliding_window": config.model.sliding_window}
-
-
-MISTRAL = Family(
+MISTRAL = llama.family(
     "mistral",
     MISTRAL_KEYS,
     _read_mistral,
-    _write_mistral,
-    (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES),
-    "model.",
-    TIED,
-    carries_nothing=carries_nothing,
+    lambda config: {
+        **llama.write_common(config, "mistral", "MistralForCausalLM"),
+        "sliding_window": config.model.sliding_window,
+    },
+    (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.DENSE_RULES),
 )
-FAMILY = Family(
+FAMILY = llama.family(
     "mixtral",
     KEYS,
     _read,
     _write,
     RULES,
-    "model.",
-    TIED,
     is_moe=True,
-    carries_nothing=carries_nothing,
     other_names=(("block_sparse_moe.gate.weight", "mlp.gate.weight"),),  # in files with fused experts
 )

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
+from models.huggingface.families import llama
 from models.huggingface.families.keys import COUNT, FLAG, POSITIVE_REAL, HfConfig, Keys, carried, must, only, or_null
-from models.huggingface.families.llama import (
-    ATTENTION_RULES,
-    COMMON_KEYS,
-    COMMON_RULES,
-    EXPERT_RULES,
-    MOE_KEYS,
-    TIED,
-    carries_nothing,
-    qk_norm_rules,
-    read_common,
-    read_experts,
-    write_common,
-)
-from models.huggingface.families.rules import Family, Overrides
+from models.huggingface.families.rules import Overrides
 
-RULES = (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("queries", "keys"), *EXPERT_RULES)
+RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.qk_norm_rules("queries", "keys"), *llama.EXPERT_RULES)
 KEYS: Keys = {
-    **COMMON_KEYS,
-    **MOE_KEYS,
+    **llama.COMMON_KEYS,
+    **llama.MOE_KEYS,
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 4096),
     "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
@@ -36,15 +24,11 @@ KEYS: Keys = {
 def _read(keys: HfConfig) -> Overrides:
     hidden, heads = keys["hidden_size"], keys["num_attention_heads"]
     must(hidden % heads == 0, "num_attention_heads", heads, f"divide hidden_size ({hidden})")
-    must(
-        keys["head_dim"] in (None, hidden // heads),
-        "head_dim",
-        keys["head_dim"],
-        f"be hidden_size / num_attention_heads ({hidden // heads})",
-    )
-    overrides = read_common(keys)
+    rule = f"be hidden_size / num_attention_heads ({hidden // heads})"
+    must(keys["head_dim"] in (None, hidden // heads), "head_dim", keys["head_dim"], rule)
+    overrides = llama.read_common(keys)
     overrides["model"] |= {"qk_norm": True, "qk_norm_over": "all_heads"}
-    experts, top_k = read_experts(keys)
+    experts, top_k = llama.read_experts(keys)
     overrides["moe"] = {
         "num_experts": experts,
         "top_k": top_k,
@@ -56,7 +40,7 @@ def _read(keys: HfConfig) -> Overrides:
 
 def _write(config: Config) -> HfConfig:
     hf = {
-        **write_common(config, "olmoe", "OlmoeForCausalLM"),
+        **llama.write_common(config, "olmoe", "OlmoeForCausalLM"),
         "intermediate_size": derived.expert_ffn_hidden_size(config),
         "num_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
@@ -67,4 +51,4 @@ def _write(config: Config) -> HfConfig:
     return hf
 
 
-FAMILY = Family("olmoe", KEYS, _read, _write, RULES, "model.", TIED, is_moe=True, carries_nothing=carries_nothing)
+FAMILY = llama.family("olmoe", KEYS, _read, _write, RULES, is_moe=True)

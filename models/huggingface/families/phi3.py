@@ -1,11 +1,12 @@
 """Phi-3 (arXiv:2404.14219) and Phi-4: `Phi3ForCausalLM`. Queries, keys and values are one matrix, and so are the gate
-and the up projection; only some channels of each head may rotate."""
+and up projections; a fraction of each head's channels may rotate."""
 
 from __future__ import annotations
 
 from configs import derived
 from configs.rotary import LENGTH, kind_of
 from configs.schema import Config
+from models.huggingface.families import llama
 from models.huggingface.families.keys import (
     COUNT,
     NUMBER,
@@ -21,37 +22,24 @@ from models.huggingface.families.keys import (
     only,
     or_null,
 )
-from models.huggingface.families.llama import (
-    COMMON_KEYS,
-    COMMON_RULES,
-    TIED,
-    carries_nothing,
-    head_dim,
-    read_common,
-    write_common,
-)
-from models.huggingface.families.rules import QKV_IN_ONE, Family, Overrides, Rule
+from models.huggingface.families.rules import QKV_IN_ONE, Overrides, Rule
 from models.huggingface.rotary import SECTIONS, renamed, rotary_fraction
 
 RULES = (
-    *COMMON_RULES,
+    *llama.COMMON_RULES,
     Rule(
         "decoder.layers.{l}.self_attention.linear_qkv.weight",
         ("model.layers.{l}.self_attn.qkv_proj.weight",),
         "qkv hidden",
         QKV_IN_ONE,
     ),
-    Rule(
-        "decoder.layers.{l}.self_attention.linear_proj.weight",
-        ("model.layers.{l}.self_attn.o_proj.weight",),
-        "hidden queries",
-    ),
+    llama.OUTPUT_RULE,
     Rule("decoder.layers.{l}.mlp.linear_fc1.weight", ("model.layers.{l}.mlp.gate_up_proj.weight",), "gate_up hidden"),
-    Rule("decoder.layers.{l}.mlp.linear_fc2.weight", ("model.layers.{l}.mlp.down_proj.weight",), "hidden ffn"),
+    llama.DOWN_RULE,
 )
 SHARE = Kind("a number above 0 and at most 1", lambda value: NUMBER.fits(value) and 0 < value <= 1)
 KEYS: Keys = {
-    **COMMON_KEYS,
+    **llama.COMMON_KEYS,
     "max_position_embeddings": carried(COUNT, 4096),
     "original_max_position_embeddings": carried(COUNT, 4096),
     "head_dim": carried(COUNT, None),
@@ -69,23 +57,15 @@ def _read(keys: HfConfig) -> Overrides:
     keys = {**keys, **renamed(keys, {"su": "longrope", "yarn": "longrope"})}  # older names of longrope
     share = rotary_fraction(keys)
     must(SHARE.fits(share), "partial_rotary_factor", share, f"be {SHARE.rule}")
-    size, dropout = head_dim(keys), keys["resid_pdrop"]
+    size, dropout = llama.head_dim(keys), keys["resid_pdrop"]
     channels = int(size * share)
-    must(
-        channels > 0 and channels % 2 == 0,
-        "partial_rotary_factor",
-        share,
-        f"leave an even number of the {size} channels of a head (head_dim): rotary positions turn pairs of channels",
-    )
-    must(
-        keys["embd_pdrop"] == dropout,
-        "embd_pdrop",
-        keys["embd_pdrop"],
-        f"be resid_pdrop ({dropout}): Mixtrain has one for both",
-    )
-    overrides = read_common(keys)
+    rule = f"select an even number of the {size} channels of a head: rotary positions rotate pairs of channels"
+    must(channels > 0 and channels % 2 == 0, "partial_rotary_factor", share, rule)
+    rule = f"be resid_pdrop ({dropout}): Mixtrain has one value for both"
+    must(keys["embd_pdrop"] == dropout, "embd_pdrop", keys["embd_pdrop"], rule)
+    overrides = llama.read_common(keys)
     kind = kind_of(overrides["model"]["rotary_scaling"] or {"rope_type": "longrope"})
-    must(kind == "longrope", "rope_scaling.rope_type", kind, "be longrope: phi3 has no other")
+    must(kind == "longrope", "rope_scaling.rope_type", kind, "be longrope, the only kind that phi3 models have")
     overrides["model"] |= {
         "rotary_fraction": channels / size,
         "hidden_dropout": float(dropout),
@@ -96,7 +76,7 @@ def _read(keys: HfConfig) -> Overrides:
 
 def _write(config: Config) -> HfConfig:
     model = config.model
-    hf = write_common(config, "phi3", "Phi3ForCausalLM")
+    hf = llama.write_common(config, "phi3", "Phi3ForCausalLM")
     share = {"partial_rotary_factor": model.rotary_fraction}
     if derived.head_dim(config) * model.num_attention_heads == model.hidden_size:
         del hf["head_dim"]
@@ -112,4 +92,4 @@ def _write(config: Config) -> HfConfig:
     }
 
 
-FAMILY = Family("phi3", KEYS, _read, _write, RULES, "model.", TIED, carries_nothing=carries_nothing)
+FAMILY = llama.family("phi3", KEYS, _read, _write, RULES)

@@ -8,6 +8,7 @@ from functools import partial
 from base.errors import ConfigError
 from configs import derived
 from configs.schema import Config
+from models.huggingface.families import llama
 from models.huggingface.families.keys import (
     COUNT,
     FLAG,
@@ -21,26 +22,11 @@ from models.huggingface.families.keys import (
     must,
     or_null,
 )
-from models.huggingface.families.llama import (
-    ATTENTION_RULES,
-    COMMON_KEYS,
-    COMMON_RULES,
-    DENSE_RULES,
-    EXPERT_RULES,
-    MOE_KEYS,
-    QKV_BIAS_RULES,
-    TIED,
-    carries_nothing,
-    qk_norm_rules,
-    read_common,
-    read_experts,
-    write_common,
-)
-from models.huggingface.families.rules import Family, Overrides
+from models.huggingface.families.rules import Overrides
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 KEYS: Keys = {
-    **COMMON_KEYS,
+    **llama.COMMON_KEYS,
     "num_key_value_heads": carried(or_null(COUNT), 32),
     "max_position_embeddings": carried(COUNT, 32768),
     "use_sliding_window": carried(FLAG, False),
@@ -55,9 +41,9 @@ QWEN3_KEYS: Keys = {**KEYS, "head_dim": carried(COUNT, 128)}
 
 
 def _read(own: str, keys: HfConfig) -> Overrides:
-    """`own`: the key of our model section that the family sets. Raises ConfigError for layers in an order that the
-    sliding window does not have."""
-    overrides = read_common(keys)
+    """Return the config overrides of Qwen2 or Qwen3; `own` is the key of our model section that the family sets to
+    true. Raises ConfigError if layers with a sliding window are not the last ones."""
+    overrides = llama.read_common(keys)
     num_layers, first = keys["num_hidden_layers"], keys["max_window_layers"]
     window: int | None = keys["sliding_window"] if keys["use_sliding_window"] else None
     if keys["layer_types"] is None:
@@ -65,16 +51,20 @@ def _read(own: str, keys: HfConfig) -> Overrides:
         named = ("max_window_layers", first)
     else:
         kinds = keys["layer_types"]
-        must(
-            len(kinds) == num_layers and set(kinds) <= {FULL, SLIDING},
-            "layer_types",
-            kinds,
-            f"be {FULL} or {SLIDING} for each of num_hidden_layers ({num_layers})",
-        )
-        slides = [kind == SLIDING for kind in kinds]
         named = ("layer_types", kinds)
-        must(window is not None or not any(slides), *named, f"be {FULL} without use_sliding_window and sliding_window")
-    must(slides == sorted(slides), *named, f"have no {FULL} behind a {SLIDING}: such an order is not supported")
+        rule = f"be {FULL} or {SLIDING} for each of num_hidden_layers ({num_layers})"
+        must(len(kinds) == num_layers and set(kinds) <= {FULL, SLIDING}, *named, rule)
+        slides = [kind == SLIDING for kind in kinds]
+        must(
+            window is not None or not any(slides),
+            *named,
+            f"be {FULL} for all layers unless use_sliding_window and sliding_window are set",
+        )
+    must(
+        slides == sorted(slides),
+        *named,
+        f"have no {FULL} layer after a {SLIDING} layer: only the last layers may have the window",
+    )
     if any(slides):
         overrides["model"] |= {"sliding_window": window, "sliding_window_from": slides.index(True)}
     overrides["model"][own] = True
@@ -84,7 +74,7 @@ def _read(own: str, keys: HfConfig) -> Overrides:
 def _write(model_type: str, architecture_name: str, config: Config) -> HfConfig:
     window = config.model.sliding_window
     hf = {
-        **write_common(config, model_type, architecture_name),
+        **llama.write_common(config, model_type, architecture_name),
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": config.model.num_layers if window is None else config.model.sliding_window_from,
@@ -94,31 +84,25 @@ def _write(model_type: str, architecture_name: str, config: Config) -> HfConfig:
     return hf
 
 
-QWEN2 = Family(
+QWEN2 = llama.family(
     "qwen2",
     QWEN2_KEYS,
     partial(_read, "qkv_bias"),
     partial(_write, "qwen2", "Qwen2ForCausalLM"),
-    (*COMMON_RULES, *ATTENTION_RULES, *QKV_BIAS_RULES, *DENSE_RULES),
-    "model.",
-    TIED,
-    carries_nothing=carries_nothing,
+    (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.QKV_BIAS_RULES, *llama.DENSE_RULES),
 )
-QWEN3 = Family(
+QWEN3_RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.qk_norm_rules("head", "head"), *llama.DENSE_RULES)
+QWEN3 = llama.family(
     "qwen3",
     QWEN3_KEYS,
     partial(_read, "qk_norm"),
     partial(_write, "qwen3", "Qwen3ForCausalLM"),
-    (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("head", "head"), *DENSE_RULES),
-    "model.",
-    TIED,
-    carries_nothing=carries_nothing,
+    QWEN3_RULES,
 )
 
-QWEN3_MOE_RULES = (*COMMON_RULES, *ATTENTION_RULES, *qk_norm_rules("head", "head"), *DENSE_RULES, *EXPERT_RULES)
 QWEN3_MOE_KEYS: Keys = {
-    **COMMON_KEYS,
-    **MOE_KEYS,
+    **llama.COMMON_KEYS,
+    **llama.MOE_KEYS,
     "num_key_value_heads": carried(COUNT, 4),
     "head_dim": carried(or_null(COUNT), None),
     "max_position_embeddings": carried(COUNT, 32768),
@@ -134,7 +118,7 @@ QWEN3_MOE_KEYS: Keys = {
 
 
 def _read_qwen3_moe(keys: HfConfig) -> Overrides:
-    overrides = read_common(keys)
+    overrides = llama.read_common(keys)
     overrides["model"] |= {
         "qk_norm": True,
         "sliding_window": keys["sliding_window"] if keys["use_sliding_window"] else None,
@@ -146,7 +130,7 @@ def _read_qwen3_moe(keys: HfConfig) -> Overrides:
             f"config.json mlp_only_layers ({sorted(dense)}) and decoder_sparse_step ({step}) leave no layer with "
             "experts; at least one must have them."
         )
-    experts, top_k = read_experts(keys)
+    experts, top_k = llama.read_experts(keys)
     overrides["moe"] = {
         "num_experts": experts,
         "top_k": top_k,
@@ -159,7 +143,7 @@ def _read_qwen3_moe(keys: HfConfig) -> Overrides:
 
 def _write_qwen3_moe(config: Config) -> HfConfig:
     return {
-        **write_common(config, "qwen3_moe", "Qwen3MoeForCausalLM"),
+        **llama.write_common(config, "qwen3_moe", "Qwen3MoeForCausalLM"),
         "num_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.top_k,
         "moe_intermediate_size": derived.expert_ffn_hidden_size(config),
@@ -171,14 +155,6 @@ def _write_qwen3_moe(config: Config) -> HfConfig:
     }
 
 
-QWEN3_MOE = Family(
-    "qwen3_moe",
-    QWEN3_MOE_KEYS,
-    _read_qwen3_moe,
-    _write_qwen3_moe,
-    QWEN3_MOE_RULES,
-    "model.",
-    TIED,
-    is_moe=True,
-    carries_nothing=carries_nothing,
+QWEN3_MOE = llama.family(
+    "qwen3_moe", QWEN3_MOE_KEYS, _read_qwen3_moe, _write_qwen3_moe, (*QWEN3_RULES, *llama.EXPERT_RULES), is_moe=True
 )

@@ -1,8 +1,8 @@
-"""The description of a Hugging Face family: the keys of its config.json, and rules that map its tensors to ours, with
-layouts and shapes.
+"""The description of a Hugging Face family: the keys of its config.json, and the rules that map its tensors to ours,
+with layouts and shapes.
 
-Each family has one table of keys and one of rules; import and export read the same tables. Imports neither transformers
-nor torch, because the plan of a run needs families.
+Each family has one table of keys and one of rules, which import and export both use. Imports neither transformers nor
+torch, because the plan of a run needs families.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Overrides = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a model: n query heads, g key/value heads, d channels each."""
+    """The attention heads of a model: n query heads, g key/value heads, d channels each."""
 
     n: int
     g: int
@@ -56,7 +56,7 @@ def _grouped_in_one(num_rows: Sequence[int], heads: Heads) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one logical tensor in Hugging Face's tensors: the runs of rows that map theirs to ours."""
+    """The composition of one of our weights from Hugging Face tensors: the runs of rows that map theirs to ours."""
 
     runs: Runs = _concatenated
     transposed: bool = False  # their tensors: "rows" of theirs are columns then
@@ -70,7 +70,7 @@ QKV_IN_ONE_TRANSPOSED = Layout(_grouped_in_one, transposed=True)
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """Return the lengths of a model that rules refer to by name."""
+    """Return the dimensions of a model under the names that rules use in shapes."""
     model, moe, heads = config.model, config.moe, config.model.num_attention_heads
     head, rotary, value = derived.head_dim(config), model.rotary_head_dim, model.value_head_dim
     return {
@@ -98,12 +98,12 @@ def sizes(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that the weight `ours` equals the tensors `theirs` in `layout`. {l} stands for every layer, {e} for every
-    expert.
+    """A rule: our weight `ours` consists of the Hugging Face tensors `theirs`, in `layout`. {l} stands for every layer,
+    {e} for every expert.
 
-    `shape`: of each of their tensors, in names of `sizes`; one for all, or one for each. `only` limits a rule with {l}
-    to "dense" or "moe" layers, `when` to models that have such weights. An `unread` tensor is exported for other
-    programs, and ignored by an import.
+    `shape`: the shape of their tensors in names of `sizes`, one for all or one for each. `only` limits a rule with {l}
+    to "dense" or "moe" layers, `when` to models that have such weights. An `unread` tensor is written by an export for
+    other programs, and ignored by an import.
     """
 
     ours: str
@@ -115,7 +115,7 @@ class Rule:
     unread: bool = False
 
     def shapes(self, lengths: dict[str, int]) -> list[tuple[int, ...]]:
-        """Return the shape of each of their tensors, with the lengths of `sizes`."""
+        """Return the shape of each Hugging Face tensor of the rule; `lengths` comes from `sizes`."""
         named = (self.shape,) * len(self.theirs) if isinstance(self.shape, str) else self.shape
         return [tuple(lengths[name] for name in shape.split()) for shape in named]
 
@@ -123,8 +123,8 @@ class Rule:
 def weight_and_bias(
     ours: str, theirs: str, shape: str, layout: Layout = SAME, when: Callable[[Config], bool] = lambda config: True
 ) -> list[Rule]:
-    """Return the rules of a linear layer or norm. `shape` is the weight's; the bias has the length of the outputs,
-    which is first in the shape, or last in a transposed layout."""
+    """Return the rules for the weight and the bias of a linear layer or norm. `shape` is the weight's; the bias has the
+    length of the outputs, which come first in the shape, or last in a transposed layout."""
     out = shape.split()[-1 if layout.transposed else 0]
     return [
         Rule(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs.split()), shape, layout, when=when),
@@ -140,8 +140,8 @@ def weight_and_bias(
 
 @dataclass(frozen=True)
 class Family:
-    """A family, which is one `model_type`: the keys of its config and their translation in both directions, its rules,
-    and the extra tensors and other names that its files may have."""
+    """A Hugging Face family (one `model_type`): the keys of its config.json and their translation in both directions,
+    its tensor rules, and the extra tensors and alternative names that its files may have."""
 
     model_type: str
     keys: Keys
@@ -163,22 +163,22 @@ class Family:
 
     @property
     def runs_as(self) -> str:
-        """The family whose class in transformers computes this model."""
+        """The family whose transformers class runs this model."""
         return self.leaves_as or self.model_type
 
     @property
     def spellings(self) -> set[str]:
-        """All spellings of the keys of the table."""
+        """All spellings of the keys in the family's table."""
         return {spelling for key, row in self.keys.items() for spelling in (key, *row.also)}
 
 
 def is_tied(config: Config) -> bool:
-    """Whether the output layer has the weights of the embedding."""
+    """Whether the output layer shares the weights of the embedding."""
     return config.model.tie_embeddings
 
 
 def is_untied(config: Config) -> bool:
-    """Whether the output layer has weights of its own."""
+    """Whether the output layer has its own weights."""
     return not config.model.tie_embeddings
 
 
@@ -188,7 +188,7 @@ def has_biases(config: Config) -> bool:
 
 
 def has_qkv_biases(config: Config) -> bool:
-    """Whether queries, keys and values have biases."""
+    """Whether the projections to queries, keys and values have biases."""
     return config.model.qkv_bias or config.model.linear_bias
 
 

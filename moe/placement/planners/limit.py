@@ -1,4 +1,4 @@
-"""Planner for a limit of a rank's assignments: replicas are made for it whatever they cost.
+"""Placement planner that keeps a limit of a rank's assignments, whatever the replicas for it cost.
 
 Which replicas keep a limit is a packing problem: a rank has few replica slots, and a replica takes no more assignments
 than its expert has. `fill` moves assignments along the widest path from a rank above the limit to one with headroom:
@@ -27,7 +27,7 @@ THERE, IN_NODE, ANYWHERE = range(3)
 
 @dataclass
 class LimitProblem:
-    """A call to plan; the costs as in `moe.placement.quotas`, `near` and `far` are those of replicas."""
+    """A call to plan: sizes, costs and assignments. `near`, `far`: costs of a replica inside and between nodes."""
 
     experts: int
     ranks: int
@@ -41,13 +41,13 @@ class LimitProblem:
     kinds: list[list[int]]  # by rank and expert
 
     def takes(self, expert: int, rank: int) -> int:
-        """Return the number of replica slots that an expert takes on a rank."""
+        """Return the number of replica slots, 0 or 1, that an expert takes on a rank."""
         return int(rank != self.primaries[expert] and self.kinds[rank][expert] != PINNED)
 
 
 @dataclass
 class Spread:
-    """A plan that is being built."""
+    """A placement plan that the search changes: quotas, loads, slots and experts of each rank."""
 
     quotas: list[list[int]]  # by rank and expert
     loads: list[int]
@@ -75,7 +75,7 @@ class Random:
 
 
 def move(p: LimitProblem, s: Spread, expert: int, source: int, target: int, count: int) -> None:
-    """Move `count` of an expert's assignments to another rank."""
+    """Move `count` of an expert's assignments from the rank `source` to the rank `target`."""
     if count == 0:
         return
     if s.quotas[target][expert] == 0:
@@ -93,7 +93,8 @@ def move(p: LimitProblem, s: Spread, expert: int, source: int, target: int, coun
 def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> bool:
     """Move assignments along the widest path, found as in Dijkstra's algorithm; return whether there is a path.
 
-    large: of equally wide paths the one over experts with more assignments, whose replicas may take more later.
+    `reach`: which new replicas a path may use. `large`: among equally wide paths prefer experts with more assignments,
+    whose replicas may take more later.
     """
     width = [max(load - most, 0) for load in s.loads]
     size = [0] * p.ranks
@@ -138,7 +139,7 @@ def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> b
 
 
 def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -> None:
-    """Move assignments above the limit to ranks with headroom as long as there are paths."""
+    """Move assignments from ranks above the limit to ranks with headroom as long as there are paths."""
     while (
         augment(p, s, most, THERE, large)
         or (near_first and augment(p, s, most, IN_NODE, large))
@@ -148,7 +149,7 @@ def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -
 
 
 def score(p: LimitProblem, s: Spread, most: int) -> tuple[int, int, int]:
-    """Return (assignments above the limit on all ranks, time of the busiest rank, new replicas)."""
+    """Return (assignments above the limit on all ranks, time of the busiest rank, new replicas) of a plan."""
     work, replicas = [0] * p.ranks, 0
     for rank, experts in enumerate(s.experts):
         work[rank] += s.loads[rank] + p.overhead * len(experts)
@@ -182,7 +183,7 @@ def remove(p: LimitProblem, s: Spread, random: Random) -> list[tuple[int, int, i
 
 
 def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -> Spread:
-    """Return the best plan found from a start."""
+    """Return the best plan of a random search from `start`: `tries` to keep the limit, then `polish` to save time."""
     random, best = Random(), start.clone()
     fill(p, best, most, near_first=True, large=False)
     now, least = best, score(p, best, most)
@@ -206,10 +207,10 @@ def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -
 
 
 def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
-    """Whether a plan may keep the limit; False is certain.
+    """Whether a plan may keep the limit; only the answer False is certain.
 
-    False: even with the largest experts in every slot, each on all ranks, the headroom of a node (or of all ranks) is
-    less than the excess.
+    It is False if even with the largest experts in every slot, each on all ranks, the headroom of a node (or of all
+    ranks) is less than the excess.
     """
     joined = p.far >= 0 or any(
         kind != NONE and p.primaries[expert] // p.node != rank // p.node
@@ -233,7 +234,7 @@ def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
 
 
 def keep(p: LimitProblem, start: Spread, most: int, tries: int, fewer: int, polish: int) -> Spread:
-    """Return a plan that keeps the limit, or exceeds it by the least."""
+    """Return a placement plan that keeps the limit `most` of a rank's assignments, or exceeds it by the least."""
     loads = [0] * p.ranks
     for primary, total in zip(p.primaries, p.totals, strict=True):
         loads[primary] += total

@@ -20,7 +20,7 @@ SMALLEST_QUOTA = 64
 
 
 class Instances:
-    """Quotas that start on the primaries and move to replicas, within the replica slots of each rank."""
+    """Quotas that start on the primaries, and are moved to replicas within the replica slots of each rank."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class Instances:
         self._may_ER = may_hold(placement, costs, limits)
 
     def open_R(self, expert: int) -> np.ndarray:
-        """Return bool [R]: ranks with a free slot that may get a replica of the expert and have none."""
+        """Return bool [R]: the ranks with a free slot that may get a replica of the expert and have none yet."""
         return (self.free_R > 0) & self._may_ER[expert] & (self.quotas_ER[expert] == 0)
 
     def on_primary(self, expert: int) -> int:
-        """Return the assignments of the expert that its primary still computes."""
+        """Return the number of the expert's assignments that are still on its primary."""
         return int(self.quotas_ER[expert, self.primaries_E[expert]])
 
     def give(self, expert: int, rank: int, number: int) -> None:
-        """Move assignments from the primary to a replica, which takes a slot with its first."""
+        """Move `number` assignments from an expert's primary to its replica on `rank`; a new replica takes a slot."""
         self.free_R[rank] -= self.quotas_ER[expert, rank] == 0
         self.quotas_ER[expert, self.primaries_E[expert]] -= number
         self.quotas_ER[expert, rank] += number
 
 
 def may_hold(placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> np.ndarray:
-    """Return bool [E, R]: the ranks on which replicas are allowed, never that of the primary."""
+    """Return bool [E, R]: the ranks that may hold a replica of each expert, never the rank of its primary."""
     ranks, primaries = np.arange(placement.num_ranks), placement.primary_ranks[:, None]
     allowed = primaries != ranks
     if costs.replica_between is None:
@@ -60,7 +60,7 @@ def may_hold(placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> np
 
 
 def split_evenly(totals_E: Integers, where_ER: np.ndarray) -> Integers:
-    """Return quotas_ER: each expert's assignments split evenly over its ranks; lower ranks get the remainder."""
+    """Return quotas [E, R]: each expert's assignments split evenly over its ranks; lower ranks get the remainder."""
     share, rest = np.divmod(totals_E, where_ER.sum(1))
     return np.where(where_ER, share[:, None] + (where_ER.cumsum(1) <= rest[:, None]), 0)
 
@@ -74,7 +74,7 @@ FLEX_TRIGGER = 12  # tenths of the mean load above which the busiest rank trigge
 
 
 def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return quotas_ER of one call, planned as in FlexMoE.
+    """Return the quotas [E, R] of one call, planned as in FlexMoE.
 
     An expert's assignments are split evenly over its instances, and earlier replicas stay. While the busiest rank has
     more than 1.2 times the mean and the predicted time falls, the best of these changes is made:
@@ -105,7 +105,7 @@ def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Rep
 def _changes(
     where_ER: np.ndarray, quotas_ER: Integers, placement: PlacementMap, limits: ReplicaLimits, may_ER: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield bool [E, R], the ranks of each expert after each of the changes to try."""
+    """Yield, for each change to try, the ranks of all experts after it: bool [E, R]."""
     primaries_E, loads_R = placement.primary_ranks, quotas_ER.sum(0)
     replicas_ER = where_ER.copy()
     replicas_ER[np.arange(placement.num_experts), primaries_E] = False
@@ -113,7 +113,7 @@ def _changes(
     busiest = int(loads_R.argmax())
 
     def least_busy(expert: int, among_R: np.ndarray) -> Iterator[int]:
-        """Yield the least busy rank in the primary's node, and that of all ranks."""
+        """Yield the least busy of the ranks `among_R` in the primary's node, then the least busy of them all."""
         among_R = among_R & may_ER[expert] & ~where_ER[expert]
         near_R = np.arange(placement.num_ranks) // limits.ranks_per_node == primaries_E[expert] // limits.ranks_per_node
         for ranks in (np.flatnonzero(among_R & near_R), np.flatnonzero(among_R)):
@@ -146,7 +146,7 @@ LLEP_FULL = 11  # tenths of the mean load up to which a rank is filled
 
 
 def least_loaded(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return quotas_ER of one call, planned as in LLEP.
+    """Return the quotas [E, R] of one call, planned as in LLEP.
 
     Experts are assigned by size, each to its primary as far as it fits, then to the least loaded rank. LLEP has no
     limit of slots; here a rank without a free slot takes nothing.

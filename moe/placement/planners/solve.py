@@ -36,7 +36,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return quotas_ER of one call."""
+    """Return the quotas [E, R] of one call by Mixtrain's own planner."""
     if (library := _loaded()) is None:
         return reference(counts_RE, placement, costs, limits)
     ranks, experts = counts_RE.shape
@@ -49,21 +49,14 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Re
         pinned[:] = [replica in limits.pinned for replica in held]
         np.cumsum(np.bincount([expert for expert, _ in held], minlength=experts), out=starts[1:])
     totals, steps = counts_RE.sum(0), np.array(STEPS)
-    numbers = (
-        experts,
-        ranks,
-        limits.replica_slots,
-        limits.ranks_per_node,
-        costs.expert_overhead,
-        costs.replica_in_node,
-    )
     far = -1 if costs.replica_between is None else costs.replica_between
     most = -1 if limits.most is None else limits.most
+    sizes = experts, ranks, limits.replica_slots, limits.ranks_per_node
     arrays = (totals, placement.primary_ranks, starts, fresh, pinned, steps)
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
     outputs = [ctypes.c_void_p(array.ctypes.data) for array in (left, replicas)]
-    grads = costs.grad_in_node, costs.grad_between, costs.block_rows
-    integers = [ctypes.c_int64(number) for number in (*numbers, far, *grads, most)]
+    of_replica = costs.replica_in_node, far, costs.grad_in_node, costs.grad_between, costs.block_rows
+    integers = [ctypes.c_int64(number) for number in (*sizes, costs.expert_overhead, *of_replica, most)]
     searched = len(STEPS), ROUNDS, ENOUGH, PATIENCE, limit.TRIES, limit.FEWER, limit.POLISH
     count = library.mixtrain_placement(*integers, *addresses, *map(ctypes.c_int64, searched), *outputs)
     return _quotas(placement, left, replicas[:count])
@@ -75,7 +68,8 @@ def _loaded() -> ctypes.CDLL | None:
         source = Path(__file__).with_name("solve.cpp")
         library = ctypes.CDLL(str(compile_library(source, cache_folder(), FLAGS)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _LOGGER.warning("no compiled planner of expert placement, Python's is used: %s", str(error).splitlines()[0])
+        reason = str(error).splitlines()[0]
+        _LOGGER.warning("the compiled planner of expert placement cannot be used, only the one in Python: %s", reason)
         return None
     library.mixtrain_placement.restype = ctypes.c_int64
     return library
@@ -88,13 +82,8 @@ def _quotas(placement: PlacementMap, left_E: Integers, replicas: Integers) -> In
     return quotas_ER
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The reference
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return the quotas of `solve`, computed in Python."""
+    """Return the same quotas as `solve`, computed in Python; used if there is no compiler."""
     fresh_ranks: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for expert, rank in sorted(placement.replicas):
         fresh_ranks[expert].append(rank)
@@ -135,7 +124,7 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
 
 @dataclass
 class _Replica:
-    """A replica with its assignments in an attempt."""
+    """A replica in a plan that the search changes, with its number of assignments."""
 
     expert: int
     rank: int
@@ -146,7 +135,7 @@ class _Replica:
 
 @dataclass
 class _Attempt:
-    """A plan that is being built."""
+    """A placement plan that the search changes."""
 
     left: list[int]  # assignments of each expert on its primary
     work: list[int]  # of each rank
@@ -161,7 +150,7 @@ class _Attempt:
 
 @dataclass
 class _Problem:
-    """A call to plan."""
+    """A call to plan, in plain Python numbers."""
 
     totals: list[int]  # assignments of each expert
     primaries: list[int]  # rank of each expert
@@ -172,12 +161,12 @@ class _Problem:
 
     @property
     def far(self) -> int:
-        """Cost of a replica between nodes; -1: there are none."""
+        """The cost of a replica between nodes; -1 if replicas between nodes are not allowed."""
         return -1 if self.costs.replica_between is None else self.costs.replica_between
 
     @functools.cached_property
     def experts_of(self) -> list[list[int]]:
-        """Experts with assignments by the rank of their primary, those with the most first."""
+        """For each rank the experts with assignments whose primary it has, those with the most first."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert in sorted(range(len(self.totals)), key=lambda expert: -self.totals[expert]):
             if self.totals[expert] > 0:
@@ -194,7 +183,7 @@ class _Problem:
         return attempt
 
     def blocks(self, expert: int, rank: int, count: int) -> int:
-        """Return the cost of a replica's block gradients; 0 if replicas return their gradients once."""
+        """Return the cost of the gradients of a replica's blocks; 0 if replicas return their gradients once."""
         if (block_rows := self.costs.block_rows) == 0:
             return 0
         node = self.limits.ranks_per_node
@@ -202,18 +191,18 @@ class _Problem:
         return (self.costs.grad_in_node if near else self.costs.grad_between) * -(-count // block_rows)
 
     def new_replica(self, expert: int, rank: int) -> _Replica:
-        """Return a replica without assignments."""
+        """Return a replica of an expert on a rank, without assignments yet."""
         is_new = rank not in self.fresh[expert]
         return _Replica(expert, rank, 0, is_new, int((expert, rank) not in self.limits.pinned))
 
     def mean(self, work: list[int]) -> int:
-        """Return the mean of the ranks' work; that of the busiest node if there are no replicas between nodes."""
+        """Return the mean of the ranks' work; without replicas between nodes that of the busiest node."""
         size = self.ranks if self.far >= 0 else self.limits.ranks_per_node
         groups = [work[first : first + size] for first in range(0, self.ranks, size)]
         return max(-(-sum(group) // len(group)) for group in groups)
 
     def give(self, attempt: _Attempt, replica: _Replica, count: int) -> None:
-        """Move assignments from a primary to its replica; below zero: back."""
+        """Move `count` assignments from an expert's primary to its replica; a negative count moves them back."""
         primary, overhead = self.primaries[replica.expert], self.costs.expert_overhead
         work, left = attempt.work, attempt.left
         work[primary] += overhead * (left[replica.expert] == 0)
@@ -273,7 +262,7 @@ class _Problem:
                 self.give(attempt, taken, amount if takes else -amount)
 
     def with_new_replicas(self, fresh: _Attempt, falling: list[int], threshold: int) -> Iterator[_Attempt]:
-        """Yield attempts with new replicas until one has all ranks within the threshold."""
+        """Yield plans with new replicas until one keeps the work of all ranks within the threshold."""
         for start in (falling, falling[::-1]):
             donors, before = list(start), -1
             for _ in range(ROUNDS):
@@ -333,7 +322,7 @@ class _Problem:
                 holds[expert].append(rank)
 
     def keep_limit(self, before: _Attempt) -> _Attempt:
-        """Return an attempt that keeps the limit, or exceeds it by less than the one before."""
+        """Return a plan that keeps the limit of a rank's assignments, or exceeds it by less than the plan `before`."""
         assert self.limits.most is not None
         ranks, experts, node = range(self.ranks), range(len(self.totals)), self.limits.ranks_per_node
         kinds = [[limit.NONE] * len(self.totals) for _ in ranks]
@@ -364,7 +353,7 @@ class _Problem:
         return attempt
 
     def score(self, attempt: _Attempt) -> tuple[int, int, int]:
-        """Return (assignments of the busiest rank above its limit, time of the busiest rank, new replicas)."""
+        """Return (busiest rank's assignments above the limit, time of the busiest rank, new replicas) of a plan."""
         loads, copying, node = [0] * self.ranks, [0] * self.ranks, self.limits.ranks_per_node
         for primary, left in zip(self.primaries, attempt.left, strict=True):
             loads[primary] += left

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from configs import derived
+from configs.job import Job
 from configs.schema import Config
 from moe.planning.inputs import initial_plan, moe_layers
 from parallel import topology
@@ -62,7 +63,7 @@ def measure(case: Case, rank: int) -> Found:
     comes with the first."""
     config = case.config()
     vocab_size = config.model.vocab_size or VOCAB_SIZE
-    planned = make_plan(config, case.world_size, vocab_size, "cuda").memory[rank]
+    planned = make_plan(Job(config, case.world_size, vocab_size, "cuda")).memory[rank]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
     sys.excepthook = sys.__excepthook__  # torch's puts the rank before each line, for each process group once more
     device.READS.clear()

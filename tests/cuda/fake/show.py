@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import tables
+from benchmarks.kit import tables
 from tests.cuda.fake.measure import Found
 
 HEADINGS = (

@@ -73,13 +73,13 @@ def test_a_resumed_run_has_each_step_once_with_its_primaries(tmp_path: Path) -> 
     for end in range(second + 1, before.rindex(b"{", 0, third - 300), 40):  # inside step 2, also between its lines
         path.write_bytes(before[:end])
         missing = PlanFile(path, "a1", 2).missing
-        assert missing is not None and missing.startswith(f"{path}: step 2 is not in it")
+        assert missing is not None and missing.startswith(f"{path} lacks step 2 (")
         holds(path, range(1, 2))
     path.write_bytes(before[:second] + b'{"ste')
     file = write(path, range(4, 5), after=3)
-    assert file.missing is not None and file.missing.startswith(f"{path}: steps 2 to 3 are not in it")
-    assert "step 2, layer 0, call 0 is not there" in str(read_plans(path).problem(header(1), LAST, 2))
-    with pytest.raises(ConfigError, match=r"a.plans has plans of run a1, and this is run b2. Move the file away."):
+    assert file.missing is not None and file.missing.startswith(f"{path} lacks steps 2 to 3 (")
+    assert "step 2, layer 0, call 0 is not in the file" in str(read_plans(path).problem(header(1), LAST, 2))
+    with pytest.raises(ConfigError, match=r"a.plans has the plans of run a1, and this is run b2. Move the file away."):
         PlanFile(path, "b2", 4)
 
 
@@ -110,13 +110,13 @@ def test_a_full_disk_ends_the_record_and_not_the_run(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"expert_ranks": 4}, "step 1 is of parallel.expert=2, and this run of 4. Replay a run of the same layout"),
-        ({"num_experts": 8}, "step 1 is of moe.num_experts=4, and this run of 8"),
-        ({"replica_slots": 1}, "step 1 is of moe.placement.extra_slots=2, and this run of 1"),
+        ({"expert_ranks": 4}, "step 1 was recorded with parallel.expert=2, not 4. Replay plans only with the layout"),
+        ({"num_experts": 8}, "step 1 was recorded with moe.num_experts=4, not 8"),
+        ({"replica_slots": 1}, "step 1 was recorded with moe.placement.extra_slots=2, not 1"),
         ({"replica_slots": 3}, None),
-        ({"primaries": {0: (0, 0, 1, 1)}}, r"step 1 is of the MoE layers \[0, 2\], and here they are \[0\]"),
-        ({"primaries": MOVED}, "step 1, layer 0: the primary of expert 0 was on rank 0, and is on rank 1 here: plans"),
-        ({"step": 5, "primaries": MOVED}, "step 5, layer 0, call 0 is not there"),
+        ({"primaries": {0: (0, 0, 1, 1)}}, r"step 1 was recorded with the MoE layers \[0, 2\], not \[0\]"),
+        ({"primaries": MOVED}, "step 1, layer 0: the primary of expert 0 was on rank 0, and is on rank 1 here, and"),
+        ({"step": 5, "primaries": MOVED}, "step 5, layer 0, call 0 is not in the file"),
     ],
 )
 def test_what_is_of_another_run_is_refused_before_it(
@@ -130,7 +130,7 @@ def test_what_is_of_another_run_is_refused_before_it(
     if message is not None:
         with pytest.raises(ConfigError, match=f"^moe.placement.replay: {tmp_path}/a.plans: {message}"):
             raise ConfigError(text)
-    assert "step 1, layer 0 has 2 calls, and here 3" in str(plans.problem(header(1), LAST, 3))
+    assert "step 1, layer 0 was recorded with 2 calls, not 3" in str(plans.problem(header(1), LAST, 3))
     assert plans.primaries_differ(header(3)) is None
     assert "the primary of expert 0 was on rank 1, and is on rank 0 here" in str(
         plans.primaries_differ(header(3, primaries=PRIMARIES))
@@ -153,25 +153,25 @@ def put(number: int, **fields: Any) -> Change:
         (put(1, copies=[[-1, 1, 1]]), r"line 2: expert \(-1\) must be from 0 to 3"),
         (put(1, copies=[[0, 1, 0]]), r"line 2: assignments \(0\) must be from 1 to"),
         (put(1, copies=[[0, 1, 10**30]]), rf"line 2: assignments \({10**30}\) must be from 1 to"),
-        (put(1, copies=[[0, 1, 1.5]]), "line 2: 1.5 must be a number"),
-        (put(1, copies=[[0, 1, True]]), "line 2: True must be a number"),
+        (put(1, copies=[[0, 1, 1.5]]), "line 2: 1.5 must be an integer"),
+        (put(1, copies=[[0, 1, True]]), "line 2: True must be an integer"),
         (put(1, copies=[[0, 1]]), "line 2: "),
         (put(1, copies=[[0, 1, 1], [0, 1, 2]]), "line 2: a replica is listed twice"),
         (put(1, copies=[[0, 0, 1]]), "line 2: expert 0 has a replica on the rank of its primary"),
         (put(1, layer=1), r"line 2: layer \(1\) must be one of \[0, 2\]"),
-        (put(1, call=7), "line 2: step 1, layer 0: call 7 follows 0 calls"),
-        (put(1, step=None), "line 2: None must be a number"),
+        (put(1, call=7), r"line 2: step 1, layer 0: call \(7\) must be 0, the next number"),
+        (put(1, step=None), "line 2: None must be an integer"),
         (put(0, format="other"), r"line 1: its format \(other\) is not the one"),
         (
             put(0, homes={"0": [0, 0, 0, 1], "2": [0, 0, 1, 1]}),
-            "line 1: its primaries are none of 4 experts on 2 ranks",
+            "line 1: homes must list, for each layer, 2 of 4 experts on each of 2 ranks",
         ),
-        (put(0, homes={"0": [0, 0, 1, -1], "2": [0, 0, 1, 1]}), "line 1: its primaries are none of"),
-        (put(0, expert_ranks=0), "line 1: its header has numbers that no run has"),
-        (put(0, slots=1), "line 2: a rank has 2 replicas, and 1 slots"),
-        (put(0, run=None), "line 10: it is of run a1, and what is before it of run None"),
-        (lambda lines: lines.insert(3, {}), "line 4: it is none"),
-        (lambda lines: lines.clear(), "has no plan: it was cut off"),
+        (put(0, homes={"0": [0, 0, 1, -1], "2": [0, 0, 1, 1]}), "line 1: homes must list, for each layer, 2 of 4"),
+        (put(0, expert_ranks=0), "line 1: step, expert_ranks, num_experts and slots must be at least 1"),
+        (put(0, slots=1), "line 2: a rank has 2 replicas, but only 1 slots"),
+        (put(0, run=None), r"line 10: its run \(a1\) must be that of the first header \(None\)"),
+        (lambda lines: lines.insert(3, {}), "line 4: it has not the fields of a plan"),
+        (lambda lines: lines.clear(), "has no plans: it was cut off"),
     ],
 )
 def test_a_file_that_is_none_is_refused_with_the_line(tmp_path: Path, change: Change, message: str) -> None:
@@ -206,7 +206,7 @@ def test_a_file_without_a_header_is_refused(tmp_path: Path) -> None:
     write(path, range(1, 5))
     lines = [line for line in path.read_text().splitlines() if "format" not in line]
     path.write_text("".join(f"{line}\n" for line in lines))
-    with pytest.raises(ConfigError, match=r"line 1: no header of step 1 is before it"):
+    with pytest.raises(ConfigError, match=r"line 1: there is no header for step 1 before it"):
         read_plans(path)
 
 
@@ -214,7 +214,7 @@ def test_a_call_of_other_counts_is_refused(tmp_path: Path) -> None:
     placement, counts_RE = PlacementMap(4, 2), np.full((2, 4), 5)
     for replicas, message in (
         ([(0, 1, 4)], None),
-        ([(0, 1, 11)], r"call 0 has more assignments at replicas of expert 0 than there are \(10\)"),
+        ([(0, 1, 11)], r"call 0 gives replicas of expert 0 more assignments than the expert has \(10\)"),
         ([(3, 1, 1)], "call 0 has a replica of expert 3 on the rank of its primary, 1"),
     ):
         replayed = ReplayedPlanner(tmp_path / "a.plans", 2, {7: [replicas]})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.offload_parity import config_of
+from benchmarks.checks.offload_parity import config_of
 from memory.host_memory import padded
 from tests import distributed
 from tests.optim.offload.parity import LARGE, SMALL, Training, Variant, with_variant

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.offload_parity import config_of, one
+from benchmarks.checks.offload_parity import config_of, one
 from configs.schema import Config
 from tests import distributed
 from tests.optim.offload import parity
@@ -19,7 +19,7 @@ from tests.optim.offload.parity import LARGE, Variant
 
 STEPS = 4
 MOMENTS = {"bf16": "bf16"}  # of exp_avg; fp32 in other precisions
-# All of them: python -m benchmarks.offload_parity
+# All of them: python -m benchmarks.checks.offload_parity
 CASES = {
     ("gpt", "single", "bf16", "most"): [Variant(pace="slow"), Variant("auto", "host", "always", pace="eager")],
     ("gpt moe", "single", "fp32", "some"): [Variant("disk", early="auto"), Variant("host", "split", pace="slow")],

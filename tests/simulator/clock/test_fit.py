@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from base.errors import ConfigError
-from benchmarks.clock_backtest import FOLDER
+from benchmarks.speed.clock_backtest import FOLDER
 from simulator import backtest
 from simulator import fit as command
 from simulator.clock.hardware import Hardware, load_hardware
@@ -49,7 +49,7 @@ def test_a_fit_finds_the_machine_that_the_steps_are_of(stated: Hardware) -> None
 
 
 def _with_seconds(step: MeasuredStep, seconds: float) -> MeasuredStep:
-    return MeasuredStep(step.name, step.config, step.world_size, step.vocab_size, seconds, step.recipe)
+    return MeasuredStep(step.name, step.job, seconds, step.recipe)
 
 
 def test_a_fit_begins_with_what_is_stated(stated: Hardware) -> None:
@@ -81,7 +81,7 @@ def _write_rows(path: Path, **changes: str) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tensor": "2"}, r"rows.csv, line 2: tensor x data x pipeline parallelism \(128\) must be # GPUs \(64\)"),
+        ({"tensor": "2"}, r"rows.csv, line 2: tensor x data x pipeline parallelism \(128\) must equal # GPUs \(64\)"),
         ({"micro_batch": "7"}, r"global batch \(512\) must be a multiple of micro batch x data parallelism \(448\)"),
         ({"milliseconds": "fast"}, r"iteration time \(ms\) \('fast'\) must be a number"),
         ({"milliseconds": "-1"}, r"must be a positive number"),
@@ -144,12 +144,13 @@ def test_a_run_s_folder_is_a_measured_step(tmp_path: Path) -> None:
 
     config = compose(["model=gpt_tiny", "training.device=cpu"])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
-    (tmp_path / "plan.json").write_text(json.dumps({"world_size": 2, "vocab_size": 500}))
+    (tmp_path / "plan.json").write_text(json.dumps({"world_size": 2, "vocab_size": 500, "device": "cpu"}))
     lines = [{"step": step, "step_seconds": seconds} for step, seconds in enumerate([9.0, 5.0, 1.0, 3.0, 2.0], 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = read_run(tmp_path)
-    assert (found.world_size, found.vocab_size, found.seconds) == (2, 500, 2.0)  # the first two set up
-    assert found.config.model == config.model
+    assert (found.job.world_size, found.job.vocab_size, found.job.device) == (2, 500, "cpu")
+    assert found.seconds == 2.0  # the first two set up
+    assert found.job.config.model == config.model
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="must have measured steps from step 3 on"):
         read_run(tmp_path)

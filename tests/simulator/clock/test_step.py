@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from configs.compose import compose
+from configs.job import Job
 from configs.schema import Config
 from models import blueprint
 from simulator.clock.axes import DENSE_REPLICAS, Group, collective, exchange, groups, send
@@ -91,11 +92,11 @@ def test_a_card_is_shared_by_the_groups_of_a_node(hardware: Hardware) -> None:
 def test_reasons_add_up_to_the_step(model: str, layout: str, hardware: Hardware) -> None:
     ranks, overrides = LAYOUTS[layout]
     config = a_config(model, overrides)
-    found = predict_step(config, ranks, VOCAB, hardware)
+    found = predict_step(Job(config, ranks, VOCAB, "cuda"), hardware)
     assert sum(found.reasons.values()) == pytest.approx(found.seconds)
     assert all(value > 0 for value in found.reasons.values())
-    assert 0 < least_seconds(config, ranks, VOCAB, hardware) <= found.seconds
-    drawn = predict_step(config, ranks, VOCAB, hardware, with_spans=True)
+    assert 0 < least_seconds(Job(config, ranks, VOCAB, "cuda"), hardware) <= found.seconds
+    drawn = predict_step(Job(config, ranks, VOCAB, "cuda"), hardware, with_spans=True)
     assert drawn.seconds == pytest.approx(found.seconds)  # a period of the pipeline stands for the others
     ends = max(span.start + span.seconds for span in drawn.spans if "disk" not in span.track)
     assert ends <= drawn.seconds + 1e-9
@@ -106,7 +107,9 @@ def test_more_of_anything_is_never_slower(name: str, hardware: Hardware) -> None
     for overrides in ([], ["parallel.tensor=2"], ["parallel.pipeline=2"], ["optimizer.state_device=host"]):
         config = a_config("gpt_tiny", ["training.precision=bf16", *overrides])
         seconds = [
-            predict_step(config, 16, VOCAB, hardware.with_values({name: times * hardware[name]}, "a test")).seconds
+            predict_step(
+                Job(config, 16, VOCAB, "cuda"), hardware.with_values({name: times * hardware[name]}, "a test")
+            ).seconds
             for times in (0.5, 1.0, 2.0)
         ]
         assert seconds == sorted(seconds, reverse=True), overrides
@@ -116,8 +119,8 @@ def test_equal_stages_wait_for_the_pipeline_alone(hardware: Hardware) -> None:
     stages, micro_batches = 4, 12
     config = a_config("gpt_tiny", ["parallel.pipeline=4", "training.global_batch_size=12"])
     config.training.micro_batch_size = 1
-    clock = StepClock(config, stages, VOCAB, hardware)
-    rest = stage_rest(config, VOCAB, stages, hardware, clock.groups, clock.recipe, None)
+    clock = StepClock(Job(config, stages, VOCAB, "cuda"), hardware)
+    rest = stage_rest(clock.job, hardware, clock.groups, clock.recipe, None)
     rest = [replace(of, tied={}, update={}) for of in rest]
     one = clock.chunks()[1]  # of a stage without embedding and head
     schedule = Schedule(config, StepWork([one] * stages, rest, 0.0, "inside", True, True, True), micro_batches)
@@ -131,10 +134,10 @@ def test_a_slow_disk_hides_no_pass(micro_batches: int, hardware: Hardware) -> No
     tiers = ["optimizer.state_device=disk", "memory.disk_dir=/tmp", f"training.global_batch_size={micro_batches}"]
     config = a_config("gpt_tiny", [*tiers, "training.micro_batch_size=1"])
     plain = a_config("gpt_tiny", [tiers[-1], "training.micro_batch_size=1"])
-    passes = least_seconds(plain, 1, VOCAB, hardware)
+    passes = least_seconds(Job(plain, 1, VOCAB, "cuda"), hardware)
     slow = hardware.with_values({"disk.read": 1e8, "disk.write": 1e8}, "a test")
-    found = predict_step(config, 1, VOCAB, slow)
-    drawn = predict_step(config, 1, VOCAB, slow, with_spans=True)
+    found = predict_step(Job(config, 1, VOCAB, "cuda"), slow)
+    drawn = predict_step(Job(config, 1, VOCAB, "cuda"), slow, with_spans=True)
     assert found.seconds == pytest.approx(drawn.seconds) and sum(found.reasons.values()) == pytest.approx(found.seconds)
     state = sum(span.seconds for span in drawn.spans if span.track.endswith("disk"))
     assert max(passes, state) <= found.seconds
@@ -142,7 +145,7 @@ def test_a_slow_disk_hides_no_pass(micro_batches: int, hardware: Hardware) -> No
 
 def test_recomputed_layers_take_their_forward_pass_again(hardware: Hardware) -> None:
     plain, again = (
-        predict_step(a_config("gpt_tiny", [f"training.recompute={kind}"]), 1, VOCAB, hardware)
+        predict_step(Job(a_config("gpt_tiny", [f"training.recompute={kind}"]), 1, VOCAB, "cuda"), hardware)
         for kind in ("none", "full")
     )
     assert "recomputed" not in plain.reasons

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from base.errors import ConfigError
+from configs.job import Job
 from configs.schema import Config
 from memory import budgets, host_memory
 from models.blueprint import model_chunks
@@ -52,7 +53,7 @@ def machine(**values: float) -> Hardware:
 
 def test_experts_are_in_no_buffer_but_in_slots_and_records() -> None:
     resident, streamed = make_config(MOE, 1), make_config(HOST, 1)
-    (before,), (after,) = (rank_memory(each, VOCAB, 1, "cpu") for each in (resident, streamed))
+    (before,), (after,) = (rank_memory(Job(each, 1, VOCAB, "cpu")) for each in (resident, streamed))
     experts = [
         p.local
         for of in model_chunks(streamed)
@@ -62,7 +63,9 @@ def test_experts_are_in_no_buffer_but_in_slots_and_records() -> None:
     ]
     records = expert_records(streamed, 1, 4)
     assert records is not None and sum(experts) == 4 * sum(records.numels)
-    sizes = [sum(b.size for kind in buffers(c, VOCAB, 1, 0).values() for b in kind) for c in (resident, streamed)]
+    sizes = [
+        sum(b.size for kind in buffers(Job(c, 1, VOCAB, "cpu"), 0).values() for b in kind) for c in (resident, streamed)
+    ]
     assert 0 <= sizes[0] - sizes[1] - sum(experts) < 256  # but for padding
     assert before.weights - after.weights == 4 * (sizes[0] - sizes[1]) - records.weights_on_device
     assert after.host_experts == records.host_bytes == after.as_dict()["host"] - after.arrangement.host_bytes  # type: ignore[union-attr]
@@ -72,7 +75,7 @@ def test_experts_are_in_no_buffer_but_in_slots_and_records() -> None:
 
 
 def test_state_of_records_needs_no_slots_of_the_device() -> None:
-    (found,) = rank_memory(make_config(HOST, 1), VOCAB, 1, "cpu")
+    (found,) = rank_memory(Job(make_config(HOST, 1), 1, VOCAB, "cpu"))
     tiers = found.arrangement
     assert tiers is not None and {"record", "device_stream"} == set(tiers.engines)
     records = [n for n, way in zip(tiers.numels, tiers.engines, strict=True) if way == "record"]
@@ -87,13 +90,13 @@ def test_budgets_that_do_not_hold_experts_are_refused_with_those_that_do() -> No
     with pytest.raises(
         ConfigError, match="for experts and optimizer state of rank 0.* Try memory.host_budget="
     ) as refused:
-        refuse_what_cannot_fit(make_plan(config, 1, 32000, "cuda"))
+        refuse_what_cannot_fit(make_plan(Job(config, 1, 32000, "cuda")))
     least = str(refused.value).rpartition("=")[2].rstrip(".")
     config.memory.host_budget = float(least)
-    refuse_what_cannot_fit(make_plan(config, 1, 32000, "cuda"))
+    refuse_what_cannot_fit(make_plan(Job(config, 1, 32000, "cuda")))
     config.memory.host_budget = float(least) - 2
     with pytest.raises(ConfigError, match=least):
-        refuse_what_cannot_fit(make_plan(config, 1, 32000, "cuda"))
+        refuse_what_cannot_fit(make_plan(Job(config, 1, 32000, "cuda")))
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -101,30 +104,32 @@ def test_shadows_that_do_not_fit_are_reported(tier: str, monkeypatch: pytest.Mon
     where = (f"moe.weights_device={tier}", f"optimizer.state_device={tier}", f"memory.disk_dir={tmp_path}")
 
     def plan(early: str) -> RunPlan:
-        return make_plan(large(*where, f"optimizer.early_update={early}"), 1, 32000, "cuda")
+        return make_plan(Job(large(*where, f"optimizer.early_update={early}"), 1, 32000, "cuda"))
 
     free = dict.fromkeys(("host", "disk"), 2**50)
     monkeypatch.setattr(host_memory, "available", lambda: free["host"])
     monkeypatch.setattr(budgets, "free_bytes", lambda folder: free["disk"])
     free[tier] = int(getattr(plan("never").worst, tier) * 1.02 / budgets.SHARE)
-    with pytest.raises(ConfigError, match=r"More is not free: .*\. Without shadows all fits: try") as refused:
+    with pytest.raises(
+        ConfigError, match=r"This node does not have that much free: .*\. Without early updates everything fits: try"
+    ) as refused:
         refuse_what_cannot_fit(plan("always"))
-    assert ("memory.disk_dir on another disk" in str(refused.value)) == (tier == "disk")
+    assert ("memory.disk_dir to a folder on another disk" in str(refused.value)) == (tier == "disk")
     refuse_what_cannot_fit(plan("auto"))
     free[tier] //= 2
-    with pytest.raises(ConfigError, match="More is not free: .*(nodes|another disk)$"):
+    with pytest.raises(ConfigError, match="This node does not have that much free: .*(nodes|another disk)$"):
         refuse_what_cannot_fit(plan("always"))
 
 
 def test_a_device_that_is_too_small_is_told_of_experts_off_it() -> None:
     config = large("optimizer.state_device=host", "memory.host_budget=400000", "training.memory_limit_gib=24")
-    with pytest.raises(ConfigError, match="moe.weights_device=host would, with .* of the host"):
-        refuse_what_cannot_fit(make_plan(config, 1, 32000, "cuda"))
-    assert not fitting_override(config, 1, 32000, "cuda", Capacity(host=2**20), 24 * 2**30)
+    with pytest.raises(ConfigError, match="with moe.weights_device=host each rank needs at most .* of the host"):
+        refuse_what_cannot_fit(make_plan(Job(config, 1, 32000, "cuda")))
+    assert not fitting_override(Job(config, 1, 32000, "cuda"), Capacity(host=2**20), 24 * 2**30)
 
 
 def seconds(config: Config, of: Hardware, world_size: int = 1) -> float:
-    return predict_step(config, world_size, 32000, of).seconds
+    return predict_step(Job(config, world_size, 32000, "cuda"), of).seconds
 
 
 STREAMED = ("moe.weights_device=host", "optimizer.state_device=host")
@@ -174,18 +179,18 @@ def test_ranks_that_share_experts_share_what_comes() -> None:
 def test_a_disk_is_waited_for(tmp_path: object) -> None:
     disk = ("moe.weights_device=disk", "optimizer.state_device=disk", f"memory.disk_dir={tmp_path}", *LAYERED)
     of = machine(disk__read=1e9, disk__write=1e9)
-    found = predict_step(large(*disk), 1, 32000, of)
+    found = predict_step(Job(large(*disk), 1, 32000, "cuda"), of)
     traffic = expert_traffic(large(*disk), 1, 0)
     assert traffic is not None
     assert found.seconds > traffic.total.read / 1e9
     assert max(found.reasons, key=lambda name: found.reasons[name]) == "disk"
-    early = predict_step(large(*disk, "optimizer.early_update=always"), 1, 32000, of)
+    early = predict_step(Job(large(*disk, "optimizer.early_update=always"), 1, 32000, "cuda"), of)
     assert traffic.total.read / 1e9 < early.seconds < found.seconds  # more of it beside the backward pass
 
 
 def test_the_plan_says_what_experts_are_worth_off_the_device(tmp_path: object) -> None:
     config = large(*STREAMED, *LAYERED, f"memory.disk_dir={tmp_path}", "memory.disk_budget=1000000")
-    plan = make_plan(config, 1, 32000, hardware=machine())
+    plan = make_plan(Job(config, 1, 32000, "cuda"), hardware=machine())
     found = {tuple(each.values.values())[:2]: each for each in plan.expert_options}
     assert list(found) == [
         *(("host", "by_layer"), ("device", "by_micro_batch"), ("host", "by_micro_batch")),
@@ -206,7 +211,7 @@ def test_the_plan_says_what_experts_are_worth_off_the_device(tmp_path: object) -
     assert "8,192" in lines[first + 2] and any("2 on the device at once" in line for line in lines[first:])
     known = json.loads(json.dumps(plan.as_dict()))["experts_off_device"]
     assert known[0]["is_own"] and known[0]["moved"]["up"] == own.moved.up and len(known) == 5
-    assert make_plan(make_config(["experiment=gpt_tiny"], 1), 1, VOCAB, "cpu").expert_options == []
+    assert make_plan(Job(make_config(["experiment=gpt_tiny"], 1), 1, VOCAB, "cpu")).expert_options == []
 
 
 def test_one_gpu_of_a_gh200_needs_the_published_tokens() -> None:
@@ -219,7 +224,7 @@ AUTO = ("moe.weights_device=auto", "training.pass_order=auto")
 
 
 def decided(config: Config, capacity: Capacity, given: frozenset[str] = frozenset(), of: Hardware | None = None) -> Any:
-    return decide(config, 1, 32000, of or machine(), capacity, given)
+    return decide(Job(config, 1, 32000, "cuda"), of or machine(), capacity, given)
 
 
 def test_auto_keeps_experts_where_they_fit_and_lets_them_go_where_they_do_not() -> None:
@@ -254,7 +259,7 @@ def test_auto_takes_what_moves_least_of_what_is_predicted_alike() -> None:
     quick = machine(host__update=1e18, host__rate=1e18, host__up=1e13, host__down=1e13)  # nothing is waited for
 
     def order(*more: str) -> Any:
-        found = decide(large(*AUTO, *more), 1, 32000, quick, small, frozenset())
+        found = decide(Job(large(*AUTO, *more), 1, 32000, "cuda"), quick, small, frozenset())
         assert found.values["moe.weights_device"] == "host"
         return found.values["training.pass_order"]
 
@@ -275,9 +280,9 @@ def test_auto_goes_to_the_disk_only_where_there_is_one(tmp_path: object) -> None
 def test_auto_names_more_expert_ranks_where_these_would_do() -> None:
     config = large(*AUTO, "training.global_batch_size=32", world_size=8)
     capacity = Capacity(device=20 * 2**30)
-    found = decide(config, 8, 32000, machine(), capacity, frozenset({"optimizer.state_device"}))
+    found = decide(Job(config, 8, 32000, "cuda"), machine(), capacity, frozenset({"optimizer.state_device"}))
     assert "parallel.expert" not in found.line  # state was to stay
     with_host = replace(config, optimizer=replace(config.optimizer, state_device="host"))
-    found = decide(with_host, 8, 32000, machine(), capacity, frozenset())
+    found = decide(Job(with_host, 8, 32000, "cuda"), machine(), capacity, frozenset())
     assert found.values["moe.weights_device"] == "host"
     assert "parallel.expert=8 would keep them on the device" in found.line

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from configs.compose import compose
+from configs.job import Job
 from configs.schema import Config
 from configs.validate import validate
 from simulator.memory import rank_memory
@@ -35,9 +38,11 @@ def _asked(*more: str) -> tuple[Config, frozenset[str]]:
 def test_bounds_never_drop_the_best_place_of_experts(device: int) -> None:
     config, fixed = _asked("training.recompute=full")
     hardware, timer = machine(device__memory=device / 0.9), clock_timer()
-    number, found = every_fitting(config, 2, VOCAB, hardware, fixed, timer)
+    number, found = every_fitting(Job(config, 2, VOCAB, "cuda"), hardware, fixed, timer)
     best = best_of(found)
-    explorer = layout_explorer(config, 2, VOCAB, hardware, fixed, timer, memory_limits(config, 2, hardware))
+    explorer = layout_explorer(
+        Job(config, 2, VOCAB, "cuda"), hardware, fixed, timer, memory_limits(config, 2, hardware)
+    )
     explorer.run()
     assert explorer.best is not None and explorer.counts().timed <= number
     assert (explorer.best.cell, explorer.best.saving) == (best.cell, best.saving)
@@ -47,28 +52,28 @@ def test_bounds_never_drop_the_best_place_of_experts(device: int) -> None:
 
 def test_places_are_searched_where_they_are_asked_for_alone() -> None:
     config, fixed = _asked()
-    open_space = LayoutSpace(config, 2, fixed, "cuda", 8)
+    open_space = LayoutSpace(Job(config, 2, VOCAB, "cuda"), fixed, 8)
     layouts = {(each.weights_device, each.pass_order) for each in open_space.savings(True)}
     assert layouts == {("device", "by_micro_batch"), ("host", "by_micro_batch"), ("host", "by_layer")}
     assert all(each.state_device in ("host", "disk") for each in open_space.savings(True) if each.streams)
     assert all(each.recompute == "full" for each in open_space.savings(True) if each.pass_order == "by_layer")
-    closed = LayoutSpace(compose([*MODEL, *GIVEN]), 2, frozenset(), "cuda", 8)
+    closed = LayoutSpace(Job(compose([*MODEL, *GIVEN]), 2, VOCAB, "cuda"), frozenset(), 8)
     assert {(each.weights_device, each.pass_order) for each in closed.savings(True)} == {("device", "by_micro_batch")}
     on_host = compose([*MODEL, *GIVEN, "moe.weights_device=host", "optimizer.state_device=host"])
-    given = LayoutSpace(on_host, 2, frozenset({"moe.weights_device"}), "cuda", 8)
+    given = LayoutSpace(Job(on_host, 2, VOCAB, "cuda"), frozenset({"moe.weights_device"}), 8)
     assert {each.weights_device for each in given.savings(True)} == {"host"}
 
 
 def test_a_search_counts_memory_as_a_plan_does() -> None:
     config, fixed = _asked()
     hardware = machine(device__memory=2**33)
-    space = LayoutSpace(config, 4, fixed, hardware.kind, 8)
-    sizer = LayoutSizer(space, VOCAB, memory_limits(config, 4, hardware).capacity)
+    space = LayoutSpace(Job(config, 4, VOCAB, hardware.kind), fixed, 8)
+    sizer = LayoutSizer(space, memory_limits(config, 4, hardware).capacity)
     seen = 0
     for group in space.groups():
         for cell in list(space.cells(group))[:2]:
             for saving in [each for each in space.legal_savings(cell) if each.streams]:
-                ranks = rank_memory(space.layout(cell, saving), VOCAB, 4, hardware.kind, capacity=sizer.capacity)
+                ranks = rank_memory(replace(space.job, config=space.layout(cell, saving)), capacity=sizer.capacity)
                 found = sizer.memory(cell, saving)
                 assert found.device == max(rank.total for rank in ranks), (cell, saving)
                 assert (found.host, found.disk) == (max(rank.host for rank in ranks), max(rank.disk for rank in ranks))
@@ -78,7 +83,7 @@ def test_a_search_counts_memory_as_a_plan_does() -> None:
 
 def test_the_answer_has_keys_that_a_run_takes() -> None:
     config, fixed = _asked()
-    answer = search_layout(config, 2, VOCAB, machine(device__memory=16_000_000 / 0.9), fixed)
+    answer = search_layout(Job(config, 2, VOCAB, "cuda"), machine(device__memory=16_000_000 / 0.9), fixed)
     assert answer.best.config.moe.weights_device == "host"
     assert "moe.weights_device=host" in answer.best.overrides
     validate(answer.best.config, 2)
@@ -86,7 +91,7 @@ def test_the_answer_has_keys_that_a_run_takes() -> None:
 
 def test_by_layer_comes_with_whole_layers_computed_again_and_one_stage() -> None:
     config = compose([*MODEL, *GIVEN, "training.pass_order=by_layer", "moe.weights_device=auto"])
-    space = LayoutSpace(config, 2, frozenset({"training.pass_order", "moe.weights_device"}), "cuda", 8)
+    space = LayoutSpace(Job(config, 2, VOCAB, "cuda"), frozenset({"training.pass_order", "moe.weights_device"}), 8)
     assert {each.recompute for each in space.savings(True)} == {"full"}
     for group in space.groups():
         legal = space.legal_savings(next(space.cells(group)))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from base.errors import ConfigError
-from benchmarks.plan_accuracy import EXPERT_CASES, KINDS, SMALL, TIER_CASES, Case, compare
+from benchmarks.speed.plan_accuracy import EXPERT_CASES, KINDS, SMALL, TIER_CASES, Case, compare
+from configs.job import Job
 from models.blueprint import model_chunks
 from simulator.buffers import buffers
 from simulator.offload.state import planned_slices
@@ -63,7 +64,7 @@ def test_slices_are_those_that_a_rank_owns(model: str, layout: list[str]) -> Non
     built = distributed.run(_owned, 4, config)
     for coordinates in rank_coordinates(config, 4):
         local = [parameters(config, chunk, VOCAB_SIZE) for chunk in model_chunks(config)[coordinates.stage]]
-        static = buffers(config, VOCAB_SIZE, 4, coordinates.stage)
+        static = buffers(Job(config, 4, VOCAB_SIZE, "cpu"), coordinates.stage)
         planned = planned_slices(static, local, {"dense": coordinates.data, "expert": coordinates.expert_data})
         named = [(each.start, each.end, each.reduced_at_step_end, each.bucket_key) for each in planned]
         assert _numbered(named) == _numbered(built[coordinates.rank])
@@ -92,7 +93,7 @@ def test_tiers_take_what_the_plan_says(case: Case) -> None:
 
 def _plan(*overrides: str, ranks: int = 1) -> RunPlan:
     small = ["experiment=gpt_tiny", "training.device=cpu", "optimizer.bucket_parameters=16384"]
-    return make_plan(make_config([*small, *overrides], ranks), ranks, VOCAB_SIZE)
+    return make_plan(Job(make_config([*small, *overrides], ranks), ranks, VOCAB_SIZE, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -147,8 +148,8 @@ def test_budgets_that_are_proposed_are_enough(ranks: int, overrides: list[str]) 
 def test_slots_are_a_part_of_the_state_that_they_serve(command: list[str]) -> None:
     """The documented first commands, with the default size of a bucket."""
     more = [*command, "training.device=cpu", "parallel.overlap_grad_reduce=true"]
-    at_home = make_plan(make_config(more, 1), 1, VOCAB_SIZE).worst
-    plan = make_plan(make_config([*more, "optimizer.state_device=host"], 1), 1, VOCAB_SIZE)
+    at_home = make_plan(Job(make_config(more, 1), 1, VOCAB_SIZE, "cpu")).worst
+    plan = make_plan(Job(make_config([*more, "optimizer.state_device=host"], 1), 1, VOCAB_SIZE, "cpu"))
     assert plan.worst.arrangement is not None
     assert plan.worst.optimizer == plan.worst.arrangement.device_bytes < at_home.optimizer / 2
     assert "this saves " in text(plan) and "the host's memory too" in text(plan)
@@ -167,8 +168,8 @@ def test_what_the_disk_cannot_hold_is_refused() -> None:
 
 def test_a_full_device_is_told_of_the_other_targets() -> None:
     plan = _plan("model.num_layers=16", "training.micro_batch_size=1", "training.recompute=full")
-    plan.config.training.memory_limit_gib = (plan.worst.total - plan.worst.optimizer / 2) / 2**30
-    with pytest.raises(ConfigError, match=r"optimizer\.state_device=host would, with .* of the host"):
+    plan.job.config.training.memory_limit_gib = (plan.worst.total - plan.worst.optimizer / 2) / 2**30
+    with pytest.raises(ConfigError, match=r"with optimizer\.state_device=host each rank needs at most .* of the host"):
         refuse_what_cannot_fit(plan)
 
 
@@ -197,6 +198,6 @@ def test_a_plan_says_where_state_lies() -> None:
     assert "host     " in shown and "of 64.00 MiB (memory.host_budget)" in shown
     assert "gradients of 100.0% of the parameters" in shown
     assert "it takes" not in shown  # on a CPU there is no link whose rate could be assumed
-    assert "(assumed) it takes" in text(dataclasses.replace(plan, device="cuda"))
+    assert "(assumed) it takes" in text(dataclasses.replace(plan, job=dataclasses.replace(plan.job, device="cuda")))
     assert kept["host"] == plan.worst.host == sum(kept["host_parts"].values())
     assert kept["optimizer"] == plan.worst.arrangement.device_bytes  # type: ignore[union-attr]

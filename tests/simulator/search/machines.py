@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from configs import derived
-from configs.schema import Config
+from configs.job import Job
 from models.blueprint import padded_vocab_size
 from optim.arrangement.buckets import Arrangement
 from simulator.clock.hardware import FIGURES, Figure, Hardware
@@ -57,13 +57,14 @@ def machine(kind: str = "cuda", errors: tuple[dict[str, object], ...] = (), **va
     return Hardware("made_up", kind, "a machine of the tests", figures, errors)
 
 
-def _passes(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> dict[str, float]:
-    padded = padded_vocab_size(vocab_size, config.parallel.tensor)
+def _passes(job: Job, hardware: Hardware) -> dict[str, float]:
+    config = job.config
+    padded = padded_vocab_size(job.vocab_size, config.parallel.tensor)
     tokens = config.training.global_batch_size * config.model.sequence_length
-    flops = executed_flops_per_token(config, padded, hardware.kind) * tokens / world_size
+    flops = executed_flops_per_token(config, padded, hardware.kind) * tokens / job.world_size
     sequence_rows = derived.rank_sequence_rows(config)
     efficiency = sequence_rows / (sequence_rows + 64)
-    sent = bytes_per_step(config, vocab_size, world_size, hardware.kind)
+    sent = bytes_per_step(job)
     exchanged = max(stage["tensor_parallel"] + stage["context_exchange"] + stage["expert_all_to_all"] for stage in sent)
     layers = {"none": 0.0, "selective": 0.05, "full": 0.3}[config.training.recompute]
     return {
@@ -73,16 +74,10 @@ def _passes(config: Config, world_size: int, vocab_size: int, hardware: Hardware
     }
 
 
-def _predict(
-    config: Config,
-    world_size: int,
-    vocab_size: int,
-    hardware: Hardware,
-    arrangements: Sequence[Arrangement | None] | None = None,
-) -> Prediction:
-    reasons = _passes(config, world_size, vocab_size, hardware)
+def _predict(job: Job, hardware: Hardware, arrangements: Sequence[Arrangement | None] | None = None) -> Prediction:
+    config, reasons = job.config, _passes(job, hardware)
     stages, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
-    count = derived.num_micro_batches(config, world_size)
+    count = derived.num_micro_batches(config, job.world_size)
     passes = sum(reasons.values())
     reasons["bubble"] = passes * (stages - 1) / (count * chunks)
     parameters = 1e6 / config.parallel.tensor / stages
@@ -98,8 +93,8 @@ def _predict(
     return Prediction(sum(reasons.values()), reasons, hardware.name)
 
 
-def _least(config: Config, world_size: int, vocab_size: int, hardware: Hardware) -> float:
-    return sum(_passes(config, world_size, vocab_size, hardware).values())
+def _least(job: Job, hardware: Hardware) -> float:
+    return sum(_passes(job, hardware).values())
 
 
 SIMPLE = LayoutTimer(_predict, _least)

@@ -9,6 +9,7 @@ import pytest
 
 from base.errors import ConfigError
 from configs.compose import compose
+from configs.job import Job
 from simulator.search.impossible import Asked, no_layout_error
 from simulator.search.search import search_layout
 from tests.simulator.search.machines import SIMPLE, machine
@@ -50,7 +51,7 @@ def test_advice_works(number: int) -> None:
     fixed = frozenset(each.partition("=")[0] for each in given)
     hardware = machine(device__memory=megabytes * 1e6 / 0.9)
     with pytest.raises(ConfigError) as error:
-        search_layout(compose([*overrides, *given]), world_size, VOCAB, hardware, fixed, SIMPLE)
+        search_layout(Job(compose([*overrides, *given]), world_size, VOCAB, "cuda"), hardware, fixed, SIMPLE)
     message = str(error.value)
     assert "\n" not in message
     found = re.search(r"Try (?:(\d+) ranks(?: with)? ?)?(.*?) ?\(", message)
@@ -59,7 +60,7 @@ def test_advice_works(number: int) -> None:
     ranks = int(found[1] or world_size)
     changed = compose([*overrides, *given, *keys])
     fixed |= {each.partition("=")[0] for each in keys}
-    answer = search_layout(changed, ranks, VOCAB, hardware, fixed, SIMPLE)
+    answer = search_layout(Job(changed, ranks, VOCAB, "cuda"), hardware, fixed, SIMPLE)
     assert answer.best.memory.device <= answer.limits.device
 
 
@@ -67,6 +68,6 @@ def test_it_says_how_much_is_missing_on_which_tier() -> None:
     given = ["optimizer.state_device=device", "parallel.tensor=1", "parallel.pipeline=1", "parallel.context=1"]
     config = compose([DENSE, *given])
     fixed = frozenset(each.partition("=")[0] for each in given)
-    message = str(no_layout_error(Asked(config, 2, VOCAB, machine(device__memory=2.1e6 / 0.9), fixed)))
+    message = str(no_layout_error(Asked(Job(config, 2, VOCAB, "cuda"), machine(device__memory=2.1e6 / 0.9), fixed)))
     assert re.search(r"needs [\d.]+ MiB of the device, [\d.]+ MiB more than 90% of the device's memory", message)
     assert "Try optimizer.state_device=" in message

@@ -9,6 +9,7 @@ import pytest
 
 from base.errors import ConfigError
 from configs.compose import compose
+from configs.job import Job
 from configs.keys import get
 from configs.schema import Config
 from configs.validate import validate
@@ -89,10 +90,10 @@ def test_bounds_never_drop_the_best(case: str, timer: object) -> None:
     overrides, given, world_size, device = CASES[case]
     config, fixed = _asked(overrides, given)
     hardware = machine(device__memory=device / 0.9)
-    number, found = every_fitting(config, world_size, VOCAB, hardware, fixed, timer)  # type: ignore[arg-type]
+    number, found = every_fitting(Job(config, world_size, VOCAB, "cuda"), hardware, fixed, timer)  # type: ignore[arg-type]
     best = best_of(found)
     limits = memory_limits(config, world_size, hardware)
-    explorer = layout_explorer(config, world_size, VOCAB, hardware, fixed, timer, limits)  # type: ignore[arg-type]
+    explorer = layout_explorer(Job(config, world_size, VOCAB, "cuda"), hardware, fixed, timer, limits)  # type: ignore[arg-type]
     explorer.run()
     assert explorer.best is not None
     assert explorer.best.prediction.seconds == pytest.approx(best.prediction.seconds, rel=1e-9)
@@ -109,7 +110,7 @@ def test_the_answer_is_what_a_run_takes() -> None:
     hardware = machine(
         device__memory=3_000_000, errors=({"of": "steps", "count": 20, "mean_absolute_error_percent": 4.25},)
     )
-    answer = search_layout(config, 4, VOCAB, hardware, fixed)
+    answer = search_layout(Job(config, 4, VOCAB, "cuda"), hardware, fixed)
     assert len(answer.runners_up) >= 4
     for layout in answer.runners_up:
         for choice in layout.choices:
@@ -122,7 +123,7 @@ def test_the_answer_is_what_a_run_takes() -> None:
         typed = compose([*start, *layout.overrides])
         validate(typed, 4)
         assert typed == layout.config
-        memory = rank_memory(typed, VOCAB, 4, "cuda", capacity=capacity)
+        memory = rank_memory(Job(typed, 4, VOCAB, "cuda"), capacity=capacity)
         assert layout.memory.device == max(rank.total for rank in memory) <= answer.limits.device
         assert layout.prediction.seconds >= answer.best.prediction.seconds * (1 - 1e-9)
     assert len({tuple(layout.overrides) for layout in [answer.best, *answer.runners_up]}) == 1 + len(answer.runners_up)
@@ -132,14 +133,14 @@ def test_the_answer_is_what_a_run_takes() -> None:
     assert all(layout.why for layout in answer.runners_up) and not answer.best.why
     saved = json.loads(json.dumps(answer.as_dict()))
     assert saved["best"]["overrides"] == answer.best.overrides and saved["back_tests"][0]["count"] == 20
-    again = search_layout(config, 4, VOCAB, hardware, fixed)
+    again = search_layout(Job(config, 4, VOCAB, "cuda"), hardware, fixed)
     assert answer_text(again) == shown
     assert "not held to measured steps" in answer_text(replace(answer, errors=()))
 
 
 def test_given_keys_stay() -> None:
     config, fixed = _asked(["experiment=gpt_tiny"], ["parallel.tensor=2", "parallel.sequence=true"])
-    answer = search_layout(config, 4, VOCAB, machine(), fixed, SIMPLE)
+    answer = search_layout(Job(config, 4, VOCAB, "cuda"), machine(), fixed, SIMPLE)
     for layout in [answer.best, *answer.runners_up]:
         assert layout.config.parallel.tensor == 2 and layout.config.parallel.sequence
         assert not any(each.startswith(("parallel.tensor=", "parallel.sequence=")) for each in layout.overrides)
@@ -148,7 +149,7 @@ def test_given_keys_stay() -> None:
 def test_what_changes_losses_stays() -> None:
     overrides = ["experiment=gpt_moe_tiny", "training.global_batch_size=24", "optimizer.moment_dtype=bf16"]
     config, fixed = _asked(overrides, [*FEW, "parallel.context=1", "training.activation_offload=none"])
-    answer = search_layout(config, 12, VOCAB, machine(), fixed, SIMPLE)
+    answer = search_layout(Job(config, 12, VOCAB, "cuda"), machine(), fixed, SIMPLE)
     for layout in [answer.best, *answer.runners_up]:
         found = layout.config
         assert (found.training.global_batch_size, found.model, found.optimizer.moment_dtype) == (
@@ -167,7 +168,7 @@ def test_all_keys_given_leave_one_candidate() -> None:
         *("optimizer.state_device=host", "optimizer.engine=host"),
     ]
     config, fixed = _asked(["experiment=gpt_tiny"], given)
-    answer = search_layout(config, 4, VOCAB, machine(), fixed, SIMPLE)
+    answer = search_layout(Job(config, 4, VOCAB, "cuda"), machine(), fixed, SIMPLE)
     assert answer.counts.candidates == answer.counts.timed == 1
     assert answer.best.overrides == [] and answer.runners_up == []
 
@@ -177,20 +178,20 @@ def test_odd_numbers_of_ranks(world_size: int) -> None:
     config = compose(
         ["experiment=gpt_tiny", f"training.global_batch_size={2 * world_size}", "model.sequence_length=63"]
     )
-    answer = search_layout(config, world_size, VOCAB, machine(), frozenset(), SIMPLE)
+    answer = search_layout(Job(config, world_size, VOCAB, "cuda"), machine(), frozenset(), SIMPLE)
     validate(answer.best.config, world_size)
 
 
 def test_a_limit_that_one_layout_meets() -> None:
     config, fixed = _asked(["experiment=gpt_tiny"], NO_TIERS)
     hardware = machine()
-    _, found = every_fitting(config, 4, VOCAB, hardware, fixed, SIMPLE)
+    _, found = every_fitting(Job(config, 4, VOCAB, "cuda"), hardware, fixed, SIMPLE)
     least = min(each.memory.device for each in found)
     meets = [each for each in found if each.memory.device == least]
     tight = replace(config, training=replace(config.training, memory_limit_gib=least / 2**30))
-    answer = search_layout(tight, 4, VOCAB, hardware, fixed, SIMPLE)
+    answer = search_layout(Job(tight, 4, VOCAB, "cuda"), hardware, fixed, SIMPLE)
     assert answer.best.memory.device == least
     assert answer.best.prediction.seconds == min(each.prediction.seconds for each in meets)
     tighter = replace(config, training=replace(config.training, memory_limit_gib=(least - 1) / 2**30))
     with pytest.raises(ConfigError, match="training.memory_limit_gib"):
-        search_layout(tighter, 4, VOCAB, hardware, fixed, SIMPLE)
+        search_layout(Job(tighter, 4, VOCAB, "cuda"), hardware, fixed, SIMPLE)

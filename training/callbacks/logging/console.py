@@ -1,4 +1,4 @@
-"""Console output of a run in progress: a progress bar on a terminal, lines with a time stamp in a log."""
+"""Print the progress of a run: a progress bar on a terminal, lines with a time stamp elsewhere."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ WINDOW = 50  # steps that rates are means over
 
 
 def stamp() -> str:
-    """Return the current time as lines about steps begin with it."""
+    """Return the current time in the format that lines about steps begin with."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 class Bar:
-    """A progress bar on the last line of the terminal of standard error, until `close`.
-
-    Meanwhile sys.stdout and sys.stderr are replaced: whatever this process prints, from any thread, logger or library,
-    appears in whole lines above the bar.
-    """
+    """A progress bar on the last line of the terminal, drawn on standard error until `close`. Meanwhile sys.stdout and
+    sys.stderr are replaced: everything that this process prints, from any thread, logger or library, appears in
+    complete lines above the bar."""
 
     def __init__(self, total: int, done: int):
         self._stderr, self._shown = sys.stderr, 0.0
@@ -45,8 +43,8 @@ class Bar:
         sys.stdout, sys.stderr = self._streams  # type: ignore[assignment]
 
     def show(self, done: int, fields: Sequence[str], *, now: bool = False) -> None:
-        """Draw the bar at `done` with the first `fields` that fit into the line, the most important one first; with
-        `now` also if it was drawn less than REDRAW_SECONDS ago."""
+        """Draw the bar at `done` steps, with as many of the `fields` as fit on the line, the most important one first.
+        Draws at most every REDRAW_SECONDS, unless `now` is true."""
         if not now and time.monotonic() - self._shown < REDRAW_SECONDS:
             return
         self._shown = time.monotonic()
@@ -54,7 +52,7 @@ class Bar:
         self._bar.set_description_str(fitting(fields, self._bar.ncols - BAR_COLUMNS - len("100%|| ")))  # which draws
 
     def close(self) -> None:
-        """Leave the bar as it is and put the streams back."""
+        """Leave the bar on the screen, and restore sys.stdout and sys.stderr."""
         for name, stream, before in zip(("stdout", "stderr"), self._streams, self._before):
             stream.finish()
             if getattr(sys, name) is stream:  # else other code replaced it meanwhile, and removes ours
@@ -62,7 +60,7 @@ class Bar:
         self._bar.close()
 
     def _columns(self) -> int:
-        """One less than the terminal has: a full line makes some of them wrap."""
+        """Return the width to draw: one column less than the terminal has, because some terminals wrap a full line."""
         try:
             columns = os.get_terminal_size(self._stderr.fileno()).columns
         except (OSError, ValueError):
@@ -71,7 +69,7 @@ class Bar:
 
 
 def fitting(fields: Sequence[str], columns: int) -> str:
-    """Join the first fields with bars, as many as fit into `columns` characters."""
+    """Join the first fields with " | ", as many as fit into `columns` characters."""
     line = fields[0] if fields else ""
     for field in fields[1:]:
         if len(line) + len(" | ") + len(field) > columns:
@@ -81,7 +79,8 @@ def fitting(fields: Sequence[str], columns: int) -> str:
 
 
 class _Above(io.TextIOBase):
-    """A stream that writes its lines above a bar. Text without a newline at its end is held back until one follows."""
+    """A stream that writes complete lines above a progress bar. Text without a final newline is buffered until one
+    follows."""
 
     def __init__(self, stream: TextIO, bar: Any):
         self._stream, self._bar, self._rest = stream, bar, ""
@@ -97,7 +96,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Write the text that is held back."""
+        """Write the buffered text, followed by a newline."""
         if self._rest:
             self.write("\n")
 
@@ -122,8 +121,8 @@ class _Above(io.TextIOBase):
 
 
 class ProgressLine(Callback):
-    """Shows loss, gradient norm, tokens/s, MFU, memory and the remaining time, on the main rank. Rates are means over
-    the last WINDOW steps. Where experts are placed, also the busiest rank's load divided by the mean rank's; with
+    """Prints loss, gradient norm, tokens/s, MFU, memory and the remaining time on the main rank. Rates are means over
+    the last WINDOW steps. With expert placement, also prints the busiest rank's load divided by the mean rank's; with
     activation offload, the MiB of layer inputs on the host."""
 
     def __init__(self) -> None:

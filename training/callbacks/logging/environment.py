@@ -1,4 +1,4 @@
-"""`run_dir/environment.json`, for people and the report: versions, hosts and devices of a run's last start."""
+"""`run_dir/environment.json`, for people and the report: versions, hosts and devices of the run's latest start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class Environment(Callback):
 
 
 def describe_rank(device: torch.device) -> dict[str, Any]:
-    """Describe the host of this rank, and its device: a GPU's name, or "cpu"."""
+    """Return facts about this rank's host (processor, cores, memory in bytes) and its device: a GPU's name, or
+    "cpu"."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -50,7 +51,8 @@ def describe_rank(device: torch.device) -> dict[str, Any]:
 
 
 def write(run_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
-    """Write what `describe_rank` returned on each rank, grouped by host, and the versions. Raises WriteError."""
+    """Write versions and what `describe_rank` returned on each rank, grouped by host, to environment.json. Raises
+    WriteError."""
     hosts: dict[str, dict[str, Any]] = {}
     for rank in ranks:
         about = {key: value for key, value in rank.items() if key != "device"}

@@ -1,5 +1,5 @@
-"""The metrics of `metrics.jsonl` for TensorBoard and for Weights & Biases. Both log in a thread of their own, so that a
-slow service does not delay the step."""
+"""Send the metrics to TensorBoard and Weights & Biases. Each logger runs in a thread of its own, so that a slow service
+does not delay the step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CALL_SECONDS = 120.0  # that a call may take
 
 
 class Background:
-    """Makes the calls of one logger in a thread, in order. A logger must not end the run: the first error of a call is
-    printed, and no more calls are made."""
+    """Runs the calls of one logger in a thread, in order. A logger must not end the run: its first error is printed,
+    and no more calls are made."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -31,7 +31,7 @@ class Background:
         self.failed = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> None:
-        """Queue a call, unless an earlier call failed or is stuck."""
+        """Queue a call, unless an earlier call failed or hangs."""
         with self.watched():
             while self._calls and (self._calls[0].done() or len(self._calls) >= MAX_WAITING_CALLS):
                 self._calls.popleft().result(timeout=CALL_SECONDS)
@@ -40,7 +40,8 @@ class Background:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Context for work on the logger in the caller's thread: its errors count as those of a call."""
+        """Return a context for using the logger in the caller's thread; an error in it is handled like that of a queued
+        call."""
         try:
             yield
         except Exception as error:  # of any kind: of the service, or of the disk
@@ -55,7 +56,7 @@ class Background:
             self._calls.clear()
 
     def close(self) -> None:
-        """Wait for all calls."""
+        """Wait until all queued calls have ended."""
         with self.watched():
             while self._calls:
                 self._calls.popleft().result(timeout=CALL_SECONDS)
@@ -63,8 +64,8 @@ class Background:
 
 
 class TensorBoard(Callback):
-    """Writes scalars, and a histogram of each layer's experts, to `run_dir/tensorboard` on the main rank when
-    `logging.tensorboard` is true; a resumed run hides the steps that it takes again."""
+    """Writes scalars, and a histogram of each layer's tokens per expert, to `run_dir/tensorboard` on the main rank if
+    `logging.tensorboard` is true. A resumed run hides the old values of steps that it repeats."""
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -109,7 +110,7 @@ class TensorBoard(Callback):
 
 
 def _histogram(name: str, counts: list[int]) -> Any:
-    """Return a histogram with a bar per expert, from its number to the next."""
+    """Return a TensorBoard histogram with one bar per expert, from the expert's number to the next number."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
     total = sum(counts)
@@ -126,8 +127,8 @@ def _histogram(name: str, counts: list[int]) -> Any:
 
 
 class WeightsAndBiases(Callback):
-    """Logs on the main rank unless `logging.wandb` is off or WANDB_MODE is disabled: online with an API key, offline
-    without one. A resumed run keeps its id."""
+    """Logs the metrics to Weights & Biases on the main rank, unless `logging.wandb` is off or WANDB_MODE is disabled.
+    `logging.wandb=auto` means online if there is an API key, else offline. A resumed run keeps its id."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -139,7 +140,7 @@ class WeightsAndBiases(Callback):
             return
         asked = os.environ.get("WANDB_MODE")  # wandb's own variable
         if asked == "disabled":
-            print(f"logging.wandb={mode}: there is no run of wandb, since WANDB_MODE is disabled", flush=True)
+            print(f"logging.wandb={mode}: nothing is logged to wandb, because WANDB_MODE is disabled", flush=True)
             return
         import wandb  # imports for a second; only where it is used
 
@@ -153,9 +154,13 @@ class WeightsAndBiases(Callback):
             reason = " ".join(str(error).splitlines()[0].split()).rstrip(".")
             if run.config.logging.wandb != "auto":
                 raise ConfigError(
-                    f"logging.wandb (online) must reach its service: {reason}. Try logging.wandb=offline."
+                    f"logging.wandb (online) needs the wandb service, which is not reachable: {reason}. Try "
+                    "logging.wandb=offline."
                 ) from error
-            print(f"logging.wandb=auto: its service does not answer ({reason}); the run is logged offline", flush=True)
+            print(
+                f"logging.wandb=auto: the wandb service does not answer ({reason}); the run is logged offline",
+                flush=True,
+            )
             self._run = self._begin(run, "offline")
         self._background = Background("wandb")
 

@@ -10,12 +10,9 @@ from training.run import Callback, Metrics, Run
 
 
 class MetricsFile(Callback):
-    """Appends each step's metrics on the main rank; a resumed run first drops the lines of steps that it repeats, and
-    logs which steps a damaged file lacks.
-
-    A run whose steps cannot be recorded ends. But if its own unfinished checkpoint fills the disk, that is cancelled
-    first.
-    """
+    """Appends each step's metrics on the main rank. A resumed run first removes the lines of steps that it will repeat,
+    and logs which steps a damaged file lacks. A run whose steps cannot be recorded ends. But if the disk is full while
+    a checkpoint is being written, that checkpoint is cancelled first."""
 
     follows = (
         "StepNumbers",
@@ -36,7 +33,7 @@ class MetricsFile(Callback):
         self._waiting: list[str] = []  # lines that could not be written yet
 
     def on_start(self, run: Run) -> None:
-        """Raises WriteError."""
+        """Open metrics.jsonl, after removing the lines of steps that will be repeated. Raises WriteError."""
         if not run.is_main:
             return
         path = run.run_dir / "metrics.jsonl"
@@ -45,7 +42,8 @@ class MetricsFile(Callback):
         self._log, self._waiting = Log(path), []
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Raises WriteError."""
+        """Append the step's metrics; if the disk is full, first cancel a checkpoint that is being written. Raises
+        WriteError."""
         if self._log is None:
             return
         self._waiting.append(json.dumps(metrics))
@@ -54,18 +52,18 @@ class MetricsFile(Callback):
         except WriteError as error:
             if error.errno not in FULL or not run.saver.pending:
                 raise
-            run.saver.cancel(f"it gave its room to {self._log.path.name}")
+            run.saver.cancel(f"cancelled to free disk space for {self._log.path.name}")
             if len(self._waiting) == 1:
-                run.log(f"{error} The checkpoint that is being written gives its room back")
+                run.log(f"{error} The checkpoint that is being written is cancelled to free disk space")
 
     def flush(self) -> None:
-        """Write all waiting lines. Raises WriteError."""
+        """Write all lines that are still waiting to be written. Raises WriteError."""
         while self._log is not None and self._waiting:
             self._log.write(self._waiting[0])
             del self._waiting[0]
 
     def sync(self) -> None:
-        """Flush the written lines to the disk. Raises WriteError."""
+        """Fsync the lines that were written. Raises WriteError."""
         log = self._log
         if log is not None:
             log.sync()

@@ -1,5 +1,5 @@
-"""Numbers that are derived from a step and added to its metrics: model FLOPs utilisation, the experts' loads,
-percentiles of the step time, and gradient norms by part of the model."""
+"""Add numbers that are derived from a step to its metrics: model FLOPs utilisation (MFU), the experts' loads,
+percentiles of the step time, and gradient norms of the model's components."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class StepNumbers(Callback):
-    """Adds `mfu` (if the peak is known), `attended_share` (separate documents) and `tokens_per_expert` (MoE)."""
+    """Adds `mfu` if the device's peak is known, `attended_share` for separate documents, and `tokens_per_expert` for
+    MoE models."""
 
     def on_start(self, run: Run) -> None:
         # The operations per token are linear in the share of pairs that attend, which separate documents change in
@@ -39,7 +40,7 @@ class StepNumbers(Callback):
 
 
 class StepTimes(Callback):
-    """Adds `step_seconds_percentiles` (p50, p95, p99) over the last WINDOW steps of this process: they show what a mean
+    """Adds `step_seconds_percentiles` (p50, p95, p99) over this process's last WINDOW steps. They show what a mean
     hides, such as stragglers, garbage collection and a slow file system."""
 
     def __init__(self) -> None:
@@ -58,13 +59,13 @@ class StepTimes(Callback):
 
 
 def nearest_rank(ordered: list[float], percent: int) -> float:
-    """The smallest value that `percent` % of the values, in ascending order, do not exceed."""
+    """Return the smallest of the values (in ascending order) that `percent` % of them do not exceed."""
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 class GradientNorms(Callback):
-    """Adds `grad_norm_by_part`: the gradient norm before clipping of the embedding, attention, experts, router and so
-    on. Their squares add up to the square of `grad_norm`."""
+    """Adds `grad_norm_by_part`: the gradient norm before clipping of each model component, such as embedding,
+    attention, experts and router. Their squares add up to the square of `grad_norm`."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         # A step whose gradients overflowed (fp16) is skipped before its norm is known.

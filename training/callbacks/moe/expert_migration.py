@@ -1,4 +1,4 @@
-"""Decisions on expert placement between steps: migrations of experts, and whether a step has replicas."""
+"""Decide between steps which experts migrate to other ranks, and whether the next step uses replicas."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ Maps = Mapping[int, PlacementMap]  # by layer of the whole model
 
 
 class ExpertMigration(Callback):
-    """Migrates experts every `moe.placement.interval` steps if that pays, from the counts of their tokens.
+    """Migrates experts to other ranks every `moe.placement.interval` steps if that pays off, judging from their token
+    counts.
 
-    With policy auto it decides after each step whether the next one has replicas. All ranks know the primaries of all
-    layers. Adds to `placement` the number of experts that `moved` and, after migrations, the `homes`: the rank of each
-    primary by layer and expert.
+    With policy auto, also decides after each step whether the next step uses replicas. All ranks know the experts'
+    primary ranks in all layers. Adds to `placement` the number of experts that `moved` and, after migrations, `homes`:
+    each expert's primary rank, by layer and expert.
 
-    A checkpoint stores the primaries' ranks in addition to the weights, which are stored by logical expert. A run that
-    resumes with the same number of expert ranks restores them; with another number primaries are in order again.
+    A checkpoint stores these ranks in addition to the weights, which are stored by expert number. A run that resumes
+    with the same number of expert ranks restores them; with another number, experts are assigned to ranks in order
+    again.
     """
 
     follows = ("ExpertPlacement",)
@@ -70,7 +72,8 @@ class ExpertMigration(Callback):
         self._restore(run)
 
     def _set_costs(self, run: Run) -> None:
-        """Set the config's costs, the same on all ranks; measured ones are kept from the first start that measured."""
+        """Set the costs of replicas that the config asks for, the same on all ranks. Measured costs are kept from the
+        first start that measured them."""
         layers = [layer for layer in layers_of(run.engine.bare_chunks).values() if layer.placement is not None]
         self._asked, self._device = run.config.moe.placement.costs, run.topology.device.type
         self._costs = assumed = ASSUMED[self._device]
@@ -118,7 +121,7 @@ class ExpertMigration(Callback):
         self._choose(run)
 
     def _restore(self, run: Run) -> None:
-        """Restore the primaries of a checkpoint if it has the same number of expert ranks."""
+        """Restore the experts' primary ranks from a checkpoint if it has the same number of expert ranks."""
         saved, self._saved = self._saved, None
         primaries = dict.fromkeys(self._maps, self._in_order)
         tokens_LE = last_LE = np.zeros_like(self._tokens_LE)
@@ -137,7 +140,7 @@ class ExpertMigration(Callback):
         self._choose(run)
 
     def _choose(self, run: Run) -> None:
-        """Decide whether the next step has replicas, with policy auto."""
+        """With policy auto, decide whether the next step uses replicas."""
         if run.config.moe.placement.policy != "auto":
             return
         last, layers = dict(zip(self._maps, self._last_LE, strict=True)), layers_of(run.engine.bare_chunks)
@@ -147,10 +150,8 @@ class ExpertMigration(Callback):
 
 
 class PrimariesInOrder(Callback):
-    """Replaces ExpertMigration for the static map: primaries are in order, and other ones of a checkpoint are ignored.
-
-    Logs a line if that changes any.
-    """
+    """Replaces ExpertMigration if experts are not placed: they are assigned to ranks in order, whatever a checkpoint
+    says. Logs a line if that changes the rank of any expert."""
 
     name = ExpertMigration.name
 
@@ -179,10 +180,8 @@ def _describe(costs: Costs) -> str:
 
 @torch.no_grad()
 def migrate_experts(engine: Engine, before: Maps, after: Maps) -> None:
-    """Send the weights, masters and moments of all primaries that change their rank, and receive those of others.
-
-    A collective call between two steps; `before` and `after` have all layers on all ranks.
-    """
+    """Send the weights, fp32 master weights and moments of all experts whose primary rank changes from map `before` to
+    map `after`. A collective call between two steps; both maps have all layers, on all ranks."""
     if before == after:
         return
     layers = layers_of(engine.bare_chunks)

@@ -1,4 +1,4 @@
-"""The result of expert placement in each step, and the reaction to a limit of load that no plan keeps."""
+"""Report how expert placement spreads the load in each step, and react when no plan keeps the load limit."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ NAME = "placement"
 
 
 class ExpertPlacement(Callback):
-    """Adds `placement`, from a step's calls of all MoE layers; numbers are null if no call was planned:
+    """Adds `placement` to the metrics, from a step's calls of all MoE layers; numbers are null if no call was planned:
 
-    * `at_home` and `placed`: the busiest rank's assignments over the mean rank's, without replicas and with them, mean
-      over calls; `ranks_at_home` and `ranks_placed`: the same for each rank of an expert group;
-    * `predicted_gain`: the busiest rank's time without replicas over that with them, as estimated by the planner,
-      including the cost of replicas; `measured_gain`: the same ratio of assignments;
-    * `copies`: replicas whose weights were sent; `returned`: gradients of replicas that were returned, once per replica
-      and step, or block by block in each call; `sent_bytes`: bytes that ranks sent of both; `charged_bytes`: bytes that
-      the planner charged for them;
-    * with `moe.placement.max_load`: `over_calls`, calls whose busiest rank was above it, and `over_worst`, the greatest
-      load over the mean rank's among them; null if there was none.
+    * `at_home` and `placed`: the busiest rank's token assignments divided by the mean rank's, without and with
+      replicas, as a mean over calls; `ranks_at_home` and `ranks_placed`: the same ratio for each rank of an expert
+      group;
+    * `predicted_gain`: the planner's estimate of the busiest rank's time without replicas, divided by the time with
+      replicas and their cost; `measured_gain`: the same ratio of token assignments;
+    * `copies`: number of replicas whose weights were sent; `returned`: number of replicas' gradients that were sent
+      back, once per replica and step, or block by block in each call; `sent_bytes`: bytes that ranks sent for both;
+      `charged_bytes`: bytes that the planner charged for both;
+    * with `moe.placement.max_load`: `over_calls`, the calls whose busiest rank was above the limit, and `over_worst`,
+      the greatest load in them divided by the mean rank's; null if there were none.
 
-    `at_home`, `placed` and `copies` of each layer are in `moe_layers`.
+    `moe_layers` has `at_home`, `placed` and `copies` of each layer.
     """
 
     follows = ("MoELayers",)
@@ -99,11 +100,9 @@ MOST_SLOTS = int(KEYS["moe.placement.extra_slots"].high or 0)
 
 
 class LoadLimit(Callback):
-    """Logs once in a run that calls of a step are above the limit of load.
-
-    With `moe.placement.over_limit=stop` it saves and ends the run on all ranks, and again at each start with the same
-    settings. save_now: writes a checkpoint.
-    """
+    """Logs once per run that calls of a step exceeded the load limit, moe.placement.max_load. With
+    `moe.placement.over_limit=stop`, it instead saves and ends the run on all ranks, and again at each start with the
+    same settings. `save_now` writes a checkpoint."""
 
     follows = ("ExpertPlacement", "MetricsFile")
 
@@ -121,15 +120,13 @@ class LoadLimit(Callback):
         self._reported, self._stopped = state["said"], state.get("stopped", {})
 
     def on_start(self, run: Run) -> None:
-        """Raise RejectedRun if the run was stopped with these settings.
-
-        A launcher that restarts failed runs must not continue it step by step.
-        """
+        """Raise RejectedRun if the run was stopped with these settings before. Otherwise a launcher that restarts
+        failed runs would continue this one step by step."""
         if run.config.moe.placement.over_limit == "stop" and self._stopped.get("asked") == _settings(run.config):
             raise RejectedRun(f"{self._stopped['text']}. {self._stopped['advice']}", run.progress.step)
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Raises RejectedRun."""
+        """Log that calls exceeded the limit; if the config says stop, save the run and raise RejectedRun."""
         found, asked, step = metrics["placement"], run.config.moe.placement, run.progress.step
         if not found["over_calls"]:
             return
@@ -139,15 +136,15 @@ class LoadLimit(Callback):
         self._reported = asked.max_load
         worst = math.ceil(100 * found["over_worst"]) / 100
         text = (
-            f"moe.placement.max_load ({asked.max_load}) is not kept: in step {step} no plan with "
-            f"moe.placement.extra_slots={asked.extra_slots} was found that keeps it in {found['over_calls']} calls, "
-            f"the worst with {worst} times the mean rank's assignments on one rank"
+            f"moe.placement.max_load ({asked.max_load}) was exceeded: in step {step} no plan with "
+            f"moe.placement.extra_slots={asked.extra_slots} was found that keeps it in {found['over_calls']} calls; in "
+            f"the worst call, one rank had {worst} times the mean rank's assignments"
         )
         advice = f"moe.placement.max_load={worst}"
         if (most := min(derived.experts_of_other_ranks(run.config), MOST_SLOTS)) > asked.extra_slots:
             advice += f", or more moe.placement.extra_slots (at most {most})"
         if stops:
-            advice = f"To go on, set {advice}, or moe.placement.over_limit=warn."
+            advice = f"To continue, set {advice}, or moe.placement.over_limit=warn."
             self._stopped = {"asked": _settings(run.config), "text": text, "advice": advice}
             if derived.may_save(run.config):
                 self._save_now(run)
@@ -156,8 +153,11 @@ class LoadLimit(Callback):
                 saved = "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
             text += f". {saved}. {advice}"
         else:
-            goes_on = "This was the last step" if run.is_last_step else "The run goes on"
-            text += f". {goes_on}; said once, and counted as over_calls in metrics.jsonl. To keep it: {advice}"
+            goes_on = "This was the last step" if run.is_last_step else "The run continues"
+            text += (
+                f". {goes_on}; this is logged once, and counted as over_calls in metrics.jsonl. To keep the limit, "
+                f"set {advice}"
+            )
             run.log(text)
         if run.is_main:
             events.record(run.run_dir, "over_limit", text, step=step)
@@ -166,7 +166,7 @@ class LoadLimit(Callback):
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide whether a limit can be kept."""
+    """Return the settings that decide whether a plan can keep the load limit."""
     placement = config.moe.placement
     return {
         "max_load": placement.max_load,

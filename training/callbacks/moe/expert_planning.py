@@ -1,4 +1,4 @@
-"""Planning of MoE layers: costs are measured once, then each layer's plan follows from its routing in the last step."""
+"""Plan MoE layers: costs are measured once, then each layer's plan is chosen from its routing in the last step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEASURE_AFTER = 5  # steps over which a decision is measured
 
 @dataclass
 class _Pending:
-    """A decision in force that is not yet measured."""
+    """A plan that a layer now uses and whose times are not measured yet."""
 
     layer: MixtrainMoELayer
     decision: Decision
@@ -38,11 +38,11 @@ class _Pending:
 
 
 class ExpertPlanning(Callback):
-    """Sets each MoE layer's plan where the config says auto, and writes all decisions to `plans.jsonl`.
+    """Chooses each MoE layer's plan (number of chunks, memory strategy, all-to-all) where the config says auto, and
+    writes all decisions to `plans.jsonl`.
 
-    A decision is written with its prediction, and later with the measured times. In the first steps, plans that are
-    predicted to be about equally fast are tried. Later pipeline stages write files of their own, `plans_stage1.jsonl`
-    and so on.
+    A decision is written with its predicted times, and later with the measured ones. The first steps try the plans that
+    are predicted to be about equally fast. Later pipeline stages write `plans_stage1.jsonl` and so on.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ExpertPlanning(Callback):
         self._pending: dict[int, _Pending] = {}
 
     def on_start(self, run: Run) -> None:
-        """Raises ConfigError if no plan fits the memory budget."""
+        """Measure costs and choose each layer's first plan. Raises ConfigError if no plan fits the memory budget."""
         self._layers = layers_of(run.engine.bare_chunks)
         if not self._layers:
             return
@@ -120,7 +120,8 @@ class ExpertPlanning(Callback):
         metrics["moe_plan_seconds"] = time.perf_counter() - start
 
     def _load(self, result: StepResult, number: int) -> LayerLoad:
-        """Return the load of a layer's calls in the last step, with its placement."""
+        """Return the token load that a layer's calls had in the last step, distributed over ranks as its placement
+        did."""
         layer = self._layers[number]
         if layer.placement is not None and PLACEMENT in result.sums:
             like = ran(result.sums[PLACEMENT][number].tolist(), self._shape.num_ranks)
@@ -135,14 +136,16 @@ class ExpertPlanning(Callback):
         return not self._layers or self._trial.is_over
 
     def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[PlanChoice]:
-        """Return the answers of all planners. Raises ConfigError if no plan fits the memory budget."""
+        """Ask each planner `question`, and return its decisions with the name of its all-to-all. Raises ConfigError if
+        no plan fits the memory budget."""
         try:
             return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def _choose(self, load: LayerLoad) -> PlanChoice:
-        """Return the plan that the trial tries now; after the trial the one with the shortest expected time."""
+        """Return the plan that is now being tried or, after the trial, the plan with the shortest expected time for
+        `load`."""
         if not self._trial.is_over:
             return self._trial.choice
         choices = self._ask(lambda planner: [planner.decide(load)])

@@ -1,4 +1,5 @@
-"""The load-balancing loss over the global batch: its value in each step, and the choices for the next step."""
+"""The load-balancing loss over the global batch: report its value, and pass a step's expert choices to the next
+step."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from training.run import Callback, Metrics, Run
 
 
 class GlobalAuxLoss(Callback):
-    """Adds `global_aux_loss`: the mean over the MoE layers, and each layer's in `moe_layers`."""
+    """Adds `global_aux_loss`, the mean over the MoE layers, and the loss of each layer in `moe_layers`."""
 
     name = "global_aux_loss"
 

@@ -1,4 +1,4 @@
-"""Metrics of each MoE layer of all pipeline stages: its router's numbers, and predicted and measured times of calls."""
+"""Metrics of each MoE layer on all pipeline stages: router statistics, and predicted and measured times of calls."""
 
 from __future__ import annotations
 
@@ -28,11 +28,9 @@ KINDS = ("none", "flat", "hierarchical")  # of all-to-all; "none": this rank has
 
 
 class MoELayers(Callback):
-    """Adds `moe_layers`: lists with an entry per MoE layer of the whole model; `layer` is its number from 0.
-
-    Plans and times are those of the line's step. Predictions exist if the planner chose; times, of one call of the
-    layer, once they were measured.
-    """
+    """Adds `moe_layers`: lists with one entry per MoE layer of the whole model; the list `layer` has the layers'
+    numbers, from 0. Plans and times are those of the metrics' step. Predicted times exist if the planner chose the
+    plan; measured times, of one call of the layer, exist once they were measured."""
 
     follows = ("ExpertPlanning",)
 
@@ -57,10 +55,8 @@ class MoELayers(Callback):
         lists: dict[str, list[Any]] = {
             name: column.tolist() for name, column in zip(COLUMNS, layer_rows.t(), strict=True)
         }
-        lists["degree"], lists["backward_degree"] = (
-            [int(d) for d in lists["degree"]],
-            [int(d) for d in lists["backward_degree"]],
-        )
+        for name in ("degree", "backward_degree"):
+            lists[name] = [int(degree) for degree in lists[name]]
         lists["memory_strategy"] = [list(STRATEGIES)[int(i)] for i in lists["memory_strategy"]]
         lists["all_to_all"] = [KINDS[int(i)] for i in lists["all_to_all"]]
         for name in COLUMNS[4:]:
@@ -71,7 +67,7 @@ class MoELayers(Callback):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update the table with the plans of the next step."""
+        """Update the table with the plans that the next step uses."""
         planning = self._planning
         for number, layer in self._layers.items():
             plan, decision = layer.plan, None if planning is None else planning.decisions.get(number)

@@ -1,4 +1,4 @@
-"""Recording and replay of placement plans."""
+"""Record placement plans (which rank computes which replicas in each call), and replay recorded plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from configs.derived import may_save, num_micro_batches
 from moe.layer import layers_of
 from moe.placement.live import LayerPlacement
 from moe.placement.plans import PlanFile, PlanHeader, Plans, RecordedPlanner, ReplayedPlanner, read_plans
-from parallel.joint_errors import raise_together
+from parallel.joint_errors import raise_together, raised_together
 from training.resilience import events
 from training.resilience.health import RejectedRun
 from training.run import Callback, Metrics, Run
@@ -20,12 +20,12 @@ from training.step import StepResult
 
 
 def plan_file(run: Run) -> str:
-    """Return the name of the file of this rank's pipeline stage and expert group; each group plans for itself."""
+    """Return the name of the plan file of this rank's pipeline stage and expert group; each group plans separately."""
     return f"placement_{run.topology.pipeline.rank}_{run.topology.expert_data.rank}.plans"
 
 
 class RecordedPlans(Callback):
-    """Writes each training call's plan to `placement_STAGE_GROUP.plans`, a few bytes per replica."""
+    """Writes the placement plan of each training call to `placement_STAGE_GROUP.plans`, in a few bytes per replica."""
 
     follows = ("ReplayedPlans",)
 
@@ -33,18 +33,14 @@ class RecordedPlans(Callback):
         self._file: PlanFile | None = None
 
     def on_start(self, run: Run) -> None:
-        """Raise ConfigError on every rank if a file belongs to another run."""
+        """Start recording. Raises ConfigError on every rank if an existing plan file belongs to another run."""
         self._planners: dict[int, RecordedPlanner] = {}
         for number, placement in _placements(run).items():
             placement.planner = self._planners[number] = RecordedPlanner(placement.planner)
         topology = run.topology
         self._writes = bool(self._planners) and topology.expert.rank == 0 and topology.expert_tensor.rank == 0
-        problem = None
-        try:
+        with raised_together():
             self._open(run)
-        except ConfigError as error:
-            problem = str(error)
-        raise_together(problem)
 
     def _open(self, run: Run) -> None:
         if self._writes:
@@ -58,7 +54,7 @@ class RecordedPlans(Callback):
         self._header = _header(run)  # experts may migrate before the step is written
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Keep the calls of this step: later callbacks may repeat passes."""
+        """Copy the recorded calls of this step now, because later callbacks may repeat passes."""
         self._calls = {number: list(planner.calls) for number, planner in self._planners.items()}
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
@@ -75,36 +71,34 @@ class RecordedPlans(Callback):
 
 
 class ReplayedPlans(Callback):
-    """Replays the plans of every training call from the files of a folder.
-
-    Files of several runs, or that do not fit this run, are an error before the first step, on all ranks; a different
-    migration is an error when its step is reached. save_now: writes a checkpoint.
-    """
+    """Replays the placement plan of every training call from the files of a folder. Files of several runs, or files
+    that do not fit this run, are an error on all ranks before the first step. If experts migrate in another way than in
+    the recorded run, the error is raised at that step. `save_now` writes a checkpoint."""
 
     def __init__(self, save_now: Callable[[Run], None]) -> None:
         self._save_now = save_now
 
     def on_start(self, run: Run) -> None:
-        """Raise ConfigError on every rank if the files do not fit the run."""
+        """Read the recorded plans. Raises ConfigError on every rank if the files do not fit the run."""
         folder, placements = run.config.moe.placement.replay, _placements(run)
         assert folder is not None
-        path, problem = Path(folder) / plan_file(run), None
+        path = Path(folder) / plan_file(run)
         self._plans = Plans(path)
-        try:
+        with raised_together():
             if placements:
                 self._plans = read_plans(path)
                 calls = num_micro_batches(run.config, run.topology.world_size)
-                problem = self._plans.problem(_header(run), run.config.training.steps, calls)
-        except ConfigError as error:
-            problem = str(error)
-        raise_together(problem)
+                if problem := self._plans.problem(_header(run), run.config.training.steps, calls):
+                    raise ConfigError(problem)
         own_headers = [(str(path), each.run, each.step) for each in self._plans.headers]
         everywhere: list[list[tuple[str, str, int]]] = [[] for _ in range(run.topology.world_size)]
         dist.all_gather_object(everywhere, own_headers)
         files = {run_id: name for each in everywhere for name, run_id, _ in each}
         if len(files) > 1:
             texts = " and ".join(f"{name} is of run {run_id}" for run_id, name in sorted(files.items()))
-            raise ConfigError(f"moe.placement.replay ({folder}) must be of one run: {texts}.")
+            raise ConfigError(
+                f"moe.placement.replay ({folder}) must be of a single run, but {texts}. Use one run's files."
+            )
         # Steps at which primaries may differ from those of the plans, on any rank.
         self._header_steps = {step for each in everywhere for _, _, step in each}
         self._planners: list[ReplayedPlanner] = []
@@ -113,7 +107,7 @@ class ReplayedPlans(Callback):
             placement.planner = self._planners[-1]
 
     def before_step(self, run: Run) -> None:
-        """Raise RejectedRun on every rank, after a save, if primaries differ from those of a file."""
+        """Save and raise RejectedRun on every rank if the experts' primary ranks differ from those in a file."""
         step, interval = run.progress.step + 1, run.config.moe.placement.interval
         if step in self._header_steps or (interval > 0 and run.progress.step % interval == 0):
             try:
@@ -131,7 +125,7 @@ class ReplayedPlans(Callback):
 
 
 def _header(run: Run) -> PlanHeader:
-    """Return the header of the next step's plans."""
+    """Return the header of the next step's plans: the run, the step, the sizes and each expert's primary rank."""
     config, placements = run.config, _placements(run)
     primaries = {number: tuple(placement.map.primary_ranks.tolist()) for number, placement in placements.items()}
     experts, replica_slots = config.moe.num_experts or 0, config.moe.placement.extra_slots

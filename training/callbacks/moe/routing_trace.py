@@ -1,4 +1,4 @@
-"""Recording of the routing counts of every call, to evaluate planners without a training."""
+"""Record the routing counts of every call, so that placement planners can be evaluated without training."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from base.errors import ConfigError
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.trace import TraceHeader, TraceWriter
-from parallel.joint_errors import raise_together
+from parallel.joint_errors import raised_together
 from training.resilience import events
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
 
 class RoutingTrace(Callback):
-    """Writes `routing.trace`: the assignments of a stage's first expert parallel group.
-
-    They are counted by step, MoE layer, micro-batch, rank and expert. Later pipeline stages write files of their own,
-    `routing_stage1.trace` and so on. `python -m benchmarks.placement_replay` reads them. Each step has one more wait
-    for the device.
-    """
+    """Writes `routing.trace`: token assignments by step, MoE layer, micro-batch, rank and expert, in a stage's first
+    expert parallel group. Later pipeline stages write `routing_stage1.trace` and so on. `python -m
+    benchmarks.speed.placement_replay` reads these files. Recording adds one wait for the device to each step."""
 
     def __init__(self) -> None:
         self._layers: list[MixtrainMoELayer] = []
@@ -30,22 +26,19 @@ class RoutingTrace(Callback):
         self._writer: TraceWriter | None = None
 
     def on_start(self, run: Run) -> None:
-        """Raise ConfigError on every rank if the run's trace has another number of experts, or is not a trace."""
+        """Start recording. Raises ConfigError on every rank if an existing trace is invalid or has another number of
+        experts."""
         layers = layers_of(run.engine.bare_chunks)
         self._layers = [layers[number] for number in sorted(layers)]
         for number, layer in enumerate(self._layers):
             layer.router.register_forward_hook(self._hook(number))
-        problem = None
-        if self._layers and run.topology.speaks_for_stage:
-            stage, moe = run.topology.pipeline.rank, run.config.moe
-            self._path = run.run_dir / ("routing.trace" if stage == 0 else f"routing_stage{stage}.trace")
-            assert moe.num_experts is not None
-            self._header = TraceHeader(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
-            try:
+        with raised_together():
+            if self._layers and run.topology.speaks_for_stage:
+                stage, moe = run.topology.pipeline.rank, run.config.moe
+                self._path = run.run_dir / ("routing.trace" if stage == 0 else f"routing_stage{stage}.trace")
+                assert moe.num_experts is not None
+                self._header = TraceHeader(run.config.name, moe.num_experts, moe.top_k, run.config.parallel.expert)
                 self._open(run)
-            except ConfigError as error:
-                problem = str(error)
-        raise_together(problem)
 
     def _open(self, run: Run) -> None:
         self._writer = TraceWriter(self._path, self._header, after=run.progress.step)
@@ -64,7 +57,7 @@ class RoutingTrace(Callback):
         self._counts.clear()
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Keep the counts of this step: later callbacks may repeat passes."""
+        """Copy the counts of this step now, because later callbacks may repeat passes."""
         if self._layers:
             self._own_LME = torch.stack([torch.stack(self._counts[number]) for number in range(len(self._layers))])
 
@@ -82,7 +75,7 @@ class RoutingTrace(Callback):
             self._writer.append(run.progress.step, counts_LMRE)
 
     def on_rollback(self, run: Run) -> None:
-        """Cut off the steps that will be repeated."""
+        """Remove the steps that will be repeated from the trace."""
         if self._writer is not None:
             self._writer.close()
             self._open(run)

@@ -1,4 +1,4 @@
-"""Charts over the steps, tables of validation losses by bucket, and memory against the plan."""
+"""Charts over the steps, tables of validation losses by bucket, and measured memory next to the planned memory."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ MISSING = {
 
 
 def thin(metrics: list[Line], most: int = MAX_STEPS) -> list[Line]:
-    """Return at most `most` lines: the first and the last, and of each stretch of steps those of least and greatest
-    loss and of longest time."""
+    """Return at most `most` of the lines of metrics: the first, the last, and in each window of steps the lines with
+    the least loss, the greatest loss and the longest step time."""
     if len(metrics) <= most:
         return metrics
     stretches = (most - 2) // 3
@@ -124,14 +124,14 @@ def thin(metrics: list[Line], most: int = MAX_STEPS) -> list[Line]:
 
 
 def plain(line: Line) -> dict[str, float | None]:
-    """Return the numbers of a line of metrics, None for those that are not finite."""
+    """Return the numbers of a line of metrics by flat name; None for numbers that are not finite."""
     return {name: finite(value) for name, value in scalars(line).items()}
 
 
 def chart_of(
     chart: Chart, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return a chart with its series, and add their numbers to `curves`."""
+    """Return a chart's description for the page's script, and add the numbers of its series to `curves`."""
     title, unit, logarithmic, keys = chart
     series: list[dict[str, str]] = []
     for key, name in keys:
@@ -162,7 +162,8 @@ TABLES = (
 
 
 def buckets_of(metrics: list[Line]) -> list[dict[str, Any]]:
-    """Return a table for each of TABLES in the metrics: a row per bucket, a column per text's last evaluation."""
+    """Return a table of validation losses for each of TABLES that the metrics have: one row per bucket (a range of
+    positions or lengths), one column for each corpus's last evaluation."""
     tables = []
     for end, head, what in TABLES:
         last: dict[str, tuple[int, dict[str, float]]] = {}
@@ -197,7 +198,8 @@ STATE = [
 def memory_of(
     source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return charts of memory and of state by tier, and a row per rank: measured peak and plan, in bytes."""
+    """Return charts of memory and of optimizer state over the steps, and one row per rank with its measured peak and
+    its planned bytes."""
     keys = [
         ("memory/device_peak", "device, peak"),
         ("memory/device", "device, in use"),

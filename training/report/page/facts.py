@@ -1,4 +1,4 @@
-"""Facts of the run, above the curves, and its events, hosts and configuration, below them."""
+"""Facts of the run for the top of the page; its events, hosts and configuration for the end."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
+from base.units import GIB
 from training.report.sources import Line, RunFiles, finite
 
-MIB, GIB = 2**20, 2**30
 MAX_EVENTS = 400  # rows of the table
 STARTS = ("run_started", "run_goes_on")  # kinds of events that a process starts with
 
 
 def facts_of(source: RunFiles) -> list[list[str]]:
-    """Return names and values of the facts in the page's header."""
+    """Return the facts in the page's header, as pairs of name and value."""
     config, metrics = source.config, source.metrics
     model, moe, layout, training = (config.get(key) or {} for key in ("model", "moe", "parallel", "training"))
     facts: list[tuple[str, str]] = []
@@ -83,7 +83,7 @@ def _hosts(source: RunFiles) -> list[Line]:
 
 
 def run_of(source: RunFiles) -> dict[str, Any]:
-    """Return rows with versions and hardware, and the text of config.yaml."""
+    """Return a table of versions and hardware, and the text of config.yaml."""
     table_rows: list[list[str]] = []
     if source.record.get("id"):
         table_rows.append(["Run", str(source.record["id"])])
@@ -99,7 +99,8 @@ def run_of(source: RunFiles) -> dict[str, Any]:
 
 
 def wall_time(source: RunFiles) -> tuple[float, int]:
-    """Return the total seconds from each start to its last sign of life, and the number of recorded starts."""
+    """Return the seconds that the run was active, from each start to the last sign of life before the next, and the
+    number of recorded starts."""
     signs = sorted(
         (when, event.get("kind")) for event in source.events if (when := finite(event.get("time"))) is not None
     )
@@ -120,7 +121,7 @@ def _duration(seconds: float) -> str:
 
 
 def events_of(source: RunFiles) -> list[dict[str, Any]]:
-    """Return the newest MAX_EVENTS events, with the time as text."""
+    """Return the newest MAX_EVENTS events, with their time as text."""
     result = []
     for event in source.events[-MAX_EVENTS:]:
         when = finite(event.get("time"))

@@ -1,4 +1,4 @@
-"""Pictures of the MoE layers: their experts' loads, and their plans compared with measurements."""
+"""Heat maps of the loads of experts and ranks, and the MoE layers' plans next to measured times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RANK_PICTURES = (
 
 
 def _windows(metrics: list[Line], most: int) -> list[list[Line]]:
-    """Split the steps into at most `most` stretches of nearly equal length."""
+    """Split the lines of metrics into at most `most` windows of consecutive steps, nearly equal in length."""
     count = min(most, len(metrics))
     return [metrics[i * len(metrics) // count : (i + 1) * len(metrics) // count] for i in range(count)]
 
@@ -45,7 +45,7 @@ def _layer_numbers(line: Line) -> list[int]:
 
 
 def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
-    """Return pictures of numbers of each MoE layer over the steps: the mean of each stretch of steps."""
+    """Return heat maps of the MoE layers' numbers over the steps; each column is the mean over a window of steps."""
     lines = _with_experts(metrics)
     if not lines:
         return None
@@ -53,10 +53,7 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
     numbers = _layer_numbers(lines[-1])
     pictures = []
     for key, title, unit in LAYER_PICTURES:
-        columns = []
-        for window in windows:
-            values = [_layer_values(line, key) for line in window]
-            columns.append([_mean([row[i] for row in values if i < len(row)]) for i in range(len(numbers))])
+        columns = [_means([_layer_values(line, key) for line in window], len(numbers)) for window in windows]
         if key == "dropped_share" and not any(value for column in columns for value in column):
             continue  # a remark below the pictures says so
         if any(value is not None for column in columns for value in column):
@@ -69,7 +66,7 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
 
 
 def _layer_values(line: Line, key: str) -> list[Any]:
-    """Return a number of a step for each MoE layer."""
+    """Return the number named `key` of each MoE layer in one step."""
     load, table = line["tokens_per_expert"], line.get("moe_layers") or {}
     if key == "max_over_mean":
         return load.get(key) or []
@@ -80,24 +77,21 @@ def _layer_values(line: Line, key: str) -> list[Any]:
 
 
 def ranks_of(source: RunFiles) -> dict[str, Any] | None:
-    """Return pictures of each rank's load in an expert group: means of stretches of steps, [stretch][rank]."""
+    """Return heat maps of each rank's load in an expert group, as means over windows of steps: [window][rank]."""
     lines = [line for line in source.metrics if (line.get("placement") or {}).get("ranks_placed")]
     if not lines:
         return None
     windows, ranks = _windows(lines, MAX_WINDOWS), len(lines[-1]["placement"]["ranks_placed"])
     pictures = []
     for key, title in RANK_PICTURES:
-        columns = []
-        for window in windows:
-            loads = [line["placement"].get(key) or [] for line in window]
-            columns.append([_mean([row[rank] for row in loads if rank < len(row)]) for rank in range(ranks)])
+        columns = [_means([line["placement"].get(key) or [] for line in window], ranks) for window in windows]
         pictures.append({"key": key, "title": title, "columns": columns})
     return {"windows": [[window[0]["step"], window[-1]["step"]] for window in windows], "pictures": pictures}
 
 
 def primaries_of(source: RunFiles) -> dict[str, Any] | None:
-    """Return each expert's primary rank at the end of each stretch of steps, [stretch][layer][expert]; `first` is the
-    index of the layer whose experts moved first, 0 if none did."""
+    """Return each expert's primary rank at the end of each window of steps: [window][layer][expert]. `first` is the
+    index of the layer whose experts migrated first, 0 if none did."""
     lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
     if not lines:
         return None
@@ -119,13 +113,17 @@ def primaries_of(source: RunFiles) -> dict[str, Any] | None:
     }
 
 
-def _mean(values: list[Any]) -> float | None:
-    numbers = [number for value in values if (number := finite(value)) is not None]
-    return float(f"{sum(numbers) / len(numbers):.5g}") if numbers else None
+def _means(steps: list[list[Any]], count: int) -> list[float | None]:
+    """Return the mean over the steps of each of `count` numbers; None for a number without any finite value."""
+    means: list[float | None] = []
+    for i in range(count):
+        numbers = [number for step in steps if i < len(step) and (number := finite(step[i])) is not None]
+        means.append(float(f"{sum(numbers) / len(numbers):.5g}") if numbers else None)
+    return means
 
 
 def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
-    """Return each expert's tokens, % of an even share: the mean of each stretch of steps, [stretch][layer][expert]."""
+    """Return each expert's tokens in % of an even share, as means over windows of steps: [window][layer][expert]."""
     lines = _with_experts(metrics)
     if not lines:
         return None
@@ -149,7 +147,8 @@ def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
 def plans_of(
     source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return each layer's present plan, and a chart of predicted and measured seconds averaged over layers."""
+    """Return a table of each MoE layer's current plan, and a chart of predicted and measured seconds, averaged over
+    layers."""
     table_rows: list[list[Any]] = []
     tables = [line["moe_layers"] for line in source.metrics if isinstance(line.get("moe_layers"), dict)]
     if tables and tables[-1].get("degree"):
@@ -201,7 +200,8 @@ def _entry(table: Line, key: str, i: int) -> float | None:
 
 
 def _predicted_and_measured(line: dict[str, float | None]) -> tuple[float, float] | None:
-    """Return the predicted and measured seconds of a call, forward and backward: means over the layers with both."""
+    """Return the predicted and the measured seconds of a layer's call, forward plus backward, averaged over the layers
+    that have both; None if no layer has both."""
     keys = ("predicted_forward", "predicted_backward", "measured_forward", "measured_backward")
     layers = [name.rpartition("/")[2] for name in line if name.startswith("moe_layers/predicted_forward_seconds/")]
     known = []

@@ -1,11 +1,11 @@
-"""Write the body of the page: headings, tables and empty figures for the charts."""
+"""The body of the page as HTML: headings, tables and empty figures for the charts."""
 
 from __future__ import annotations
 
 import html
 from typing import Any
 
-from training.report.page.facts import GIB, MIB
+from base.units import GIB, MIB
 
 SECTIONS = (
     ("loss", "Loss and gradients"),
@@ -22,7 +22,8 @@ SECTIONS = (
 
 
 def body_of(data: dict[str, Any]) -> str:
-    """Return headings, tables and empty figures; the page's script draws the charts into those."""
+    """Return the page's body as HTML: headings, tables and empty figures, into which the page's script draws the
+    charts."""
     facts = "".join(
         f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data["facts"]
     )
@@ -42,7 +43,8 @@ def body_of(data: dict[str, Any]) -> str:
 
 
 def _charts(name: str, data: dict[str, Any]) -> str:
-    """The charts of a section of CURVES; for losses also the tables by bucket, for placement the pictures of ranks."""
+    """Return the charts of a section of CURVES; for losses also the tables by bucket, for placement also heat maps of
+    ranks."""
     charts = data["charts"][name]
     figures = [_figure(f"{name}-{i}", chart["title"]) for i, chart in enumerate(charts) if not chart["missing"]]
     if name == "placement":
@@ -132,7 +134,7 @@ def _events(data: dict[str, Any]) -> str:
 
 
 def _choice(label: str, name: str, values: list[Any], selected: int | None = None) -> str:
-    """A list to choose one of the values from; the page's script reads the index."""
+    """Return a drop-down list of the values; the page's script reads the index of the selected value."""
     options = "".join(
         f'<option value="{i}"{" selected" if i == selected else ""}>{value}</option>' for i, value in enumerate(values)
     )
@@ -155,7 +157,8 @@ def _figure(name: str, title: str, control: str = "", kind: str = "") -> str:
 
 
 def _table(heads: list[str], table_rows: list[list[Any]]) -> str:
-    """A table without its empty columns. Numbers are aligned digit under digit, and their heads with them."""
+    """Return an HTML table without its empty columns; columns of numbers are marked, so that their digits are
+    aligned."""
     columns = [(head, [row[i] for row in table_rows]) for i, head in enumerate(heads)]
     columns = [(head, values) for head, values in columns if any(value is not None for value in values)]
     formats = [_format(values) for _, values in columns]
@@ -173,7 +176,7 @@ def _table(heads: list[str], table_rows: list[list[Any]]) -> str:
 
 
 def _format(values: list[Any]) -> str | None:
-    """Return the format of a column's numbers: integers, or with equally many digits after the point; None for text."""
+    """Return the format of a column's numbers: integers, or three digits after the point; None for a column of text."""
     present = [value for value in values if value is not None]
     if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in present):
         return None

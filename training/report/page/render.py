@@ -1,4 +1,4 @@
-"""Collect the numbers of a run's page by section, and write them as one HTML file with the library that draws it."""
+"""Collect a run's numbers for each section of the page, and write them with the chart library into one HTML file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def collect(source: RunFiles) -> dict[str, Any]:
-    """Return all numbers of the page, by section; `missing` has the reason for each section without any."""
+    """Return all numbers of the page, by section; `missing` has the reason for each section that is empty."""
     notes = list(source.notes)
     kept = thin(source.metrics)
     flat = [plain(line) for line in kept]
@@ -73,7 +73,7 @@ def collect(source: RunFiles) -> dict[str, Any]:
 
 
 def render(source: RunFiles) -> str:
-    """Return the page's text."""
+    """Return the HTML of the page."""
     data = collect(source)
     text = (ASSETS / "page.html").read_text(encoding="utf-8")
     # A script element must not contain its end tag; JSON may spell any character as an escape.
@@ -91,7 +91,7 @@ def render(source: RunFiles) -> str:
 
 
 def write(run_dir: Path, output: Path | None = None) -> Path:
-    """Write the page of a run, whole or not at all, and return its path. Raises sources.NotARun or OSError."""
+    """Write a run's page atomically, and return its path. Raises sources.NotARun or OSError."""
     path = output or run_dir / "report.html"
     text = render(read(run_dir))
     write_text(path, text)
