@@ -78,7 +78,8 @@ def new(config: Config, checkpoint: Path | None) -> Record:
 
 
 def read(run_dir: Path) -> Record | None:
-    """Return the record in a run's folder, or None if there is none. Raises ConfigError if it cannot be read."""
+    """Return the record (run.json) of a run's folder, or None if the folder has none. Raises ConfigError if
+    it cannot be read."""
     path = run_dir / RECORD
     try:
         content = checksums.read_summed(path)

@@ -47,9 +47,9 @@ class NotFinite(Exception):
 
 
 class ShardWriter:
-    """Writes a rank's file of a checkpoint. Tensors on the device are first copied to host memory, which every save
-    reuses. It is pinned memory of the host link, for copies at full speed; if none is left, a GPU's snapshot takes
-    longer. Offloaded state is read while the file is written."""
+    """Writes a rank's file of a checkpoint. Tensors on the device are first copied to a pinned host buffer, which every
+    save reuses. If no pinned memory is left, a GPU's snapshot takes longer. Offloaded state is read while the
+    file is written."""
 
     def __init__(self, link: HostLink):
         self._link = link

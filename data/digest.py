@@ -85,7 +85,8 @@ def _fingerprint(stat: os.stat_result) -> dict[str, int]:
 
 
 def _read(path: Path) -> tuple[str, dict[str, int]]:
-    """Return the digest of a file's content and the file's fingerprint, which was the same before and after reading."""
+    """Return the digest of a file's content and the file's fingerprint, after checking that the fingerprint did not
+    change while the file was read."""
     for _ in range(TRIES):
         with open(path, "rb", buffering=0) as file:
             before = _fingerprint(os.fstat(file.fileno()))

@@ -142,7 +142,7 @@ def is_off_device(parameter: torch.Tensor) -> bool:
 
 
 def is_at_hand(parameter: torch.Tensor) -> bool:
-    """Whether an offloaded parameter has its values now, inside `at_hand`."""
+    """Whether the values of an offloaded parameter are loaded, which they are only inside the context `at_hand`."""
     return is_off_device(parameter) and parameter.owned.is_here  # type: ignore[attr-defined, no-any-return]
 
 

@@ -252,7 +252,7 @@ def _optimizer_state(plan: RunPlan) -> str:
 
 
 def _engine(plan: RunPlan, arrangement: Arrangement) -> str:
-    """Return the text on the engine that updates the weights."""
+    """Describe the engine that updates the weights (device or host)."""
     engine = plan.job.config.optimizer.engine
     if set(arrangement.targets) == {"device"}:
         return "weights are updated in place"

@@ -40,7 +40,8 @@ ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\A|\n)[ \t\r\f\v]*\n\Z")
 
 
 class TextSegment(NamedTuple):
-    """Bytes [begin, end) of a span's content, and whether a document begins and ends with them."""
+    """Bytes [begin, end) of a span's content, with two flags: a document begins at `begin`, and a document ends at
+    `end`."""
 
     begin: int
     end: int

@@ -170,7 +170,7 @@ class ExpertUses:
         self._chance_LE[row] = 1 / (1 + np.exp(-(self._weights @ odds_ME + self._prior_odds)))
 
     def _set_times(self, row: int, num_tokens: float) -> None:
-        """Set the expected time of the next use of a layer's experts, for a next pass of `num_tokens` tokens."""
+        """Set the expected time of the next use of each expert of a layer, if the next pass has `num_tokens` tokens."""
         self._counts_with[row] = num_tokens
         chance_E = self._chance_LE[row]
         if num_tokens > self._usual[row]:

@@ -263,9 +263,9 @@ class _Packing:
 
 
 def _pack(ledger: ShardLedger, spans: list[RowSpan], cap: int, *, cut: bool) -> None:
-    """Place every span: the heaviest first, on the rank that will have the least work if the rest fills all ranks
-    evenly. A span that is too much for the rank is cut: its last rows are placed, and the remainder is placed later. A
-    short span that fits nowhere gives a rank too many rows.
+    """Assign every span to a rank: the heaviest first, to the rank with the least work. If a span exceeds the capacity
+    of the rank, it is cut: its last rows are assigned now and the remainder later. A short span that fits on no rank is
+    assigned anyway, and the rank then exceeds its number of rows.
 
     cap: the work up to which a rank is packed. cut: with False, short segments are never cut.
     """

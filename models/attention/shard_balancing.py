@@ -593,7 +593,8 @@ def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
 
 
 def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
-    """Rebalance pairs of ranks to exchange fewer rows; only a few pairs if at most `enough` rows are exchanged."""
+    """Rebalance pairs of ranks to exchange fewer rows. Stops after a few pairs once at most `enough` rows are
+    exchanged."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0

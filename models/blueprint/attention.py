@@ -288,7 +288,8 @@ def _core(
 
 
 def _exchanged(name: str, width: int, axis: str | None = HEADS) -> Tensor:
-    """Return a tensor after heads are exchanged for rows; without an axis, all heads share the tensor."""
+    """Return a tensor after the all-to-all that gathers sequence rows and splits heads. Without `axis` the tensor has
+    no head dimension."""
     return Tensor(f"{name}.exchanged", width, EXCHANGED_TOKENS, axis)
 
 

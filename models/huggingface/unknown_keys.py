@@ -46,8 +46,8 @@ def _off_or_one(value: Any, ours: Overrides) -> bool:
 
 
 def _is(of: Callable[[dict[str, Any], dict[str, Any]], Any], *more: Any) -> Harmless:
-    """Return a check of config.json values: accepts null, the value that `of` takes from our `model` and `moe`, or
-    `more`."""
+    """Return a check of a config.json value, which accepts null, the value that `of` computes from our `model` and
+    `moe` configs, and the values in `more`."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         same = (of(ours["model"], ours["moe"]), *more)

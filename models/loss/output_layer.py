@@ -19,8 +19,8 @@ LossOutput = tuple[torch.Tensor, torch.Tensor]  # the sum of the losses, and eac
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron-core's output layer with masked padding and a loss. Its hooks run for logits and for the loss, so that
-    it waits for pending updates of its weight."""
+    """Megatron-core's output layer with masked padding and a loss. Module hooks run for both, so that a pending update
+    of the weight is finished first."""
 
     vocabulary: VocabularyShard
     chosen_tile: int | None

@@ -79,7 +79,8 @@ def grade(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
 
 
 def implausible(costs: Costs, assumed: Costs, is_measured: tuple[bool, bool] = (True, True)) -> str | None:
-    """Return a message on the first cost that is FACTOR times off the assumed one; None if all costs are plausible.
+    """Return an error text for the first measured cost that differs from the assumed one by more than FACTOR times,
+    else None.
 
     `is_measured`: whether the costs of a replica inside a node, and between nodes, were measured.
     """

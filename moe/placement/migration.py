@@ -84,7 +84,7 @@ class Migration:
 
 
 def rank_migrations(before: PlacementMap, after: PlacementMap, rank: int) -> list[Migration]:
-    """Return the migrations of a rank between two maps in which every expert has the same slot."""
+    """Return the migrations of one rank from one map to another. An expert changes its rank but not its slot number."""
     assert (before.primary_slots == after.primary_slots).all()
     here, coming = before.experts_of(rank), after.experts_of(rank)
     return [

@@ -168,7 +168,7 @@ class _State:
         self.ranks[block] = rank
 
     def fill(self) -> None:
-        """Move and exchange blocks of ranks above the limit as long as that lowers the excess."""
+        """Move or exchange blocks of the ranks that exceed the limit, as long as this lowers the total excess."""
         while True:
             over = np.flatnonzero(self.loads_R > self.most)
             in_order = over[np.argsort(-self.loads_R[over], kind="stable")]

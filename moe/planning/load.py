@@ -48,7 +48,7 @@ class Shape:
     expert_numel: int = 0  # parameters of one expert on this rank
 
     def as_key(self) -> dict[str, Any]:
-        """Return the shape with the field names of cached measurements."""
+        """Return this shape as a dict with the field names under which measured costs are cached."""
         return stored_fields(self, {"replica_slots": "slots", "expert_numel": "expert_numbers"})
 
     def at_primaries(self, counts: Sequence[float], placement: PlacementMap, kept: float = 1.0) -> LayerLoad:

@@ -72,7 +72,7 @@ class FetchReplicas(Operation):
 
 
 class WaitReplicas(Operation):
-    """Wait for the weights of this rank's new replicas."""
+    """Operation that waits for the weights of this rank's new replicas."""
 
 
 class ReturnGrads(Operation):

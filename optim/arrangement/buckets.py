@@ -81,7 +81,7 @@ class Bucket:
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Cut slices of parameters into buckets of at most `limit` elements (but at least CUT), sorted by first use."""
+    """Cut slices of parameters into buckets of at most max(`limit`, CUT) elements, sorted by first use."""
     limit = max(limit // CUT, 1) * CUT
     runs: dict[Hashable, list[int]] = {}
     for index, owned in enumerate(slices):

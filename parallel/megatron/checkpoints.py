@@ -57,7 +57,7 @@ class CheckpointedCall:
     # The attributes of autograd's context that CheckpointFunction uses.
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Ignore these tensors, because the caller stores the layer's input."""
+        """Save nothing: the caller already stores the layer's input, from which the backward pass recomputes."""
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]:

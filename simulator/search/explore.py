@@ -28,7 +28,7 @@ Predict = Callable[[Config, Sequence[Arrangement | None] | None], Prediction]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory savings that fits, and its predicted step."""
+    """A layout that fits into memory, with its memory savings and its predicted step time."""
 
     cell: LayoutCell
     saving: Saving

@@ -227,8 +227,8 @@ class LayoutSizer:
         )
 
     def exceeds(self, cell: LayoutCell, savings: Sequence[Saving], limit: float) -> bool:
-        """Whether one layer's backward pass needs more than `limit` bytes with every saving. Larger micro-batches then
-        do, too."""
+        """Whether one layer's backward pass needs more than `limit` bytes even if all memory savings are on; larger
+        micro-batches need more still."""
         most = max(saving.steps[0] for saving in savings)
         degrees = [saving.degree for saving in savings if isinstance(saving.degree, int)]
         least = max(degrees, default=savings[0].degree)

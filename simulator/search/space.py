@@ -85,8 +85,8 @@ class Saving:
 
     @cached_property
     def steps(self) -> tuple[int, int, int, int, int]:
-        """Levels of recomputation, MoE strategy, state's device, update engine and experts' device; 0 keeps most on the
-        device."""
+        """Levels of recomputation, of the MoE strategy, of the devices of optimizer state and experts, and of the
+        update engine. Level 0 keeps most on the device."""
         state = STATE_DEVICES.index(self.state_device)
         layers = RECOMPUTE.index(self.recompute) + (self.offload != "none")
         experts = (self.weights_device in WEIGHT_DEVICES and WEIGHT_DEVICES.index(self.weights_device)) * 2
@@ -255,7 +255,7 @@ class LayoutSpace:
 
     @property
     def _plain(self) -> Saving:
-        """No savings except those that the user gave or that the given ones require."""
+        """No memory savings but those that the user set, and those that the set ones require."""
         config, fixed = self.config, self.fixed
         offloads = "training.activation_offload" in fixed and config.training.activation_offload != "none"
         has_engine = "optimizer.engine" in fixed and config.optimizer.engine != "auto"

@@ -131,8 +131,8 @@ class Guard(Callback):
             self._watchdog.close()
 
     def _end(self, verdict: Verdict, written: bool) -> None:
-        """Record the verdict (which rank ended the job, and why) and end this process. Called in the watchdog's or the
-        main thread."""
+        """Record the verdict (which rank ended the job, and why) and end this process. Called from the watchdog's
+        thread or the main thread."""
         message = f"the job ends: {verdict}" if self._watchdog is not None else str(verdict)
         if verdict.stop:
             message += ". There was nothing to save: start it again to continue"

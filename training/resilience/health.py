@@ -200,12 +200,13 @@ class SkippedSamples:
         return sum(skip.end - skip.first for skip in self._skips if skip.end <= position)
 
     def add(self, skip: Skip, *, write: bool) -> None:
-        """Exclude these samples from all later steps. `write`: whether this rank writes the file. Raises WriteError."""
+        """Exclude samples from all later steps. `write`: whether this rank writes the file. Raises WriteError."""
         self._skips.append(skip)
         self._write(write)
 
     def take_back(self, ranges: Sequence[tuple[int, int]], *, write: bool) -> None:
-        """Allow the samples [first, end) of each range again. `write`: whether this rank writes the file."""
+        """Remove sample ranges [first, end) from the excluded ones, so that training uses them again.
+        `write`: whether this rank writes the file."""
         self._skips = [skip for skip in self._skips if (skip.first, skip.end) not in ranges]
         self._write(write)
 

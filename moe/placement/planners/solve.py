@@ -322,7 +322,8 @@ class _Problem:
                 holds[expert].append(rank)
 
     def keep_limit(self, before: _Attempt) -> _Attempt:
-        """Return a plan that keeps the limit of a rank's assignments, or exceeds it by less than the plan `before`."""
+        """Return a plan that stays within the limit on a rank's assignments, or exceeds it by less than the plan
+        `before` does."""
         assert self.limits.most is not None
         ranks, experts, node = range(self.ranks), range(len(self.totals)), self.limits.ranks_per_node
         kinds = [[limit.NONE] * len(self.totals) for _ in ranks]
