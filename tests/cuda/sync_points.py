@@ -28,7 +28,7 @@ Waits = dict[tuple[str, str], int]  # by kind (see device.py) and place
 STREAMS_END = "memory/copy_stream.py:CopyStream._run"
 # Numbers that the host has worked out, in blocks that torch has pinned before and uses again.
 SMALL = "memory/transfer.py:to_device"
-PER_STEP: Waits = {("copy to host", "training/step.py:gradients"): 1}  # the step's sums
+PER_STEP: Waits = {("copy to host", "training/step.py:_sum_over_ranks"): 1}  # the step's sums
 # Of an MoE layer and micro-batch, forward and backward pass together.
 FLAT: Waits = {("tolist", "moe/alltoall/flat.py:FlatAllToAll.count"): 1}
 HIERARCHICAL: Waits = {("tolist", "moe/alltoall/hierarchical.py:HierarchicalAllToAll.count"): 1}

@@ -100,7 +100,7 @@ def test_the_matrix_says_what_is_wrong(capsys: pytest.CaptureFixture[str], monke
     assert "| dense | late |" in printed and "| dense | early |" in printed and "2 rows, 0 wrong." in printed
     monkeypatch.setitem(CASES, "dense", dataclasses.replace(CASES["dense"], waits={}))
     assert matrix.main(["--cases", "dense"]) == 1
-    assert "dense, late: 1 new: copy to host in training/step.py:gradients" in capsys.readouterr().out
+    assert "dense, late: 1 new: copy to host in training/step.py:_sum_over_ranks" in capsys.readouterr().out
 
 
 def _kinds_of_waits() -> dict[str, int]:

@@ -120,7 +120,7 @@ def test_any_command_runs_on_the_device(data: list[str], tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     assert "gpt, cuda, 1 rank" in done.stdout
     waits = Counter(line.rpartition(": ")[2] for line in done.stderr.splitlines() if line.startswith("pretended"))
-    assert "copy to host in training/step.py:gradients" in waits
+    assert "copy to host in training/step.py:_sum_over_ranks" in waits
 
 
 def test_the_status_is_the_commands_or_tells_of_a_fault() -> None:

@@ -16,7 +16,7 @@ Reads = dict[str, Callable[[torch.Tensor], torch.Tensor]]
 
 def reads(config: Config) -> Reads:
     """By place."""
-    result: Reads = {"training/step.py:gradients": lambda sums: torch.ones(sums.shape)}
+    result: Reads = {"training/step.py:_sum_over_ranks": lambda sums: torch.ones(sums.shape)}
     if derived.is_moe(config):
         result |= {
             "moe/alltoall/flat.py:FlatAllToAll.count": lambda asked: _counts(config, asked),
