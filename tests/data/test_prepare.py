@@ -227,7 +227,7 @@ def test_waiting_for_another_process_ends(config):
     (folder / "done.json").unlink()
     with open(folder / "lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(TimeoutError, match=f"data.timeout_seconds.*pid {os.getpid()}"):
+        with pytest.raises(TimeoutError, match=f"pid {os.getpid()} .*data.timeout_seconds"):
             prepare(replace(config, timeout_seconds=1), "gpt", False)
 
 
