@@ -18,6 +18,7 @@ import yaml
 from base.checksums import write_summed
 from base.errors import ConfigError
 from configs.compose import compose
+from configs.job import Job
 from configs.keys import put
 from configs.schema import Config
 from configs.validate import validate
@@ -46,11 +47,12 @@ def cpu_machine(folder: Path) -> str:
 def searching(values: dict[str, Any], seen: Seen, most: int = 8) -> Callable[..., LayoutAnswer]:
     """A search that always finds this layout, for up to `most` ranks, and notes what it was asked."""
 
-    def search(config: Config, world_size: int, vocab: int, hardware: Hardware, fixed: frozenset[str]) -> LayoutAnswer:
+    def search(job: Job, hardware: Hardware, fixed: frozenset[str]) -> LayoutAnswer:
+        world_size = job.world_size
         seen.append((world_size, fixed))
         if world_size > most:
             raise ConfigError(f"world_size ({world_size}) leaves no layout. Try {most} ranks.")
-        best = copy.deepcopy(config)
+        best = copy.deepcopy(job.config)
         for key, value in values.items():
             put(best, key, value)
         prediction = Prediction(0.25, {"products": 0.2, "step": 0.05}, hardware.name)
