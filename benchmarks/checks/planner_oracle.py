@@ -63,7 +63,7 @@ Exact = Callable[[Integers, PlacementMap, Costs, ReplicaLimits], int | None]
 
 @dataclass(frozen=True)
 class Call:
-    """What is asked."""
+    """A call of a planner of expert placement: counts, costs and limits."""
 
     counts_RDE: Integers
     placement: PlacementMap
@@ -89,7 +89,7 @@ class Call:
 
 
 def limited_call(seed: int, number: int) -> Call:
-    """Of these two numbers alone."""
+    """Return the case of this number, which depends on `seed` and `number` alone."""
     rng = np.random.default_rng([seed, number])
     in_blocks = number % 4 == 0
     ranks = int(rng.choice(RANKS[:3] if in_blocks else RANKS))
@@ -240,7 +240,7 @@ class Case:
 
 
 def case(seed: int, number: int) -> Case:
-    """Of these two numbers alone."""
+    """Return the case of this number, which depends on `seed` and `number` alone."""
     rng = np.random.default_rng([seed, number])
     ranks, experts = SIZES[number % len(SIZES)]
     has_pieces, has_costs, has_fresh, has_nodes = rng.random(4) < 0.5

@@ -1,4 +1,4 @@
-"""Size of the product's source: files, functions, lines and long functions of its Python, per package.
+"""Size of the product's source: files, functions and lines of its Python, per package.
 
     python -m benchmarks.kit.grain [COMMIT] [--markdown]
 
@@ -19,8 +19,7 @@ from benchmarks.kit import tables
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("tests", "benchmarks")  # folders that are no product
 LEAST_INIT_LINES = 5
-MOST_FUNCTION_LINES = 60
-COLUMNS = ("files", "functions", "lines", "functions over 60 lines")
+COLUMNS = ("files", "functions", "lines")
 
 
 def sources(commit: str | None) -> dict[str, str]:
@@ -40,9 +39,8 @@ def count(files: dict[str, str]) -> dict[str, Counter[str]]:
         num_lines = len(text.splitlines())
         if Path(name).name == "__init__.py" and num_lines < LEAST_INIT_LINES:
             continue
-        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-        num_long = sum((node.end_lineno or 0) - node.lineno + 1 > MOST_FUNCTION_LINES for node in functions)
-        counts = zip(COLUMNS, (1, len(functions), num_lines, num_long), strict=True)
+        num_functions = sum(isinstance(node, ast.FunctionDef) for node in ast.walk(ast.parse(text)))
+        counts = zip(COLUMNS, (1, num_functions, num_lines), strict=True)
         found.setdefault(name.split("/")[0], Counter()).update(dict(counts))
     return found
 

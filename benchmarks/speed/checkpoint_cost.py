@@ -1,5 +1,6 @@
-"""What saving costs a training: `python -m benchmarks.speed.checkpoint_cost [--rounds 10] [--steps 20] [--ranks 1]
-[--json] [key=value ...]`
+"""Measures the time that checkpoints add to a training.
+
+`python -m benchmarks.speed.checkpoint_cost [--rounds 10] [--steps 20] [--ranks 1] [--json] [key=value ...]`
 
 One process trains on, in rounds of `--steps` steps without and with a save at their beginning, in turns; the
 quickstart's model, unless overrides say otherwise. Saving is what a run does: the snapshot, the writing beside the next

@@ -57,7 +57,7 @@ class RatioRow:
 
     @property
     def binds(self) -> str:
-        """What has most to do."""
+        """Name of the resource with the longest busy time."""
         sections = {"computing": self.alone, "link": self.link, "disk": self.disk}
         return max(sections, key=sections.__getitem__)
 

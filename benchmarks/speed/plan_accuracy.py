@@ -1,4 +1,4 @@
-"""What `train.py plan=true` says against what a step takes: python -m benchmarks.speed.plan_accuracy [--quick]
+"""Compares the plan of `train.py plan=true` with measured steps: python -m benchmarks.speed.plan_accuracy [--quick]
 [--experts] [--json] [--markdown].
 
 Each case takes three steps of its preset on gloo ranks of this machine. The second runs under PyTorch's FLOP counter,

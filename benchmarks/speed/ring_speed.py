@@ -70,7 +70,7 @@ def loop_disk(folder: Path, num_bytes: int, read_ahead: int) -> Iterator[Path]:
 
 
 def _call(*command: str) -> str:
-    """What a command prints. Raises RuntimeError with what it said if it fails."""
+    """Run a command and return its output. Raises RuntimeError with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")

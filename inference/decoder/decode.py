@@ -96,12 +96,14 @@ class Decoder(Transformer):
             return self._decode(batches)
         # Rare: a text has become so long that other frequencies rotate all of its keys, as in transformers for Phi-3.
         # The texts of its batch are read again.
-        return [
-            self.prefill_all([TextBatch.of(cache.texts, cache, cache.prompts)])[0]
-            if is_again and cache.texts is not None
-            else self._decode([(tokens, cache)])[0]
-            for (tokens, cache), is_again in zip(batches, again, strict=True)
-        ]
+        logits = []
+        for (tokens, cache), is_again in zip(batches, again, strict=True):
+            if is_again:
+                assert cache.texts is not None
+                logits.append(self.prefill_all([TextBatch.of(cache.texts, cache, cache.prompts)])[0])
+            else:
+                logits.append(self._decode([(tokens, cache)])[0])
+        return logits
 
     def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return for each batch the log-probability of each token after the first, fp32 `[b, s - 1]`, and whether the

@@ -20,7 +20,9 @@ SPARE_ROWS = 64  # after the rows of a buffer to which blocks are written, since
 def forward_scratch(load: LayerLoad, num_rows: int, own_preactivation: bool) -> int:
     """Return the elements of scratch memory of a block's forward pass; `own_preactivation`: with the preactivation."""
     if load.tiled:
-        return _tiled(load, "forward_bytes", num_rows)
+        from moe import kernels
+
+        return _elements(load, kernels.forward_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns))
     if load.block == WHOLE:
         return num_rows * (load.width + (load.hidden_columns if own_preactivation else 0))
     return num_rows * (load.hidden_size + load.width + (load.hidden_columns if own_preactivation else 0))
@@ -29,7 +31,7 @@ def forward_scratch(load: LayerLoad, num_rows: int, own_preactivation: bool) -> 
 def input_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
     """Return the elements of scratch memory of a block's input gradients."""
     if load.tiled:
-        return _tiled(load, "backward_bytes", num_rows, recompute, False)
+        return _tiled_backward(load, num_rows, recompute, False)
     if load.block == WHOLE:
         return num_rows * (load.hidden_size + load.width + (load.hidden_columns if recompute else 0))
     return num_rows * (load.hidden_size + load.width + (load.hidden_size + load.hidden_columns if recompute else 0))
@@ -38,14 +40,16 @@ def input_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
 def weight_scratch(load: LayerLoad, num_rows: int) -> int:
     """Return the elements of scratch memory of a block's weight gradients."""
     if load.tiled:
-        return _tiled(load, "weights_bytes", num_rows)
+        from moe import kernels
+
+        return _elements(load, kernels.weights_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns))
     return 2 * num_rows * load.hidden_size
 
 
 def both_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
     """Return the elements of scratch memory if a block's input and weight gradients are computed in succession."""
     if load.tiled:
-        return _tiled(load, "backward_bytes", num_rows, recompute, True)
+        return _tiled_backward(load, num_rows, recompute, True)
     if load.block == WHOLE:
         # The activation's gradient is freed before the weights' gradients are allocated.
         widest = max(2 * load.hidden_size + 2 * load.width, 3 * load.hidden_size + load.width)
@@ -53,8 +57,12 @@ def both_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
     return num_rows * (2 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
 
 
-def _tiled(load: LayerLoad, function: str, num_rows: int, *variant: bool) -> int:
+def _tiled_backward(load: LayerLoad, num_rows: int, recompute: bool, weights: bool) -> int:
     from moe import kernels
 
     sizes = num_rows, load.hidden_size, load.width, load.hidden_columns
-    return -(-getattr(kernels, function)(*sizes, *variant) // load.element_size)
+    return _elements(load, kernels.backward_bytes(*sizes, recompute, weights))
+
+
+def _elements(load: LayerLoad, num_bytes: int) -> int:
+    return -(-num_bytes // load.element_size)

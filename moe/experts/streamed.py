@@ -168,8 +168,10 @@ class ExpertStream:
         if layer_slot is None:
             self.counts.asked += 1
             planned = self._fills.popleft() if self._fills else None
-            oldest = min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
-            layer_slot = oldest if planned is None else self.weight_slots[planned.slot_index]
+            if planned is None:
+                layer_slot = min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
+            else:
+                layer_slot = self.weight_slots[planned.slot_index]
             self._fetch(layer, layer_slot)
         self._touch(layer_slot)
         return layer_slot

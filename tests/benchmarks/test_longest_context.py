@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from base.units import GIB
 from benchmarks.speed import longest_context, mixtrain_side
-from benchmarks.speed.longest_context import GIB, MODELS, SMALL, Ladder, MeteredDevice, PeakLine, of_host
+from benchmarks.speed.longest_context import MODELS, SMALL, Ladder, MeteredDevice, PeakLine, of_host
 from tests import distributed
 
 FIXED, PER_TOKEN = 2 * GIB, 65_536  # of the device below

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from base.units import GIB
 from benchmarks.speed import longest_planned
-from benchmarks.speed.longest_planned import GIB, STEP, best_heads, longest, need
+from benchmarks.speed.longest_planned import STEP, best_heads, longest, need
 from simulator.run_plan import TOLERANCE
 
 

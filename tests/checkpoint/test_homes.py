@@ -112,6 +112,6 @@ def test_every_tool_opens_a_bert_with_all_that_training_may_ask_for(data: list[s
 
 
 def opened(run_dir: Path, work: Path) -> dict[str, str]:
-    """What each tool makes of a run: a row of benchmarks/checks/opened_by_tools.py."""
+    """Open a run with each tool, and return the row of benchmarks/checks/opened_by_tools.py."""
     (work / "text").write_text("def run(self):\n    return self\n" * 4)
     return open_all(run_dir, work, work / "text")

@@ -80,7 +80,7 @@ def leaks(prepared) -> int:
 
 
 def test_a_leak_is_found(settings, root, monkeypatch):
-    """What is validated on is trained on, too, once training reads the files of both sides."""
+    """`leaks` counts every validation document if training reads the files of both sides."""
     clean = prepare(replace(settings, corpus=str(root / "texts")), "gpt", False)
     assert leaks(clean) == 0
     both = [sum(sides(clean), Counter()), sides(clean)[1]]

@@ -136,7 +136,7 @@ class Cluster:
         return found
 
     def output(self, *command: str, check: bool = True, cwd: Path | None = None) -> str:
-        """What a command prints. Raises RuntimeError with what it said if it fails."""
+        """Run a command and return its output. Raises RuntimeError with that output if the command fails."""
         result = subprocess.run(command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=LONG)
         if check and result.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {result.returncode}: {result.stdout}{result.stderr}")

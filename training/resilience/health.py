@@ -120,7 +120,7 @@ class Health:
 
     @property
     def gave_up(self) -> bool:
-        """Whether so many steps in a row were rejected that the run must stop."""
+        """Whether more than MOST_IN_A_ROW rejected or MOST_DAMAGES damaged steps followed each other."""
         return self._rejected_in_a_row > MOST_IN_A_ROW or self._damages_in_a_row > MOST_DAMAGES
 
     def skip(self, skip: Skip) -> None:
