@@ -124,11 +124,12 @@ def export_model(model: ExportedModel, target: Path, max_file_bytes: int | None 
     # AutoTokenizer of transformers ignores the tokenizer class of some families' folders.
     tokenizer, always = target / "tokenizer_config.json", ALWAYS_READ_WITH.get(family.model_type)
     if always is not None and (target / "tokenizer.json").exists():
-        stated = str(folders.read_json(tokenizer).get("tokenizer_class")) if tokenizer.exists() else "no class"
+        stated = str(folders.read_json(tokenizer).get("tokenizer_class")) if tokenizer.exists() else "none"
         if stated.removesuffix("Fast") != always:
             _note(
                 f"the model is exported as {family.model_type}, for which AutoTokenizer of transformers 5 always "
-                f"uses {always}, not {stated}. Load this tokenizer with PreTrainedTokenizerFast.from_pretrained."
+                f"uses the class {always}; the folder names {stated}. Load this tokenizer with "
+                "PreTrainedTokenizerFast.from_pretrained."
             )
     generation = {key: value for key, value in special.items() if value is not None}
     if special_tokens.GENERATION_CONFIG not in model.files and config.model.family == "gpt" and generation:

@@ -384,7 +384,7 @@ def test_wheels_of_everything_that_is_pinned(sandbox: Sandbox, without_torch: bo
     ("arguments", "message"),
     [
         ([], "give the folder to fill"),
-        (["a", "b"], "one folder, not a and b"),
+        (["a", "b"], "give one folder only, not both a and b"),
         (["a", "--python", "3.13"], "--python=3.13 must be 3.11 or 3.12"),
         (["a", "--torch"], "unknown option --torch"),
     ],

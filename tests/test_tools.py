@@ -175,6 +175,7 @@ def write_checkpoint(folder: Path) -> None:
     state = {
         "step": 7,
         "consumed_samples": 56,
+        "health": None,
         "vocab_size": 384,
         "precision": "fp32",
         "optimizer_steps": [7],
