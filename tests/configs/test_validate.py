@@ -200,7 +200,7 @@ BROKEN: list[tuple[list[str], int, str, str]] = [
         ["model=gpt_moe_tiny", "moe.memory_budget=100"],
         1,
         "moe.memory_budget",
-        "if neither moe.pipeline_degree nor moe.memory_strategy is auto",
+        "must be null unless moe.pipeline_degree=auto or moe.memory_strategy=auto",
     ),
     (
         ["model=gpt_moe_tiny", "moe.memory_strategy=offload", "moe.backward_pipeline_degree=2"],
