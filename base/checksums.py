@@ -32,14 +32,14 @@ class FileSum:
 
 
 def new_buffer() -> memoryview:
-    """Return a buffer of CHUNK_BYTES to read files into. It is memory-mapped, so that it is given back to the system
-    when freed; memory that threads allocate from the heap would stay with the process."""
+    """Return a memory-mapped buffer of CHUNK_BYTES for reading files. The system gets its memory back when the buffer
+    is freed; memory that threads allocate from the heap would stay with the process."""
     return memoryview(mmap.mmap(-1, CHUNK_BYTES))
 
 
 def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
-    """Return the size and the checksum of a file's current content. `buffer`: memory to read the file into; None
-    allocates it. Raises OSError."""
+    """Return the size and the checksum of a file's current content. `buffer`: memory for reading the file; None
+    allocates a new buffer. Raises OSError."""
     digest, size, view = xxhash.xxh3_128(), 0, new_buffer() if buffer is None else buffer
     with open(path, "rb", buffering=0) as stream:
         while count := stream.readinto(view):
@@ -49,7 +49,7 @@ def sum_of(path: Path, buffer: memoryview | None = None) -> FileSum:
 
 
 def size_problem(path: Path, entry: FileSum) -> str | None:
-    """Return a message if a file is missing or its size is not the recorded one, else None. Does not read the file."""
+    """Return an error text if a file is missing or its size differs from the recorded size, else None."""
     try:
         size = path.stat().st_size if path.is_file() else None
     except OSError as error:
@@ -60,7 +60,7 @@ def size_problem(path: Path, entry: FileSum) -> str | None:
 
 
 def wrong_files(folder: Path, files: Mapping[str, FileSum], names: Iterable[str]) -> list[str]:
-    """Return a message for each of the named files whose checksum differs from the recorded one. Reads in parallel."""
+    """Return an error text for each of the named files whose checksum differs from the recorded checksum."""
 
     def check(name: str) -> str | None:
         try:
@@ -91,14 +91,14 @@ def read_folder_sums(folder: Path) -> dict[str, FileSum]:
 
 
 def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False) -> None:
-    """Write a dict atomically as a JSON file that contains a checksum of itself. Raises WriteError. `in_place`: on a
-    full disk, overwrite the existing file."""
+    """Write a dict atomically as a JSON file that contains its own checksum. `in_place`: on a full disk, overwrite the
+    existing file. Raises WriteError."""
     write_text(path, json.dumps({**content, SUM: own_sum(content)}, indent=1) + "\n", in_place=in_place)
 
 
 def read_summed(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains a checksum of itself, and return its dict without the checksum. Raises OSError,
-    and ValueError if the file is damaged or was edited."""
+    """Read a JSON file that contains its own checksum, and return its dict without the checksum. Raises OSError, and
+    ValueError if the file is damaged or was edited."""
     content = json.loads(path.read_bytes())
     if not isinstance(content, dict):
         raise ValueError("it does not contain a JSON object")
@@ -112,8 +112,8 @@ def read_summed(path: Path) -> dict[str, Any]:
 def write_with_sum(path: Path, text: str) -> None:
     """Write a small text file atomically, with its checksum in a second file next to it. Raises WriteError.
 
-    The checksum file is written first and lists the previous content's checksum too, so that a kill between the two
-    writes does no harm.
+    The checksum file is written first and also lists the checksum of the previous content, so that both files still
+    match after a kill between the two writes.
     """
     sums = [xxhash.xxh3_128_hexdigest(text.encode())]
     with contextlib.suppress(OSError):

@@ -18,8 +18,8 @@ WRONG_PATHS = {
 
 
 def run(body: Callable[[], int | None]) -> int:
-    """Run the body of a command-line tool and return the exit status: the body's own (0 for None), 2 for a mistake of
-    the user, 1 if a file cannot be read or written, or 130 for Ctrl-C.
+    """Run the body of a command-line tool and return the exit status: the status that the body returns (0 for None),
+    2 for a mistake of the user, 1 if a file cannot be read or written, or 130 for Ctrl-C.
 
     Each of these errors prints one line on stderr. Any other exception is a bug and keeps its traceback.
     """

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A mistake of the user. The message names the field, its value, the rule and a value that works."""
+    """A mistake of the user. The message names the field or file, its value, the rule, and what to do."""

@@ -25,8 +25,8 @@ _is_logged = False
 
 
 def log(message: str, status: int) -> None:
-    """Print why this process ends, in one line on stderr, and store the line for the launcher. `status` is stored too,
-    because a signal from the launcher may end the process before it exits."""
+    """Print one line on stderr with the reason why this process ends, and store the line and the exit status for the
+    launcher. A signal from the launcher may end the process before it exits with this status."""
     global _is_logged
     _is_logged = True
     # Every rank prints: the launcher ends all ranks as soon as one has failed, so no rank can rely on another.
@@ -39,7 +39,7 @@ def log(message: str, status: int) -> None:
 
 
 def is_logged() -> bool:
-    """Whether this process has already printed why it ends."""
+    """Return whether this process has already printed the reason why it ends."""
     return _is_logged
 
 
@@ -58,7 +58,7 @@ def end_with_caller() -> None:
 
 
 def log_exceptions() -> None:
-    """Install an exception hook: an uncaught exception prints its traceback, and `log` then prints it in one line."""
+    """Install an exception hook that prints an uncaught exception with its traceback, then logs it as one line."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         sys.__excepthook__(kind, error, trace)
@@ -69,17 +69,13 @@ def log_exceptions() -> None:
 
 
 def _write_error_file(line: str, status: int) -> None:
-    """Write the line to the JSON file that torch's launcher reads, atomically because torch fails on half a file."""
+    """Write the line atomically to the JSON file that torch's launcher reads: torch fails on an incomplete file."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     now = time.time()
-    content = {
-        "message": {
-            "message": line,
-            "extraInfo": {"py_callstack": line, "timestamp": str(int(now)), "time": now, "status": status},
-        }
-    }
+    extra = {"py_callstack": line, "timestamp": str(int(now)), "time": now, "status": status}
+    content = {"message": {"message": line, "extraInfo": extra}}
     with contextlib.suppress(OSError):  # the disk may be full; the line is on stderr in any case
         # The thread that handles signals may log at the same time.
         temporary = f"{path}.{threading.get_native_id()}.tmp"

@@ -43,9 +43,8 @@ class GoneError(WriteError):
 
     def __init__(self, folder: Path, path: Path):
         super().__init__(path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-        self._text = f"{folder} was deleted, moved or replaced while the run wrote to it"
-        if folder.is_dir():
-            self._text = f"{path} was deleted, moved or replaced while the run wrote to it"
+        gone = path if folder.is_dir() else folder
+        self._text = f"{gone} was deleted, moved or replaced while the run wrote to it"
 
     def __str__(self) -> str:
         return f"{self._text}. Put it back and start the run again, or choose another run_dir."
@@ -53,7 +52,7 @@ class GoneError(WriteError):
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Turn an OSError of the `with` block into a WriteError that names the file, which a full disk's error does not."""
+    """Turn an OSError of the `with` block into a WriteError that names the file. A full disk's error names no file."""
     try:
         yield
     except WriteError:
@@ -64,8 +63,8 @@ def writing(path: Path | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """If the `with` block raises an OSError, delete the folder's partly written files (*.tmp*), and turn the error of a
-    full or read-only disk that names no file into a WriteError that names the folder."""
+    """If the `with` block raises an OSError, delete the folder's partly written files (*.tmp*). If the disk is full or
+    read-only and the error names no file, raise a WriteError that names the folder."""
     try:
         yield
     except OSError as error:
@@ -79,7 +78,7 @@ def writing_into(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spared(path: Path | str) -> Iterator[None]:
-    """Print a failed write of the `with` block on stderr instead of raising it. The run does not need the file."""
+    """Print the error of a failed write in the `with` block on stderr instead of raising it."""
     try:
         with writing(path):
             yield
@@ -147,13 +146,11 @@ def tidy(folder: Path) -> None:
 
 
 def read_json_lines(path: Path) -> list[Any]:
-    """Return the values of a JSON-lines file, without lines that are not JSON; [] if the file is missing."""
+    """Return the values of a JSON-lines file, skipping lines that are not JSON; [] if the file is missing."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        try:
+        with contextlib.suppress(ValueError):
             found.append(json.loads(line))
-        except ValueError:
-            continue
     return found
 
 
@@ -195,7 +192,7 @@ def missing(path: Path, last: int, after: int) -> str | None:
 def _from_the_end(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield byte offset and content (without newline) of each complete line of a file, from last to first."""
     position, rest = stream.seek(0, os.SEEK_END), b""
-    is_whole = False  # text after the last newline is no whole line
+    is_whole = False  # text after the last newline is an incomplete line
     while position > 0:
         size = min(_BLOCK, position)
         position -= size
@@ -233,7 +230,7 @@ class Log:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, line: str) -> None:
-        """Append a line, or several lines with newlines between them. Raises WriteError, or GoneError if the file was
+        """Append one line, or several lines separated by newlines. Raises WriteError, or GoneError if the file was
         removed from its folder."""
         self.append(line_separator(self._descriptor) + line.encode() + b"\n")
 
@@ -269,8 +266,8 @@ class Log:
 
 
 def line_separator(descriptor: int) -> bytes:
-    """Return the bytes to write before the next line of an open file: a newline if the file ends in an incomplete line,
-    which a kill may leave, else none."""
+    """Return the bytes to write before the next line of an open file: a newline if a kill left an incomplete last line,
+    else no bytes."""
     size = os.fstat(descriptor).st_size
     return b"\n" if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
@@ -288,7 +285,7 @@ class SideLog:
             self._log = Log(path)
 
     def write(self, line: str) -> None:
-        """Append a line, or several lines with newlines between them. A failed write closes the log."""
+        """Append one line, or several lines separated by newlines. A failed write closes the log."""
         if self._log is not None:
             with self._watched():
                 self._log.write(line)
@@ -324,13 +321,14 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file with the limits of `parse_yaml`. Raises OSError, YAMLError, ValueError."""
+    """Return the content of a regular YAML file, within the limits of `parse_yaml`. Raises OSError, YAMLError,
+    ValueError."""
     return parse_yaml(read_regular(path))
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Return the content of a YAML text, which may have at most MOST_YAML_BYTES, and MOST_NODES values with its aliases
-    expanded. Raises YAMLError, ValueError."""
+    """Return the content of a YAML text. Raises YAMLError; raises ValueError if the text has more than MOST_YAML_BYTES,
+    or more than MOST_NODES values after its aliases are expanded."""
     import yaml
 
     sizes: dict[int, int] = {}

@@ -7,7 +7,9 @@ this module first.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
+
+from base.errors import ConfigError
 
 LAUNCHERS = "bash launch/torchrun.sh, or unset these variables to run one process"
 
@@ -27,33 +29,33 @@ class Launch(NamedTuple):
             return
         several = f"if WORLD_SIZE ({self.world_size}) is above 1; the launcher sets it. Try {LAUNCHERS}"
         if not os.environ.get("MASTER_ADDR"):
-            _refuse(f"MASTER_ADDR must be set {several}")
+            raise ConfigError(f"MASTER_ADDR must be set {several}")
         port = _number("MASTER_PORT", 1)
         if port is None or port >= 2**16:
-            _refuse(f"MASTER_PORT ({port or 'unset'}) must be a port from 1 to 65535 {several}")
+            raise ConfigError(f"MASTER_PORT ({port or 'unset'}) must be a port from 1 to 65535 {several}")
 
 
 def launched() -> Launch:
     """Read and check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. With wrong values the ranks would wait for each
-    other for ever.
+    other forever.
 
     Code with process groups uses parallel/topology.py instead. Raises ConfigError with the name of the wrong variable.
     """
     rank, world_size, local_rank = _number("RANK"), _number("WORLD_SIZE", 1), _number("LOCAL_RANK")
     if world_size is None:
         if rank is not None:
-            _refuse(f"WORLD_SIZE must be set if RANK ({rank}) is set; a launcher sets both. Try {LAUNCHERS}")
+            raise ConfigError(f"WORLD_SIZE must be set if RANK ({rank}) is set; a launcher sets both. Try {LAUNCHERS}")
         return Launch(0, 1, local_rank)
     if rank is None:
         if world_size > 1:
-            _refuse(f"RANK must be set if WORLD_SIZE ({world_size}) is above 1; a launcher sets both. Try {LAUNCHERS}")
+            raise ConfigError(
+                f"RANK must be set if WORLD_SIZE ({world_size}) is above 1; a launcher sets both. Try {LAUNCHERS}"
+            )
         return Launch(0, 1, local_rank)
     on_this_node = _number("LOCAL_WORLD_SIZE", 1)
     _below("RANK", rank, "WORLD_SIZE", world_size)
-    if on_this_node is None:
-        _below("LOCAL_RANK", local_rank or 0, "WORLD_SIZE", world_size)
-    else:
-        _below("LOCAL_RANK", local_rank or 0, "LOCAL_WORLD_SIZE", on_this_node)
+    local = ("WORLD_SIZE", world_size) if on_this_node is None else ("LOCAL_WORLD_SIZE", on_this_node)
+    _below("LOCAL_RANK", local_rank or 0, *local)
     return Launch(rank, world_size, local_rank, on_this_node)
 
 
@@ -79,16 +81,14 @@ def _number(name: str, least: int = 0) -> int | None:
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or int(text) < least:
-        _refuse(f"{name} ({text}) must be an integer of at least {least}; the launcher sets it. Try {LAUNCHERS}")
+        raise ConfigError(
+            f"{name} ({text}) must be an integer of at least {least}; the launcher sets it. Try {LAUNCHERS}"
+        )
     return int(text)
-
-
-def _refuse(text: str) -> NoReturn:
-    from base.errors import ConfigError
-
-    raise ConfigError(text)
 
 
 def _below(name: str, value: int, other: str, limit: int) -> None:
     if value >= limit:
-        _refuse(f"{name} ({value}) must be less than {other} ({limit}); the launcher sets both. Try {LAUNCHERS}")
+        raise ConfigError(
+            f"{name} ({value}) must be less than {other} ({limit}); the launcher sets both. Try {LAUNCHERS}"
+        )

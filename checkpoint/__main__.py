@@ -51,8 +51,8 @@ def show_list(path: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Print all problems of each checkpoint, or of a folder of weights or of Hugging Face, after reading every byte;
-    return 1 if there is any."""
+    """Print all problems of each checkpoint, or of a folder of logical weights or a Hugging Face folder, after reading
+    every byte; return 1 if there is a problem."""
     bad = 0
     of_weights = is_folder_of_weights(path)
     also = ", or a folder of weights or of Hugging Face"
@@ -65,18 +65,17 @@ def verify(path: Path) -> int:
 
 
 def lacking_in(folder: Path) -> list[str]:
-    """Return a line for each weight that is missing from a checkpoint whose files match its manifest."""
+    """Return a line for each weight that is missing or incomplete in a checkpoint whose files match its manifest."""
     try:
         shapes = logical_shapes(load(folder / manifest.CONFIG), read_state(folder)["vocab_size"])
-        names = (name for name in manifest.read(folder) if name.endswith(safetensors_header.SUFFIX))
-        entries = [entry for name in names for entry in safetensors_header.read(folder / name).values()]
+        entries = safetensors_header.read_folder(folder, manifest.read(folder))
     except (OSError, ValueError) as error:
         return [" ".join(str(error).split())]
     return lacking_weights(entries, shapes)
 
 
 def is_folder_of_weights(path: Path) -> bool:
-    """Whether a path is a Hugging Face folder or a folder of logical weights, and neither a run nor a checkpoint."""
+    """Return whether a path is a Hugging Face folder or a folder of logical weights, not a run or a checkpoint."""
     try:
         kind = manifest.kind_of_model(path)
     except ConfigError:
@@ -119,25 +118,18 @@ def _problem_with(files: Reader, name: str) -> str | None:
 
 
 def show(path: Path) -> int:
-    """Print the content of a given checkpoint, or of a run's newest good checkpoint. Raises ConfigError."""
+    """Print the content of a checkpoint, or of a run's newest good checkpoint. Raises ConfigError."""
     folder = manifest.good_checkpoint_at(path)
     state, files = read_state(folder), manifest.read(folder)
-    print(
-        f"{folder}: step {state['step']}, {state['consumed_samples']} samples, "
-        f"{_size(sum(entry.size for entry in files.values()))}"
-    )
-    print(
-        f"precision {state['precision']}, vocabulary {state['vocab_size']}, "
-        f"written by {describe_layout(state['layout'])}"
-    )
+    size, layout = _size(sum(entry.size for entry in files.values())), describe_layout(state["layout"])
+    print(f"{folder}: step {state['step']}, {state['consumed_samples']} samples, {size}")
+    print(f"precision {state['precision']}, vocabulary {state['vocab_size']}, written by {layout}")
     for section, values in state["architecture"].items():
         print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in values.items()))
     print(f"config: {folder / manifest.CONFIG}")
     tensors: dict[str, list[safetensors_header.Entry]] = {}
-    for name in files:
-        if name.endswith(safetensors_header.SUFFIX):
-            for entry in safetensors_header.read(folder / name).values():
-                tensors.setdefault(entry.key, []).append(entry)
+    for entry in safetensors_header.read_folder(folder, files):
+        tensors.setdefault(entry.key, []).append(entry)
     width = max(len(key) for key in tensors)
     print(f"{'tensor':<{width}}  {'type':<7} {'parts':>5}  shape")
     for key in sorted(tensors):
@@ -147,8 +139,7 @@ def show(path: Path) -> int:
 
 
 def convert_to(path: Path, target: Path, kind: str, dtype: str | None) -> int:
-    """Write the weights of a given checkpoint, or of a run's newest good checkpoint, to a new folder. Raises
-    ConfigError."""
+    """Write the weights of a checkpoint, or of a run's newest good checkpoint, to a new folder. Raises ConfigError."""
     manifest.checkpoints_at(path)  # a wrong path is an error at once
     import torch  # imported here, because the other commands must not wait for it
 

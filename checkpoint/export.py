@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the logical weights and the tokenizer of a given checkpoint, or of a run's newest good one, to a new
+    """Write the logical weights and the tokenizer of a checkpoint, or of a run's newest good checkpoint, to a new
     folder. Returns the checkpoint's path. `dtype`: of the weights, except routers' biases, which stay in fp32; None
     keeps the model's dtype. Raises ConfigError, and OSError if the disk fails."""
     good, tokenizer = _checked(source)
@@ -51,8 +51,8 @@ def export(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path
 
 
 def export_huggingface(source: Path, target: Path, dtype: torch.dtype | None = None) -> Path:
-    """Write the weights of a given checkpoint, or of a run's newest good one, to a new Hugging Face folder. Returns the
-    checkpoint's path. Raises ConfigError, also if no Hugging Face family has such a model."""
+    """Write the weights of a checkpoint, or of a run's newest good checkpoint, to a new Hugging Face folder. Returns
+    the checkpoint's path. Raises ConfigError, also if no Hugging Face family has such a model."""
     good, tokenizer = _checked(source)
     from checkpoint.logical.reader import open_checkpoint
     from models import convert
@@ -95,15 +95,12 @@ def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, i
 
 
 def _write_for_transformers(tokenizer: Tokenizer, family: str, folder: Path) -> None:
-    """For a tokenizer that transformers cannot read, write an equivalent one; print the reason if there is none."""
+    """Write files with which transformers tokenizes like `tokenizer`; print the reason if there are none."""
     try:
         files = tokenizer.for_transformers(family)
     except NotConvertible as reason:
-        text = (
-            f"transformers may tokenize differently: {tokenizer.path} has no equivalent tokenizer.json, because "
-            f"{reason}"
-        )
-        _print_note(f"{text}.")
+        no_file = f"{tokenizer.path} has no equivalent tokenizer.json, because {reason}"
+        _print_note(f"transformers may tokenize differently: {no_file}.")
         return
     for name, text in files.items():
         (folder / FOR_TRANSFORMERS).mkdir(exist_ok=True)

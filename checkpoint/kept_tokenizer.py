@@ -17,15 +17,15 @@ FOLDER = "tokenizer"
 
 
 def digest_of(checkpoint: Path) -> str | None:
-    """Return the digest of the tokenizer that a checkpoint was trained with; None if its state.json describes no data.
-    Raises ConfigError for a broken checkpoint."""
+    """Return the digest of the tokenizer that a checkpoint was trained with; None if its state.json has no data entry.
+    Raises ConfigError if state.json cannot be read."""
     data = read_state(checkpoint).get("data")
     return None if data is None else str(data["tokenizer"])
 
 
 def of_checkpoint(checkpoint: Path) -> Path | None:
-    """Return the folder of the tokenizer that a checkpoint was trained with; None if the run stores no tokenizer.
-    Raises ConfigError if the run stores only other tokenizers."""
+    """Return the folder of the tokenizer that a checkpoint was trained with; None if its run stores no tokenizer.
+    Raises ConfigError if its run stores only other tokenizers."""
     run_dir, wanted = checkpoint.absolute().parent.parent, digest_of(checkpoint)
     kept = [run_dir / FOLDER, *run_dir.glob(f"{FOLDER}-*")]
     kept = [folder for folder in kept if folder.is_dir() and any(folder.iterdir())]
@@ -41,7 +41,7 @@ def of_checkpoint(checkpoint: Path) -> Path | None:
 
 
 def keep(run_dir: Path, tokenizer: Tokenizer) -> None:
-    """Store a run's tokenizer in `run_dir/tokenizer`; a different tokenizer there is renamed first. Raises OSError."""
+    """Store a run's tokenizer in `run_dir/tokenizer`, after renaming a different tokenizer there. Raises OSError."""
     folder = run_dir / FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         old = tokenizer_digest(folder, tried=True)

@@ -28,6 +28,7 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 TEMPORARY = ".tmp"  # suffix of a folder that is being written or deleted
 REPLACED = ".replaced"  # suffix of a checkpoint whose step was saved again: deleted after the new one is renamed
+ADVICE = "Restore its files, or use another checkpoint"  # ends messages about a damaged checkpoint
 Check = Callable[[Path], str | None]
 
 
@@ -61,7 +62,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read(folder: Path) -> dict[str, FileSum]:
-    """Return the files that a folder's manifest names, with size and checksum. Raises ValueError, with a message for
+    """Return size and checksum of each file in a folder's manifest, by name. Raises ValueError, with a clause for
     users, if the manifest is missing or damaged."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
@@ -81,28 +82,27 @@ def read(folder: Path) -> dict[str, FileSum]:
         raise _Invalid(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     missing = {STATE, CONFIG} - files.keys()
     if missing or any(Path(name).name != name for name in files):
-        raise _Invalid(
-            f"its {MANIFEST} " + (f"does not name {min(missing)}" if missing else "names files of other folders")
-        )
+        what = f"does not name {min(missing)}" if missing else "names files of other folders"
+        raise _Invalid(f"its {MANIFEST} {what}")
     return files
 
 
 class _Invalid(ValueError):
-    """The reason why a manifest is invalid, as a message for users."""
+    """Raised if a manifest is invalid. The message is a clause for users with the reason."""
 
 
 def problem_with(folder: Path) -> str | None:
-    """Return one line on why a folder is not a complete checkpoint, or None. Checks names and sizes only."""
+    """Return the reason why a folder is not a complete checkpoint, or None. Checks only names and sizes of files."""
     return next(iter(problems(folder, content=False)), None)
 
 
 def verify(folder: Path) -> str | None:
-    """Return one line on why a folder is not a good checkpoint, or None. Reads every byte."""
+    """Return the reason why a folder is not a good checkpoint, or None. Reads every byte."""
     return next(iter(problems(folder)), None)
 
 
 def problems(folder: Path, content: bool = True) -> list[str]:
-    """Return a line for each problem of a checkpoint folder. With `content`, reads every byte, else sizes only."""
+    """Return a line for each problem of a checkpoint folder. `content`: check every byte rather than only sizes."""
     if not folder.is_dir():
         return ["no such folder"]
     try:
@@ -116,18 +116,18 @@ def problems(folder: Path, content: bool = True) -> list[str]:
 
 
 def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
-    """Return a line for each file that matches the manifest but has invalid content, or for a tensor that is
-    incomplete."""
+    """Return a line for each file that matches the manifest but has invalid content; if there is none, a line for the
+    first incomplete tensor."""
     found: list[str] = []
     entries: list[safetensors_header.Entry] = []
     for name in files:
         try:
             if name == STATE:
                 if not isinstance(json.loads((folder / name).read_bytes()), dict):
-                    raise ValueError("no JSON object")
+                    raise ValueError("it contains no JSON object")
             elif name == CONFIG:
                 if not isinstance(read_yaml(folder / name), dict):
-                    raise ValueError("no mapping")
+                    raise ValueError("it contains no mapping")
             elif name.endswith(safetensors_header.SUFFIX):
                 entries += safetensors_header.read(folder / name).values()
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -137,7 +137,7 @@ def unreadable(folder: Path, files: Iterable[str]) -> list[str]:
 
 
 def all_checkpoints(run_dir: Path) -> list[Path]:
-    """Return all checkpoint folders in a run's folder, newest first, including damaged ones and those of other runs."""
+    """Return all checkpoints in a run's folder, newest first, including damaged checkpoints and those of other runs."""
     folders = [path for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(folders, key=lambda path: int(path.name[5:]), reverse=True)
 
@@ -152,8 +152,8 @@ def run_of(folder: Path) -> str | None:
 
 
 def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
-    """Return the checkpoints in a run's folder that another run wrote, newest first, each with a phrase that names this
-    run. Raises ConfigError if run.json is damaged."""
+    """Return the checkpoints in a run's folder that other runs wrote, newest first, each with a clause that names the
+    other run. Raises ConfigError if run.json is damaged."""
     held = record.read(run_dir)
     found = [(folder, run_of(folder)) for folder in all_checkpoints(run_dir)]
     # A damaged checkpoint has no reliable run id, and is passed over for its damage.
@@ -166,7 +166,7 @@ def foreign_checkpoints(run_dir: Path) -> list[tuple[Path, str]]:
 
 
 def _is_state_damaged(folder: Path) -> bool:
-    """Whether a checkpoint's state.json does not match its manifest, which itself is intact."""
+    """Return whether a checkpoint has an intact manifest that its state.json does not match."""
     try:
         return sum_of(folder / STATE) != read(folder)[STATE]
     except ValueError:
@@ -176,8 +176,8 @@ def _is_state_damaged(folder: Path) -> bool:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a folder's own run, newest first, including damaged ones. Raises ConfigError if it is
-    unclear which run the folder belongs to."""
+    """Return the checkpoints of a folder's own run, newest first, including damaged checkpoints. Raises ConfigError if
+    several runs may own the folder."""
     foreign = foreign_checkpoints(run_dir)
     if foreign and record.read(run_dir) is None:
         several = " and ".join(f"{folder.name} ({why})" for folder, why in foreign)
@@ -190,8 +190,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def checkpoints_at(path: Path, also: str = "") -> list[Path]:
-    """Return the checkpoints at a path (a run's folder or one checkpoint), newest first, including damaged ones. Raises
-    ConfigError if there are none; `also` names other kinds of paths that the caller accepts, for the message."""
+    """Return the checkpoints at a path (a run's folder or a checkpoint), newest first, including damaged checkpoints.
+    Raises ConfigError if there are none. `also`: other paths that the caller accepts, for the message."""
     found = list_checkpoints(path.parent if path.name == "checkpoints" else path)
     if not found and path.is_dir() and ((path / MANIFEST).exists() or path.name.startswith("step_")):
         found = [path]
@@ -199,7 +199,8 @@ def checkpoints_at(path: Path, also: str = "") -> list[Path]:
         foreign = foreign_checkpoints(path)
         if foreign:
             raise ConfigError(
-                f"{path} holds no checkpoint of its own run: {foreign[0][0].name} is there, but {foreign[0][1]}."
+                f"{path} holds no checkpoint of its own run: {foreign[0][0].name} is there, but {foreign[0][1]}. Give "
+                "that checkpoint's own folder to use it."
             )
         raise ConfigError(
             f"{path} holds no checkpoint. Give a run folder or one of its checkpoints/step_XXXXXXX{also}."
@@ -209,7 +210,7 @@ def checkpoints_at(path: Path, also: str = "") -> list[Path]:
 
 def kind_of_model(path: Path) -> str:
     """Return the kind of a trained model's folder: huggingface, checkpoint (also for a run) or weights. Raises
-    ConfigError for any other path."""
+    ConfigError for other paths."""
     if (path / "config.json").exists():
         return "huggingface"
     if any((path / name).exists() for name in (MANIFEST, STATE, "checkpoints")):
@@ -223,11 +224,11 @@ def kind_of_model(path: Path) -> str:
 
 
 def good_checkpoint_at(path: Path) -> Path:
-    """Return the given checkpoint, or a run's newest good one, after checking every byte; skipped checkpoints are
-    printed to standard error. Raises ConfigError if none is good."""
+    """Return the checkpoint at a path, or a run's newest good checkpoint, after checking every byte. Prints skipped
+    checkpoints on stderr. Raises ConfigError if no checkpoint is good."""
     good, passed_over = newest_good(checkpoints_at(path), verify)
     if good is None:
-        raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}.")
+        raise ConfigError(f"{path} holds no good checkpoint: {'; '.join(passed_over)}. {ADVICE}.")
     for line in passed_over:
         print(line, file=sys.stderr)
     return good
@@ -251,7 +252,7 @@ def newest_good(folders: list[Path], check: Check) -> tuple[Path | None, list[st
 
 
 def is_of_other_format(folder: Path) -> bool:
-    """Whether a folder has an intact manifest in a format that this version does not read."""
+    """Return whether a folder has an intact manifest in a format that this version does not read."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         found = content.pop(SUM)
@@ -261,8 +262,8 @@ def is_of_other_format(folder: Path) -> bool:
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Rename a complete checkpoint to its final name. A checkpoint that already has this name is kept until then, even
-    if the job is killed. Raises OSError."""
+    """Rename a complete checkpoint to its final name. An earlier checkpoint with this name is deleted afterwards, so a
+    kill loses no checkpoint. Raises OSError."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -286,9 +287,8 @@ def tidy(run_dir: Path) -> None:
 
 
 def prune(newest: Path, keep: int, keep_every: int) -> None:
-    """Delete checkpoints that are older than `newest`, which was just verified, except the newest `keep` in total (0
-    keeps all) and each `keep_every`-th step (0: none). Incomplete ones are left for the user to inspect. Raises
-    OSError."""
+    """Delete the checkpoints that are older than `newest`, which was just verified. Keeps the newest `keep` checkpoints
+    (0: all), steps divisible by `keep_every` (0: none), and incomplete checkpoints. Raises OSError."""
     if keep == 0:
         return
     siblings = list_checkpoints(newest.parent.parent)

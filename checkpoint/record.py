@@ -47,7 +47,7 @@ class Record:
 
     @property
     def origin_text(self) -> str:
-        """A phrase that describes how the run started."""
+        """A predicate that describes how the run started, such as "started fresh"."""
         if self.checkpoint is not None:
             return f"started from {self.checkpoint}"
         return "started fresh" if self.weights is None else f"started from the weights {self.weights}"
@@ -62,12 +62,10 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def requested_start(config: Config) -> tuple[str, str | None]:
-    """Return `checkpoint.resume` and `checkpoint.weights`, with paths made absolute."""
+    """Return the config's checkpoint.resume and checkpoint.weights, with absolute paths."""
     resume, weights = config.checkpoint.resume, config.checkpoint.weights
-    return (
-        resume if resume in ("auto", "never") else str(Path(resume).resolve()),
-        None if weights is None else str(Path(weights).resolve()),
-    )
+    resume = resume if resume in ("auto", "never") else str(Path(resume).resolve())
+    return resume, None if weights is None else str(Path(weights).resolve())
 
 
 def new(config: Config, checkpoint: Path | None) -> Record:
@@ -78,8 +76,7 @@ def new(config: Config, checkpoint: Path | None) -> Record:
 
 
 def read(run_dir: Path) -> Record | None:
-    """Return the record (run.json) of a run's folder, or None if the folder has none. Raises ConfigError if
-    it cannot be read."""
+    """Return the record (run.json) in a run's folder, or None if it has none. Raises ConfigError."""
     path = run_dir / RECORD
     try:
         content = checksums.read_summed(path)
@@ -109,8 +106,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_alive(record: Record) -> bool:
-    """Whether the record's process still runs: checked by pid and start time on this host, by heartbeat on another
-    host."""
+    """Return whether the process of a record still runs, by pid and start time on this host, else by its heartbeat."""
     if record.host != socket.gethostname():
         return time.time() - record.heartbeat < SILENCE
     try:
@@ -120,7 +116,7 @@ def is_alive(record: Record) -> bool:
 
 
 class Keeper:
-    """Keeps the record of the run that this process works on up to date, with a heartbeat every HEARTBEAT seconds."""
+    """Updates run.json while this process works on the run, with a heartbeat every HEARTBEAT seconds."""
 
     def __init__(self, run_dir: Path, record: Record):
         """Write the record and start the heartbeats. Raises OSError if the record cannot be written."""

@@ -32,12 +32,11 @@ GRACE = 3.0  # seconds for a job that was just killed to release its folder
 
 
 class Claim:
-    """Rank 0's lock on a run's folder: a locked file that names the process. The kernel releases the lock when the
-    process dies."""
+    """Rank 0's lock on a run's folder: a locked file that names the process. It is released if the process dies."""
 
     def __init__(self, run_dir: Path):
-        """Wait at most GRACE seconds for the lock. Raises ConfigError if another job has it, or the folder is not
-        writable."""
+        """Wait at most GRACE seconds for the lock. Raises ConfigError if another job keeps the lock, or the folder is
+        not writable."""
         self._run_dir = run_dir
         self._keeper: Keeper | None = None
         path = run_dir / LOCK
@@ -57,11 +56,8 @@ class Claim:
                     )
                 time.sleep(0.1)
             self._file.truncate(0)
-            self._file.write(
-                json.dumps(
-                    {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-                )
-            )
+            process = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            self._file.write(json.dumps(process))
             self._file.flush()
             manifest.tidy(run_dir)
             files.tidy(run_dir)
@@ -80,12 +76,11 @@ class Claim:
         return True
 
     def keep(self, record: Record) -> None:
-        """Write the record of the run that this process now works on, and keep it up to date. Raises OSError."""
+        """Write the record of the run that this process works on, and update it from now on. Raises OSError."""
         self._keeper = Keeper(self._run_dir, record)
 
     def note_saved(self, step: int) -> None:
-        """Record that the checkpoint of this step was logged as saved, so that a later start must find it. Raises
-        OSError."""
+        """Record that the checkpoint of a step was saved, so that later starts must find it. Raises OSError."""
         if self._keeper is not None:
             self._keeper.note(saved=step)
 
@@ -107,13 +102,12 @@ def claim(run_dir: Path) -> Claim | None:
     """Lock the folder against other jobs, and return the lock on rank 0, None elsewhere. A collective call. Raises
     ConfigError on every rank."""
     with raised_together():
-        held = Claim(run_dir) if dist.get_rank() == 0 else None
-    return held
+        return Claim(run_dir) if dist.get_rank() == 0 else None
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """The start of this job, and how its settings and data differ from the checkpoint's; the same on every rank."""
+    """The start of this job, and the settings and data that differ from the checkpoint's; equal on every rank."""
 
     start: Start
     settings: list[Change]
@@ -139,8 +133,8 @@ def find(config: Config, vocab_size: int, identity: Identity, passed_over: Calla
 
 
 def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | None:
-    """Return the newest good checkpoint of a folder's run, after verifying every byte, or None. A collective call.
-    `passed_over`: as in `find`."""
+    """Return the newest good checkpoint of a folder's run, after verifying every byte, or None. A collective call. Rank
+    0 calls `passed_over` with the folder and a line for each checkpoint that is not good."""
 
     def look() -> Path | None:
         good, lines = manifest.newest_good(manifest.list_checkpoints(run_dir), _check_together)
@@ -153,8 +147,8 @@ def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | No
 
 
 def _with_checks(work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0, which may call `_check_together`, while the other ranks help to verify checkpoints; return
-    its result on all ranks. Raises ConfigError on every rank."""
+    """Run `work` on rank 0 while the other ranks help to verify checkpoints (`_check_together`), and return its result
+    on every rank. Raises ConfigError on every rank."""
     answer, problem = None, None
     if dist.get_rank() == 0:
         try:
@@ -170,8 +164,8 @@ def _with_checks(work: Callable[[], Any]) -> Any:
 
 
 def _check_together(folder: Path) -> str | None:
-    """Return the problem of a checkpoint, or None. Rank 0 calls it while the other ranks, in `_with_checks`, verify a
-    share of the files."""
+    """Return the first problem of a checkpoint, or None. Called on rank 0; the other ranks verify a share of the files
+    in `_with_checks`."""
     problem = manifest.problem_with(folder)
     if problem is not None or dist.get_world_size() == 1:
         return problem or manifest.verify(folder)

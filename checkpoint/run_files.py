@@ -53,7 +53,7 @@ class GrowingFiles:
 
 
 def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a phrase for each file that does not begin with the content that a checkpoint recorded in `sums`."""
+    """Return a clause for each file that does not begin with the content of which a checkpoint recorded `sums`."""
     found = []
     for name, entry in sums.items():
         path = run_dir / name
@@ -65,9 +65,9 @@ def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
                 hashed = _Hashed(0, xxhash.xxh3_128())
                 _update(hashed, path, entry["size"])
                 if hashed.digest.hexdigest() != entry["xxh3"]:
-                    found.append(f"{name} has other bytes among its first {entry['size']:,}")
+                    found.append(f"{name} differs within its first {entry['size']:,} bytes")
         except FileNotFoundError:
-            found.append(f"{name} is gone")
+            found.append(f"{name} is missing")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
     return found

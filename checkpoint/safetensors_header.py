@@ -24,9 +24,8 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class Entry:
-    """One stored tensor: the box of the global tensor `key` that starts at `offset` and has the stored shape `shape`.
-    The global tensor may have more leading dimensions, in which the box has size 1. The tensor's bytes are [start,
-    end), counted from the end of the header."""
+    """A stored tensor: the box of the global tensor `key` at `offset`. Leading dimensions that `shape` lacks have size
+    1 in the box. The bytes of the tensor are [start, end), counted from the end of the header."""
 
     key: str
     dtype: str  # in safetensors' names
@@ -36,9 +35,14 @@ class Entry:
     start: int
     end: int
 
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        """The shape of the box with all dimensions of the global tensor."""
+        return (1,) * (len(self.global_shape) - len(self.shape)) + self.shape
+
 
 def encode(entries: Iterable[Entry]) -> bytes:
-    """Return a file's header, preceded by its length and padded so that the tensors start at a multiple of 8 bytes."""
+    """Return the header of a tensor file, preceded by its length, and padded to a multiple of 8 bytes."""
     content: dict[str, Any] = {}
     boxes = {}
     for i, entry in enumerate(entries):
@@ -53,14 +57,18 @@ def encode(entries: Iterable[Entry]) -> bytes:
 
 
 def read(path: Path) -> dict[str, Entry]:
-    """Return the entries of a checkpoint's file, by their names in it. Raises OSError, and ValueError for any other
-    file."""
+    """Return the entries of a checkpoint's tensor file, by name. Raises OSError, and ValueError for other files."""
     return read_all(path)[1]
 
 
+def read_folder(folder: Path, names: Iterable[str]) -> list[Entry]:
+    """Return the entries of all tensor files among the named files of a folder. Raises OSError and ValueError."""
+    return [entry for name in names if name.endswith(SUFFIX) for entry in read(folder / name).values()]
+
+
 def read_all(path: Path) -> tuple[SafetensorsHeader, dict[str, Entry]]:
-    """Return the header of a checkpoint's file and its entries, by their names in it. Raises OSError, and ValueError
-    for any other file."""
+    """Return the header of a checkpoint's tensor file, and its entries by name. Raises OSError, and ValueError for
+    other files."""
     header = read_header(path)
     try:
         boxes = json.loads(header.metadata["boxes"])
@@ -73,18 +81,15 @@ def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offse
     start = span.start - body
     whole, first = tuple(map(int, global_shape)), tuple(map(int, offset))
     entry = Entry(key, span.dtype, span.shape, whole, first, start, start + span.num_bytes)
-    box = (1,) * (len(entry.global_shape) - len(span.shape)) + span.shape
-    inside = len(entry.offset) == len(box) == len(entry.global_shape)
-    if not inside or not all(
-        0 <= o and 0 <= n and o + n <= g for o, n, g in zip(entry.offset, box, entry.global_shape)
-    ):
-        raise ValueError(f"{key} does not lie inside its global tensor")
+    inside = len(first) == len(entry.box_shape) == len(whole)
+    if not inside or not all(0 <= o and 0 <= n and o + n <= g for o, n, g in zip(first, entry.box_shape, whole)):
+        raise ValueError(f"{key} is not inside its global tensor")
     return entry
 
 
 def incomplete(entries: Iterable[Entry]) -> str | None:
-    """Return a line on the first global tensor whose elements are not all stored exactly once in all files together;
-    None if all tensors are complete."""
+    """Return a line about the first global tensor whose elements are not all stored exactly once in the files together;
+    None if there is no such tensor."""
     held: dict[str, list[Entry]] = {}
     for entry in entries:
         of_key = held.setdefault(entry.key, [])
@@ -101,14 +106,13 @@ def incomplete(entries: Iterable[Entry]) -> str | None:
 
 
 def _overlap(entries: list[Entry]) -> bool:
-    """Whether two boxes of a global tensor share an element."""
+    """Return whether two boxes of a global tensor share an element."""
     if len(entries) < 2:
         return False
     boxes = []
     for entry in entries:
-        shape = (1,) * (len(entry.global_shape) - len(entry.shape)) + entry.shape
-        if all(shape):
-            boxes.append([(first, first + count) for first, count in zip(entry.offset, shape)])
+        if all(entry.shape):
+            boxes.append([(first, first + count) for first, count in zip(entry.offset, entry.box_shape)])
     active: list[list[tuple[int, int]]] = []
     for box in sorted(boxes):  # by the first row
         active = [other for other in active if other[0][1] > box[0][0]]

@@ -10,6 +10,7 @@ states over the CPU. If any rank fails, all ranks raise.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -48,8 +49,7 @@ RUNNING, DONE, FAILED = 0, 1, -1
 
 
 class SaveError(RuntimeError):
-    """Raised on every rank when a checkpoint could not be written, with the reason in one line. Earlier checkpoints are
-    untouched."""
+    """Raised on every rank, with the reason in one line, if a checkpoint cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class Saver:
     """Saves a model repeatedly, one save at a time. All methods are collective, except `cancel` and `close`."""
 
     def __init__(self, config: Config, link: HostLink):
-        """Create the saver, after the process groups. A collective call. `link` copies snapshots from device to
-        host."""
+        """Create the saver, after the process groups. A collective call. `link`: copies snapshots to the host."""
         self._shard_writer = ShardWriter(link)
         self.last_step: int | None = None  # the step that was saved last, None after the model was loaded
         self._save: _Save | None = None
@@ -78,14 +77,12 @@ class Saver:
         self.before_name: Callable[[], None] = lambda: None
         self.config_text = to_yaml(config)  # here, because it takes longer than a snapshot
         # Writers' states are exchanged over the CPU, whatever training uses: no step waits for them on the device.
-        gloo = dist.get_backend() == "gloo"
-        self._group = (
-            None if gloo else dist.new_group(backend="gloo", timeout=timedelta(seconds=config.parallel.timeout_seconds))
-        )
+        timeout = timedelta(seconds=config.parallel.timeout_seconds)
+        self._group = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def pending(self) -> bool:
-        """Whether a save is in progress; the same on every rank."""
+        """True while a save is in progress; equal on every rank."""
         return self._save is not None
 
     def start(
@@ -97,9 +94,9 @@ class Saver:
         keep: int = 0,
         keep_every: int = 0,
     ) -> Saved | None:
-        """Take a snapshot and start to write it. First waits for an earlier save, and returns the earlier checkpoint.
-        `state` is the content of state.json; its `step` must be that in the folder's name. When the checkpoint is
-        complete, manifest.prune deletes older ones. Raises SaveError if the earlier save failed."""
+        """Take a snapshot and start to write it to `folder`. First waits for an earlier save, and returns the earlier
+        checkpoint. `state`: content of state.json, with the step in the folder's name. When the checkpoint is complete,
+        manifest.prune deletes older checkpoints. Raises SaveError if the earlier save failed."""
         named = folder.name.removeprefix("step_")
         step = state["step"]
         assert not named.isdigit() or int(named) == step, f"{folder} is no name for step {step}"
@@ -110,23 +107,15 @@ class Saver:
             self._offloaded = None if offload is None else offload.snapshot()
             self._shard_writer.take(tensors, self._offloaded)
         text = json.dumps(checkpoint_state.describe(optimizer, state), indent=1)
-        self._save = _Save(
-            folder,
-            step,
-            {manifest.CONFIG: self.config_text, manifest.STATE: text},
-            self._shard_writer,
-            self._offloaded,
-            keep,
-            keep_every,
-            begin,
-        )
-        self._save.before_name = self.before_name
+        small = {manifest.CONFIG: self.config_text, manifest.STATE: text}
+        prune = functools.partial(manifest.prune, folder, keep, keep_every)
+        self._save = _Save(folder, step, small, self._shard_writer, self._offloaded, self.before_name, prune, begin)
         self.last_step = step
         return earlier
 
     def poll(self) -> Saved | None:
         """Return the checkpoint that was completed since the last call, or None. Costs a small all-reduce during a
-        save. Raises SaveError on every rank if any rank failed; the incomplete checkpoint is then deleted."""
+        save. If any rank failed, deletes the incomplete checkpoint and raises SaveError on every rank."""
         save = self._save
         if save is None:
             return None
@@ -135,9 +124,8 @@ class Saver:
         if int(state) == RUNNING:
             return None
         results: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            results, save.writer.result if int(state) == DONE else save.writer.problem, group=self._group
-        )
+        own = save.writer.result if int(state) == DONE else save.writer.problem
+        dist.all_gather_object(results, own, group=self._group)
         if int(state) == FAILED:
             self._save = self.last_step = None
             save.abandon(self._group)
@@ -161,13 +149,13 @@ class Saver:
         return saved
 
     def cancel(self, reason: str) -> None:
-        """Cancel the save in progress, unless this rank has finished its file; the save then fails on all ranks."""
+        """Cancel the save in progress, which then fails on all ranks. No effect once this rank has written its file."""
         if self._save is not None:
             self._save.cancel(reason)
 
     def close(self) -> None:
-        """Cancel a save that is still in progress when the run ends, and free its disk space. Not collective: other
-        ranks may have ended."""
+        """Cancel a save that is in progress when the run ends, and free its disk space. Not collective: other ranks may
+        have ended."""
         if self._save is not None:
             self._save.cancel("the run ended")
             self._save.writer.wait(CLOSE_TIMEOUT)
@@ -187,18 +175,17 @@ class _Save:
         small: dict[str, str],
         shard_writer: ShardWriter,
         offloaded: StateSnapshot | None,
-        keep: int,
-        keep_every: int,
+        before_name: Callable[[], None],
+        prune: Callable[[], None],
         begin: float,
     ):
         self.folder, self.step, self.begin = folder, step, begin
         self.temporary = folder.with_name(folder.name + manifest.TEMPORARY)
         self.cancelled = threading.Event()
         self.committing = False
-        self._small, self._shard_writer, self._keep, self._keep_every = small, shard_writer, keep, keep_every
-        self._offloaded = offloaded
+        self._small, self._shard_writer, self._offloaded = small, shard_writer, offloaded
+        self._before_name, self._prune = before_name, prune
         self._reason = "cancelled"
-        self.before_name: Callable[[], None] = lambda: None
         self._rank = dist.get_rank()
         self.writer = _WriterThread(self._write)
         self.pause = time.perf_counter() - begin
@@ -218,8 +205,7 @@ class _Save:
             self._release()
 
     def commit(self, files: list[tuple[str, FileSum]]) -> None:
-        """Start the second phase, in which rank 0 completes the folder. `files`: every rank's file name, size and
-        checksum."""
+        """Start the second phase, in which rank 0 completes the folder. `files`: name, size and checksum by rank."""
         self.committing = True
         self.writer = _WriterThread((lambda: self._commit(dict(files))) if self._rank == 0 else None)
 
@@ -233,21 +219,15 @@ class _Save:
         for path in self.temporary.iterdir():  # left by a killed save on more ranks
             if path.name not in files:
                 path.unlink()
-        entries = (
-            entry
-            for name in files
-            if name.endswith(safetensors_header.SUFFIX)
-            for entry in safetensors_header.read(self.temporary / name).values()
-        )
-        lacking = safetensors_header.incomplete(entries)
+        lacking = safetensors_header.incomplete(safetensors_header.read_folder(self.temporary, files))
         assert lacking is None, lacking
         manifest.write(self.temporary, self.step, files, self._shard_writer.buffer)
         manifest.sync_folder(self.temporary)
-        self.before_name()
+        self._before_name()
         manifest.put_in_place(self.temporary, self.folder)
         complaint = None
         try:
-            manifest.prune(self.folder, self._keep, self._keep_every)
+            self._prune()
         except OSError as error:  # the new one is complete all the same
             complaint = f"checkpoints older than {self.folder} cannot be deleted: {error}"
         return sum(entry.size for entry in files.values()), complaint
@@ -277,7 +257,7 @@ class _Save:
 
 
 def _wait_for(path: Path) -> None:
-    """Wait until a file that another host wrote is visible here: network file systems cache names. Raises OSError."""
+    """Wait until a file that another host wrote is visible, since network file systems cache names. Raises OSError."""
     deadline = time.monotonic() + VISIBLE_TIMEOUT
     while not path.exists():
         if time.monotonic() > deadline:
@@ -286,7 +266,7 @@ def _wait_for(path: Path) -> None:
 
 
 class _Failed(Exception):
-    """The reason why a phase failed, as a message for the user."""
+    """Raised in the writing thread with the reason why a phase of a save failed, as a message for users."""
 
 
 class _WriterThread:
@@ -318,11 +298,11 @@ class _WriterThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
+        """True while the thread runs."""
         return self._work is not None and self._thread.is_alive()
 
     def wait(self, seconds: float) -> None:
-        """Wait at most `seconds` until the work is done; a timeout counts as a failure."""
+        """Wait at most `seconds` until the work is done. A timeout counts as a failure of the work."""
         if self._work is not None:
             self._thread.join(seconds)
             if self._thread.is_alive():

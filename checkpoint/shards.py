@@ -42,14 +42,12 @@ class SaveCancelled(Exception):
 
 
 class NotFinite(Exception):
-    """Raised with the name of a tensor that has NaN or Inf. Such a checkpoint could not be resumed, and would displace
-    older ones."""
+    """Raised with the name of a tensor that has NaN or Inf. Its checkpoint would replace usable checkpoints."""
 
 
 class ShardWriter:
-    """Writes a rank's file of a checkpoint. Tensors on the device are first copied to a pinned host buffer, which every
-    save reuses. If no pinned memory is left, a GPU's snapshot takes longer. Offloaded state is read while the
-    file is written."""
+    """Writes a rank's file of a checkpoint. Tensors on the device are first copied to a host buffer that every save
+    reuses; the copy takes longer if no pinned memory is left for the buffer. Offloaded state is read during writing."""
 
     def __init__(self, link: HostLink):
         self._link = link
@@ -66,8 +64,8 @@ class ShardWriter:
         return self._body.numel()
 
     def take(self, tensors: Sequence[ShardedTensor], offloaded: StateSnapshot | None = None) -> None:
-        """Copy the tensors' current values; the originals may change once this returns. `offloaded` keeps the buckets
-        of StoredTensors (offloaded state) unchanged until they are written."""
+        """Copy the current values of the tensors, which may change afterwards. `offloaded`: the snapshot that keeps the
+        buckets of StoredTensors (offloaded state) unchanged until they are written."""
         self._offloaded = offloaded
         # Wide elements first, so that each tensor starts at a multiple of its element size.
         order = sorted(tensors, key=lambda tensor: -tensor.data.element_size())
@@ -94,10 +92,10 @@ class ShardWriter:
             taken = self._link.take(ends[-1], "a checkpoint's snapshot") if self._link.pins else None
             self._body = torch.empty(ends[-1], dtype=torch.uint8) if taken is None else taken
             self._is_pinned = taken is not None
-        self._host_copies = []
-        for (tensor, offset), start, end in zip(tensors, ends, ends[1:]):
-            host_copy = self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape)
-            self._host_copies.append((tensor.key, offset, host_copy))
+        self._host_copies = [
+            (tensor.key, offset, self._body[start:end].view(tensor.data.dtype).view(tensor.data.shape))
+            for (tensor, offset), start, end in zip(tensors, ends, ends[1:])
+        ]
 
         def copy_all() -> None:
             for (tensor, _), (_, _, host_copy) in zip(tensors, self._host_copies, strict=True):
@@ -124,8 +122,8 @@ class ShardWriter:
         return _read_back(path, sums, self.buffer)
 
     def _contents(self, cancelled: threading.Event) -> Iterator[tuple[int, memoryview]]:
-        """Yield the offset in the file and the bytes of each tensor; the bytes are valid until the next are yielded.
-        Buckets of offloaded state come first, because updates wait for them."""
+        """Yield the offset in the file and the bytes of each tensor. The bytes are valid until the next tensor. Buckets
+        of offloaded state are first, because updates wait for them."""
 
         def bucket_of(stored: tuple[int, StoredTensor]) -> int:
             return stored[1].bucket
@@ -143,7 +141,7 @@ class ShardWriter:
 
 
 def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
-    """Return a host tensor's bytes, copied only if the tensor is not dense. Raises NotFinite."""
+    """Return the bytes of a host tensor; a copy only if the tensor is not contiguous. Raises NotFinite."""
     if tensor.dtype.is_floating_point and tensor.numel() > 0:
         low, high = tensor.aminmax()  # NaN if any is
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -169,8 +167,7 @@ def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview)
 
 
 class ShardReader:
-    """Fills boxes of global tensors from a checkpoint's files. Raises ConfigError if the checkpoint lacks an element of
-    them."""
+    """Fills boxes of global tensors from the files of a checkpoint. Raises ConfigError if an element is missing."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -184,7 +181,7 @@ class ShardReader:
                 for name, entry in entries.items():
                     self._boxes.setdefault(entry.key, []).append((path, name, entry))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
+            raise ConfigError(f"checkpoint {folder} cannot be read: {error}. {manifest.ADVICE}.") from error
 
     def __contains__(self, key: str) -> bool:
         return key in self._boxes
@@ -196,15 +193,16 @@ class ShardReader:
         boxes = self._boxes.get(tensor.key)
         if boxes is None:
             raise ConfigError(
-                f"checkpoint {self.folder} has no tensor {tensor.key}: another model or version wrote it."
+                f"checkpoint {self.folder} has no tensor {tensor.key}: another model or version wrote it. Use the "
+                f"model in its {manifest.CONFIG}, and the version of Mixtrain that wrote it."
             )
         theirs, ours = boxes[0][2].global_shape, tuple(tensor.global_shape)
         if len(theirs) != len(ours) or (theirs != ours and not tensor.allow_shape_mismatch):
             raise ConfigError(
-                f"checkpoint {self.folder} has {tensor.key} in shape {list(theirs)}, but this model needs {list(ours)}."
+                f"checkpoint {self.folder} has {tensor.key} in shape {list(theirs)}, but this model needs "
+                f"{list(ours)}. Use the model in its {manifest.CONFIG}."
             )
-        target = tensor.data
-        target = target[(None,) * (len(ours) - target.dim())]
+        target = tensor.data[(None,) * (len(ours) - tensor.data.dim())]
         low = tuple(tensor.global_offset)
         high = tuple(min(o + n, g) for o, n, g in zip(low, target.shape, theirs))
         wanted = math.prod(max(h - o, 0) for o, h in zip(low, high))
@@ -212,9 +210,8 @@ class ShardReader:
             target.zero_()
         filled = 0
         for path, name, entry in boxes:
-            shape = (1,) * (len(ours) - len(entry.shape)) + entry.shape
             start = tuple(max(a, b) for a, b in zip(low, entry.offset))
-            end = tuple(min(h, o + n) for h, o, n in zip(high, entry.offset, shape))
+            end = tuple(min(h, o + n) for h, o, n in zip(high, entry.offset, entry.box_shape))
             if any(a >= b for a, b in zip(start, end)):
                 continue
             inside = [slice(a - o, b - o) for a, b, o in zip(start, end, entry.offset)]
@@ -226,7 +223,7 @@ class ShardReader:
         if filled != wanted:
             raise ConfigError(
                 f"checkpoint {self.folder} holds only {filled} of the {wanted} elements of {tensor.key} that this rank "
-                "needs."
+                f"needs. {manifest.ADVICE}."
             )
 
     def _get(self, path: Path, name: str, entry: safetensors_header.Entry, inside: list[slice]) -> torch.Tensor:
@@ -240,7 +237,9 @@ class ShardReader:
                 _read_box(self._files[path], start, entry.shape, inside, found)
             return found
         except (OSError, KeyError) as error:
-            raise ConfigError(f"checkpoint {self.folder} cannot be read: {path.name}: {name}: {error}") from error
+            raise ConfigError(
+                f"checkpoint {self.folder} cannot be read: {path.name}: {name}: {error}. {manifest.ADVICE}."
+            ) from error
 
 
 def _read_box(

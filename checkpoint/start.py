@@ -5,6 +5,7 @@ resumed, by the same command or by `auto`; any other start is refused. docs/guid
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,7 @@ BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.t
 
 @dataclass(frozen=True)
 class Start:
-    """The decision on how a command starts. `checkpoint`: the checkpoint whose state is loaded; None for a fresh
-    start."""
+    """The decision how a command starts. `checkpoint`: the checkpoint to load; None for a fresh start."""
 
     record: Record
     checkpoint: Path | None
@@ -48,23 +48,19 @@ class Start:
 
     @property
     def origin(self) -> Path | None:
-        """The folder of the run whose checkpoint this run started from; None if it started without one."""
+        """The folder of the other run from whose checkpoint this run started, or None."""
         source = self.record.checkpoint
         return None if source is None else Path(source).parent.parent
 
     def line(self, step: int) -> str:
-        """Return a line that describes the start. `step`: the checkpoint's step."""
+        """Return a line that describes the start. `step`: of the checkpoint; 0 without one."""
         run = f"run {self.record.id}"
         if not self.is_new:
-            again = (
-                "continues at"
-                if step or self.record.checkpoint
-                else "was stopped before its first checkpoint, and starts again at"
-            )
-            return f"{run} {again} step {step} ({self.record.origin_text})"
-        return f"{run} {self.record.origin_text.replace('started', 'starts')}" + (
-            f", at step {step}" if self.checkpoint else ""
-        )
+            again = "was stopped before its first checkpoint, and starts again"
+            again = "continues" if step or self.record.checkpoint else again
+            return f"{run} {again} at step {step} ({self.record.origin_text})"
+        at = f", at step {step}" if self.checkpoint else ""
+        return f"{run} {self.record.origin_text.replace('started', 'starts')}{at}"
 
 
 def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
@@ -109,8 +105,8 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
         return Start(held, good, False, tuple(passed_over))
     if own:
         raise ConfigError(
-            f"{holds}, and none of its checkpoints is good: {'; '.join(passed_over)}. Repair one, or choose another "
-            "run_dir."
+            f"{holds}, and none of its checkpoints is good: {'; '.join(passed_over)}. Restore the files of one, or "
+            "choose another run_dir."
         )
     if held.saved:
         raise ConfigError(
@@ -120,8 +116,8 @@ def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
         return Start(held, _named(held.checkpoint, check), False)
     if weights != held.weights:
         raise ConfigError(
-            f"{holds}, which {held.origin_text}, but checkpoint.weights is not given. Give it again, or choose "
-            "another run_dir."
+            f"{holds}, which {held.origin_text}, but checkpoint.weights is not given. Give checkpoint.weights="
+            f"{held.weights}, or choose another run_dir."
         )
     return Start(held, None, False)
 
@@ -130,7 +126,7 @@ _ADVICE = "Choose another run_dir, or checkpoint.resume=auto to continue this ru
 
 
 def _new_run(config: Config, check: manifest.Check, run_id: str | None = None) -> Start:
-    """Return the start of a run that has taken no step, from where the command says."""
+    """Return the start of a run that has taken no step, from the checkpoint or weights in `config`, or fresh."""
     folder: Path | None = None
     passed_over: list[str] = []
     if config.checkpoint.resume not in ("auto", "never"):
@@ -157,14 +153,14 @@ def _named(path: str, check: manifest.Check) -> Path:
     if problem is not None:
         raise ConfigError(
             f"checkpoint.resume ({path}) is not a good checkpoint: {problem}. Give a folder "
-            ".../checkpoints/step_XXXXXXX, a "
-            "run folder that holds one, auto (the newest good one in run_dir, or a fresh start) or never."
+            ".../checkpoints/step_XXXXXXX, a run folder that holds one, auto (the newest good one in run_dir, or a "
+            "fresh start) or never."
         )
     return folder
 
 
 def _adopted(run_dir: Path) -> Record | None:
-    """Return the record of a run whose run.json is missing, rebuilt from its checkpoints and events; None for a folder
+    """Rebuild the record of a run whose run.json is missing from its checkpoints and events. Returns None for a folder
     without a run. Raises ConfigError."""
     folders, last = manifest.all_checkpoints(run_dir), last_step(run_dir)
     if not folders and last == 0:
@@ -177,40 +173,27 @@ def _adopted(run_dir: Path) -> Record | None:
         began |= read_yaml(run_dir / manifest.CONFIG)["checkpoint"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         pass  # auto resumes any run
-    began |= next(
-        (event for event in reversed(events) if event.get("kind") == "run_started" and event.get("run") in ids), {}
-    )
+    starts = (event for event in reversed(events) if event.get("kind") == "run_started" and event.get("run") in ids)
+    began |= next(starts, {})
     config = Config()
     config.checkpoint.resume, config.checkpoint.weights = str(began["resume"]), began["weights"]
-    origin = began["checkpoint"] or (
-        None if config.checkpoint.resume in ("auto", "never") else config.checkpoint.resume
-    )
+    named = None if config.checkpoint.resume in ("auto", "never") else config.checkpoint.resume
+    origin = began["checkpoint"] or named
     found = record.new(config, None if origin is None else Path(origin))
-    saved = [
-        event["step"]
-        for event in events
-        if event.get("kind") == "checkpoint_saved" and isinstance(event.get("step"), int)
-    ]
+    steps = [event.get("step") for event in events if event.get("kind") == "checkpoint_saved"]
+    saved = [step for step in steps if isinstance(step, int)]
     return dataclasses.replace(found, id=ids[0] if ids else found.id, saved=saved[-1] if saved else 0)
 
 
 def in_new_folder(config: Config) -> str:
-    """Return a setting `run_dir=FOLDER` that names a free folder next to the config's run_dir, for advice in
-    messages."""
-    number = 2
-    while Path(f"{config.run_dir}_{number}").exists():
-        number += 1
-    return as_typed("run_dir", f"{config.run_dir}_{number}")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Differences from the checkpoint
-# ---------------------------------------------------------------------------------------------------------------------
+    """Return a setting `run_dir=FOLDER` with a free folder next to the config's run_dir, for advice in messages."""
+    folders = (f"{config.run_dir}_{number}" for number in itertools.count(2))
+    return as_typed("run_dir", next(folder for folder in folders if not Path(folder).exists()))
 
 
 def data_config(config: Config, start: Start) -> DataConfig:
-    """Return the config's data settings, with the tokenizer that the checkpoint was trained with unless the config
-    accepts another."""
+    """Return the config's data settings with the tokenizer that the checkpoint was trained with, unless the config
+    accepts a different tokenizer."""
     accepted = config.checkpoint.accept_changes
     if start.checkpoint is None or "data.tokenizer" in accepted or "data.vocab_size" in accepted:
         return config.data
@@ -236,8 +219,7 @@ def _missing_tokenizer(checkpoint: Path) -> ConfigError:
 
 
 def documents_in_text(config: Config, start: Start) -> str:
-    """Return the data.documents_in_text that the checkpoint was trained with, unless the config accepts another
-    value."""
+    """Return the data.documents_in_text of the checkpoint, or the config's value if a change is accepted."""
     if start.checkpoint is None or "data.documents_in_text" in config.checkpoint.accept_changes:
         return config.data.documents_in_text
     sources = read_state(start.checkpoint).get("data", {}).get("sources", [])
@@ -246,8 +228,8 @@ def documents_in_text(config: Config, start: Start) -> str:
 
 
 def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
-    """Raise ConfigError if the checkpoint's model or precision differs from the config's. `vocab_size`: None if it is
-    not known yet; then the checkpoint's is assumed."""
+    """Raise ConfigError if the checkpoint's model or precision differs from the config's. `vocab_size`: None, if not
+    known yet, stands for the checkpoint's."""
     saved = read_state(folder)
     theirs, size = saved["architecture"], vocab_size or saved["vocab_size"]
     fitting, keys = to_architecture(config, theirs, size)
@@ -257,9 +239,9 @@ def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
         return
     name, their_value = next(iter(keys.items()))
     section, _, last = name.partition(".")
-    our_value = (
-        architecture(config, size)[section].get(last, get(config, name)) if section != "training" else get(config, name)
-    )
+    our_value = get(config, name)
+    if section != "training":
+        our_value = architecture(config, size)[section].get(last, our_value)
     works = len(keys) <= MAX_ADVISED and first_problem(fitting, usable_world_size(fitting, world_size())) is None
     typed = " ".join(as_typed(key, value) for key, value in keys.items())
     shown, other = show_both(our_value, their_value)
@@ -296,8 +278,8 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
 
 
 def _changed_since(path: Path, config: Config) -> list[Change]:
-    """Return the settings that affect the run and differ from those in a config.yaml; check_model compares the
-    architecture."""
+    """Return the settings that affect the run and differ from a config.yaml, except those of the architecture, which
+    `check_model` compares."""
     return [
         change
         for change in changes(load(path), config)
@@ -308,57 +290,48 @@ def _changed_since(path: Path, config: Config) -> list[Change]:
 
 
 def changed_data(config: Config, start: Start, identity: Identity) -> list[Difference]:
-    """Return the differences between the data and those that the checkpoint was trained on. Raises ConfigError for a
+    """Return the differences between this job's data (`identity`) and the checkpoint's. Raises ConfigError for a
     difference that must be listed in checkpoint.accept_changes and is not."""
     if start.checkpoint is None:
         return []
     trained = read_state(start.checkpoint).get("data")
     found = [] if trained is None else differences(identity, trained)
     refused = [change for change in found if change.key not in config.checkpoint.accept_changes]
-    if (
-        any(change.key == "data.tokenizer" for change in refused)
-        and kept_tokenizer.of_checkpoint(start.checkpoint) is None
-    ):
+    keys = list(dict.fromkeys(change.key for change in refused))
+    if "data.tokenizer" in keys and kept_tokenizer.of_checkpoint(start.checkpoint) is None:
         raise _missing_tokenizer(start.checkpoint)
     if refused:
-        keys = ",".join(dict.fromkeys(change.key for change in refused))
         raise ConfigError(
             f"{'; '.join(change.text for change in refused)}: the run of {start.checkpoint} would continue with "
-            f"other data. Restore the data, or give checkpoint.accept_changes=[{keys}] to continue anyway."
+            f"other data. Restore the data, or give checkpoint.accept_changes=[{','.join(keys)}] to continue anyway."
         )
     return found
 
 
 def check_tokenizer(config: Config, start: Start) -> None:
-    """Raise ConfigError, before a corpus is read, if data.tokenizer names another tokenizer than the checkpoint's."""
-    if (
-        start.checkpoint is None
-        or config.data.tokenizer == "sentencepiece"
-        or "data.tokenizer" in config.checkpoint.accept_changes
-    ):
+    """Raise ConfigError if data.tokenizer is not the checkpoint's tokenizer. Called before a corpus is read."""
+    accepted = "data.tokenizer" in config.checkpoint.accept_changes
+    if start.checkpoint is None or config.data.tokenizer == "sentencepiece" or accepted:
         return
     trained = kept_tokenizer.digest_of(start.checkpoint)
     path = Path(data_config(config, start).tokenizer).expanduser()
     if trained is not None and tokenizer_digest(path) != trained:
         raise ConfigError(
             f"data.tokenizer ({config.data.tokenizer}) differs from the tokenizer that {start.checkpoint} "
-            "was trained with: token ids would have another meaning. Restore that tokenizer, or start another run."
+            "was trained with: token ids would have another meaning. Restore that tokenizer, or choose another run_dir."
         )
 
 
 def describe_changes(settings: Iterable[Change], data: Iterable[Difference]) -> str:
     """Return a short paragraph that describes the differences, each key once; empty if there are none."""
-    sentences = {change.key: change.text for change in data}
-    values = [
-        f"{change.key} {' -> '.join(show_both(change.before, change.after))}"
-        for change in settings
-        if change.key not in sentences
-    ]
+    sentences = {change.key for change in data}
+    others = (change for change in settings if change.key not in sentences)
+    values = [f"{change.key} {' -> '.join(show_both(change.before, change.after))}" for change in others]
     return "; ".join([*values, *(change.text for change in data)])
 
 
 def _same_files(one: Any, other: Any) -> bool:
-    """Whether two values of data.corpus, or of data.validation_corpora, name the same files."""
+    """Return whether two values of data.corpus, or of data.validation_corpora, name the same files."""
 
     def resolved(value: Any) -> Any:
         if isinstance(value, list):

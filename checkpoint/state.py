@@ -28,23 +28,10 @@ from parallel.megatron.optimizer import restore_scaler, scaler_state
 from parallel.megatron.random_state import random_states, restore_random_states
 from parallel.owned import is_off_device, with_boxes
 
-__all__ = [
-    "describe",
-    "load",
-    "load_weights",
-    "read_state",
-    "sharded_weights",
-    "tensors_to_save",
-]
-
 
 def describe(optimizer: MegatronOptimizer, state: dict[str, Any]) -> dict[str, Any]:
     """Return the content of state.json: the run's `state`, the optimizer's step count and its loss scaler."""
-    return {
-        **state,
-        "optimizer_steps": optimizer_state.steps_taken(optimizer),
-        "loss_scaler": scaler_state(optimizer),
-    }
+    return {**state, "optimizer_steps": optimizer_state.steps_taken(optimizer), "loss_scaler": scaler_state(optimizer)}
 
 
 def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[ShardedTensor]:
@@ -57,8 +44,8 @@ def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOp
 def load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Load a checkpoint into chunks and optimizer, and return its state.json. Random number states are restored only if
-    the checkpoint was saved in the same layout. A collective call, also allowed after steps were taken. Raises
+    """Load a checkpoint into model chunks and optimizer, and return its state.json. Restores random number states only
+    if `layout` draws like the checkpoint's layout. A collective call, also allowed after steps were taken. Raises
     ConfigError on every rank if any rank cannot read its boxes."""
     with raised_together():
         state, reader = read_state(folder), ShardReader(folder)
@@ -88,8 +75,8 @@ def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
 
 
 def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return Megatron's sharded state dict of the chunks' weights, one key per chunk; its boxes of global tensors do
-    not depend on the layout."""
+    """Return Megatron's sharded state dict of the weights, with one key per model chunk. Its boxes refer to global
+    tensors, which do not depend on the layout."""
     return {f"model{i}": with_boxes(chunk.sharded_state_dict()) for i, chunk in enumerate(chunks)}
 
 
@@ -100,7 +87,7 @@ def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
 
 
 def _weight_tensors(weights: dict[str, Any], chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
-    """Return the boxes of all weights that are on the device, as views of the chunks' own parameters and buffers."""
+    """Return the boxes of all weights on the device, as views of the parameters and buffers of the chunks."""
     sharded = [value for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedTensor)]
     offloaded = [value for chunk in chunks for value in chunk.parameters() if is_off_device(value)]
     stand_ins = {value.untyped_storage().data_ptr() for value in offloaded}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import ConfigError
-from checkpoint.manifest import STATE
+from checkpoint.manifest import ADVICE, STATE
 from configs.architecture import architecture
 from configs.job import Job
 from configs.schema import Config
@@ -20,9 +20,9 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = json.loads((folder / STATE).read_bytes())
         missing = [key for key in _STATE_KEYS if key not in state]
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE}: {error}") from error
+        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE}: {error}. {ADVICE}.") from error
     if missing:
-        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} lacks {missing[0]}.")
+        raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} lacks {missing[0]}. {ADVICE}.")
     return state
 
 
@@ -55,9 +55,9 @@ def layout_of(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def draws_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether random number states saved in one layout fit the other: each rank must draw for the same sequence rows
-    and layers. Expert parallelism does not affect the draws. Keys of `parallel` that are not sizes are ignored, because
-    later versions add some."""
+    """Return whether random number states saved in layout `one` fit layout `other`: each rank must draw for the same
+    sequence rows and layers, which expert parallelism does not affect. Other keys of `parallel` are ignored, because
+    later versions may add keys."""
     sizes_alike = all((one.get(key) or 1) == (other.get(key) or 1) for key in _DRAWING)
     return sizes_alike and bool(one.get("sequence")) == bool(other.get("sequence"))
 
@@ -66,8 +66,7 @@ _DRAWING = ("world_size", "tensor", "pipeline", "virtual_pipeline", "context")
 
 
 def describe_layout(layout: dict[str, Any]) -> str:
-    """Return the ranks and the parallel degrees above 1 of a layout on one line, such as "4 ranks: data 2 x tensor
-    2"."""
+    """Return the number of ranks and the degrees above 1 of a layout, such as "4 ranks: data 2 x tensor 2"."""
     ranks, degrees = layout["world_size"], {name: layout.get(key) or 1 for name, key in _DEGREES.items()}
     data = ranks // (degrees["tensor"] * degrees["pipeline"] * degrees["context"])
     named = [f"{name} {size}" for name, size in {"data": data, **degrees}.items() if size > 1]

@@ -61,8 +61,8 @@ def for_use(config: Config) -> Config:
 def to_architecture(
     config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a copy of the configuration, changed in as few keys as possible so that its architecture is `theirs`, and
-    the changed keys with their values. Keys that determine others come first.
+    """Return a copy of `config` whose architecture is `theirs`, with as few changed keys as possible, and the changed
+    keys with their values. Keys that determine other keys are first.
 
     vocab_size: the vocabulary size of `config`. With rotary positions, the sequence length may differ.
     """
@@ -77,13 +77,11 @@ def to_architecture(
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the value in `theirs` of each key that differs between two architectures. A key that `theirs`
-    lacks has its default there."""
+    """Yield (name, value in `theirs`) for each key that differs between two architectures. A key that `theirs` lacks
+    has its default value."""
     names = [f"{section}.{key}" for section in ("moe", "model") for key in {**theirs[section], **ours[section]}]
-    for name in [
-        *(name for name in _PRIMARY_KEYS if name in names),
-        *(name for name in names if name not in _PRIMARY_KEYS),
-    ]:
+    order = {name: index for index, name in enumerate(_PRIMARY_KEYS)}
+    for name in sorted(names, key=lambda name: order.get(name, len(order))):
         section, _, last = name.partition(".")
         value = theirs[section].get(last, KEYS[name].fresh_default() if name in KEYS else None)
         rotates = name == "model.sequence_length" and theirs["model"].get("position_embedding") == "rope"
@@ -92,8 +90,8 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any], known: dict[str, 
 
 
 def description(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
-    """Return the sections that config.yaml of a weights folder stores: the architecture, and the other values of the
-    model that its training used."""
+    """Return the sections for config.yaml of a weights folder: the architecture, and other values of the model in
+    training."""
     overrides = architecture(config, vocab_size)
     overrides["model"].update(
         (key, getattr(config.model, key)) for key in ("hidden_dropout", "attention_dropout", "init_std")

@@ -20,14 +20,14 @@ class Change(NamedTuple):
 
 
 def changes(before: Config, after: Config) -> list[Change]:
-    """Return every key whose value differs between two configurations, in the order of the schema."""
+    """Return the keys whose values differ between two configurations, in the order of the schema."""
     values = ((name, get(before, name), get(after, name)) for name in KEYS)
     return [Change(name, old, new, on_resume(name, before, after)) for name, old, new in values if old != new]
 
 
 def on_resume(name: str, before: Config, after: Config) -> OnResume:
-    """Return the effect on a resumed run if a key changes between these two configurations: the effect that the schema
-    states, or a weaker one if the other keys allow it."""
+    """Return the effect of a changed key on a resumed run: the effect that the schema states, or a weaker one if the
+    other keys allow it."""
     both = (before, after)
     if name == "training.steps" and all(
         c.optimizer.schedule == "constant" or c.optimizer.decay_steps is not None for c in both
@@ -49,7 +49,7 @@ def on_resume(name: str, before: Config, after: Config) -> OnResume:
 
 
 def _changes_dropout(name: str, config: Config) -> bool:
-    """Whether another value of this layout key changes the random masks of dropout (parallel/dropout.py)."""
+    """Return whether a different value of this layout key changes the random masks of dropout (parallel/dropout.py)."""
     model, parallel = config.model, config.parallel
     if name == "parallel.context":
         return model.hidden_dropout > 0  # a rank draws for its sequence rows
@@ -59,7 +59,7 @@ def _changes_dropout(name: str, config: Config) -> bool:
 
 
 def _depends_on_micro_batches(config: Config) -> bool:
-    """Whether dropout or routing makes results depend on how samples are grouped into micro-batches."""
+    """Return whether dropout or routing makes results depend on how samples are grouped into micro-batches."""
     moe = config.moe
     routes = derived.is_moe(config) and (moe.aux_loss_coeff > 0 or moe.capacity_factor is not None)
     return derived.has_dropout(config) or routes

@@ -119,8 +119,8 @@ def given_keys(overrides: list[str]) -> frozenset[str]:
 
 
 def run(main: Callable[[Config, frozenset[str]], int]) -> NoReturn:
-    """Run `main` with the configuration of the command line and the set of keys that it sets, then exit with the status
-    that `main` returns.
+    """Run `main` with the configuration of the command line and the keys that the command line sets; exit with the
+    status that `main` returns.
 
     A `ConfigError`, also one that `main` raises, prints one line on stderr and ends with exit status 2. Hydra handles
     `--cfg`, `--info` and shell completion. `-m` (`--multirun`) runs every combination of comma-separated values, one
@@ -163,9 +163,8 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
                 f"--{option.replace('_', '-')} is not supported. Try --config-dir FOLDER for presets of your own"
             )
     if args.config_dir is not None and not Path(args.config_dir).is_dir():
-        raise ConfigError(
-            f"--config-dir ({args.config_dir}) must be an existing folder of presets, such as {CONFIG_DIR.name}"
-        )
+        rule = f"must be an existing folder of presets, such as {CONFIG_DIR.name}"
+        raise ConfigError(f"--config-dir ({args.config_dir}) {rule}. Correct its path")
     if args.resolve and not (args.cfg or args.help):
         raise ConfigError("--resolve needs --cfg or --help. Try --cfg job --resolve")
     if args.multirun and (args.cfg or args.info is not None):
@@ -189,23 +188,22 @@ def _checked_configs(args: argparse.Namespace) -> list[tuple[Config, frozenset[s
         lines = [line for batch in batches for line in batch]
     launch = launched()
     launch.check_meeting()
-    processes = launch.world_size
-    configs, given = [], []
+    configs = []
     for line in lines:
-        configs.append(compose(line, args.config_dir))
-        given.append(given_keys(line))
-        if searches_layout(configs[-1]):
-            validate_for_search(configs[-1], given[-1], processes)
-            continue
-        used = planned_world_size if configs[-1].plan else usable_world_size
-        validate(configs[-1], used(configs[-1], processes))
-    run_dirs = [config.run_dir for config in configs]
+        config, given = compose(line, args.config_dir), given_keys(line)
+        configs.append((config, given))
+        if searches_layout(config):
+            validate_for_search(config, given, launch.world_size)
+        else:
+            used = planned_world_size if config.plan else usable_world_size
+            validate(config, used(config, launch.world_size))
+    run_dirs = [config.run_dir for config, _ in configs]
     if len(set(run_dirs)) < len(run_dirs):
         swept = next(o.get_key_element() for o in map(parse, args.overrides) if o.is_sweep_override())
-        own = f"'name={configs[0].name}_${{{swept}}}'"
+        own = f"'name={configs[0][0].name}_${{{swept}}}'"
         advice = own if "." in swept else "separate commands, each with its own name=..."
         raise ConfigError(f"run_dir ({run_dirs[0]}) must be different in each run of a sweep. Try {advice}")
-    return list(zip(configs, given, strict=True))
+    return configs
 
 
 def _show(args: argparse.Namespace) -> None:

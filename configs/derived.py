@@ -11,12 +11,12 @@ from configs.schema import Config
 
 
 def is_moe(config: Config) -> bool:
-    """Whether the model has mixture-of-experts layers."""
+    """Return whether the model has mixture-of-experts layers."""
     return config.moe.num_experts is not None
 
 
 def has_dropout(config: Config) -> bool:
-    """Whether training drops hidden states or attention probabilities at random."""
+    """Return whether training drops hidden states or attention probabilities at random."""
     return config.model.hidden_dropout > 0 or config.model.attention_dropout > 0
 
 
@@ -82,7 +82,7 @@ def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
 
 
 def least_pipeline_degree(config: Config) -> int:
-    """Return the fewest chunks of which none exceeds `moe.token_budget`. It is the same on all ranks."""
+    """Return the fewest chunks of an MoE layer such that none exceeds `moe.token_budget`. It is equal on all ranks."""
     budget = config.moe.token_budget
     return 1 if budget is None else math.ceil(tokens_per_call(config) / budget)
 
@@ -96,17 +96,17 @@ def dispatch_bound(config: Config) -> int:
 
 
 def places_experts(config: Config) -> bool:
-    """Whether a placement policy may let ranks compute experts that they do not own."""
+    """Return whether a placement policy may let ranks compute experts that they do not own."""
     return is_moe(config) and config.moe.placement.policy != "static" and config.parallel.expert > 1
 
 
 def replays_plans(config: Config) -> bool:
-    """Whether each call repeats the expert placement that an earlier run recorded."""
+    """Return whether each call repeats the expert placement that an earlier run recorded."""
     return places_experts(config) and config.moe.placement.replay is not None
 
 
 def limits_load(config: Config) -> bool:
-    """Whether the number of assignments that a rank computes is limited (`moe.placement.max_load`)."""
+    """Return whether the number of assignments that a rank computes is limited (`moe.placement.max_load`)."""
     return places_experts(config) and config.moe.placement.max_load is not None
 
 
@@ -128,20 +128,20 @@ def replica_bytes(config: Config) -> int:
 
 
 def expert_numel(config: Config) -> int:
-    """Return the number of parameters of an expert that one rank stores."""
+    """Return the number of parameters that one rank stores of each expert."""
     return sum(expert_numel_by_matrix(config))
 
 
 def expert_numel_by_matrix(config: Config) -> list[int]:
-    """Return the numbers of parameters that one rank stores of an expert's first matrix and second matrix, followed by
-    those of the two biases if experts have biases."""
+    """Return the number of parameters that one rank stores of an expert's first matrix and second matrix, and of its
+    two biases if experts have biases."""
     hidden, width = config.model.hidden_size, expert_ffn_hidden_size(config) // expert_tensor_size(config)
     outer = width * (2 if config.model.activation == "swiglu" else 1)
     return [outer * hidden, hidden * width, *([outer, hidden] if config.model.linear_bias else [])]
 
 
 def plans_moe(config: Config) -> bool:
-    """Whether the planner chooses at least one of `moe.pipeline_degree`, `moe.memory_strategy` and `moe.all_to_all`."""
+    """Return whether the planner chooses `moe.pipeline_degree`, `moe.memory_strategy` or `moe.all_to_all`."""
     moe = config.moe
     return moe.num_experts is not None and "auto" in (moe.pipeline_degree, moe.memory_strategy, moe.all_to_all)
 
@@ -180,8 +180,8 @@ def num_cp_ranks(config: Config) -> int:
 
 
 def context_heads(config: Config) -> int:
-    """Return the number of context-parallel ranks that exchange heads for sequence rows. If `parallel.context_heads` is
-    null, it is the number with which a rank sends least, or 1 with separate documents, most of which are not cut."""
+    """Return the number of context-parallel ranks that exchange heads for sequence rows. The default is the number that
+    minimizes the sent elements, or 1 with separate documents, most of which are not cut."""
     if config.parallel.context_heads is not None:
         return config.parallel.context_heads
     if config.parallel.context == 1 or config.data.documents == "separate":
@@ -196,8 +196,8 @@ def allowed_context_heads(config: Config) -> list[int]:
 
 
 def shares_query_heads(config: Config, ranks: int) -> bool:
-    """Whether `ranks` ranks can divide the heads of a tensor-parallel rank: query heads evenly, and key heads evenly
-    too or with each key head shared by equally many ranks."""
+    """Return whether `ranks` ranks can divide the heads of a tensor-parallel rank: query heads evenly; key heads
+    evenly, or each shared by an equal number of ranks."""
     queries, keys = heads_of_tensor_rank(config)
     return queries % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
 
@@ -246,9 +246,8 @@ def expert_data_parallel_size(config: Config, world_size: int) -> int:
 
 def num_micro_batches(config: Config, world_size: int) -> int:
     """Return the number of micro-batches that a rank computes in one optimizer step."""
-    return config.training.global_batch_size // (
-        config.training.micro_batch_size * data_parallel_size(config, world_size)
-    )
+    num_samples = config.training.micro_batch_size * data_parallel_size(config, world_size)
+    return config.training.global_batch_size // num_samples
 
 
 def predicted_share(config: Config) -> float:
@@ -287,9 +286,8 @@ def element_size(config: Config) -> int:
 
 def layer_input_bytes(config: Config) -> int:
     """Return the bytes of a transformer layer's input on one rank, for one micro-batch."""
-    parallel = config.parallel
-    tokens = config.training.micro_batch_size * config.model.sequence_length // parallel.context
-    return tokens // (parallel.tensor if parallel.sequence else 1) * config.model.hidden_size * element_size(config)
+    tokens = rank_sequence_rows(config) // (config.parallel.tensor if config.parallel.sequence else 1)
+    return tokens * config.model.hidden_size * element_size(config)
 
 
 def decay_steps(config: Config) -> int:
@@ -298,28 +296,28 @@ def decay_steps(config: Config) -> int:
 
 
 def overlap_param_gather(config: Config) -> bool:
-    """Whether parameters are gathered during the forward pass: it is requested, and the two other options that
-    Megatron's DDP needs for it are on."""
+    """Return whether parameters are gathered during the forward pass. For this, Megatron's DDP also needs
+    overlap_grad_reduce and the distributed optimizer."""
     return config.parallel.overlap_param_gather and config.parallel.overlap_grad_reduce and config.optimizer.distributed
 
 
 def has_own_optimizer_state(config: Config) -> bool:
-    """Whether Mixtrain's own buckets of parameters store the optimizer state, rather than Megatron-core."""
+    """Return whether Mixtrain's own buckets of parameters store the optimizer state, rather than Megatron-core."""
     return config.optimizer.state_device != "device" or config.optimizer.moment_dtype != "fp32"
 
 
 def streams_experts(config: Config) -> bool:
-    """Whether the weights of routed experts are offloaded and copied to the device each time they are used."""
+    """Return whether the weights of routed experts are offloaded and copied to the device each time they are used."""
     return is_moe(config) and config.moe.weights_device in ("host", "disk")
 
 
 def may_save(config: Config) -> bool:
-    """Whether a run writes a checkpoint if it is stopped early."""
+    """Return whether a run writes a checkpoint if it is stopped early."""
     return config.checkpoint.interval > 0 or config.checkpoint.at_end
 
 
 def uses_host(config: Config) -> bool:
-    """Whether the run offloads anything to host memory, which `memory.host_budget` limits."""
+    """Return whether the run offloads anything to host memory, which `memory.host_budget` limits."""
     offloads = is_moe(config) and any(word in config.moe.memory_strategy for word in ("offload", "auto"))
     is_offloaded = config.optimizer.state_device != "device" or streams_experts(config)
     return is_offloaded or config.training.activation_offload != "none" or offloads
@@ -347,9 +345,9 @@ def device_connections(config: Config) -> int | None:
 
 
 def is_reduced_at_step_end(name: str, *, alike: bool, shared: bool, tensor: int, pipeline: int) -> bool:
-    """Whether Megatron-core 0.16.1 all-reduces a parameter's gradient once more after the reduction over data-parallel
-    ranks: over tensor-parallel ranks if each has the full parameter (`alike`), or over the pipeline stages that share
-    an embedding (`shared`)."""
+    """Return whether Megatron-core 0.16.1 all-reduces a gradient again after the data-parallel reduction: over
+    tensor-parallel ranks that replicate the parameter (`alike`), or over pipeline stages that share an embedding
+    (`shared`)."""
     over_tensor = tensor > 1 and (alike or "layernorm" in name or ".router." in name)
     over_pipeline = pipeline > 1 and (shared or "embedding" in name or "output_layer" in name)
     return over_tensor or over_pipeline

@@ -16,7 +16,7 @@ def names() -> list[str]:
 
 
 def find(name: str) -> Path | None:
-    """Return the path of the hardware file that a name or a path denotes, or None if there is no such file."""
+    """Return the path of the hardware file with this name or path, or None if there is no such file."""
     path = Path(name) if name.endswith(ENDING) else FOLDER / f"{name}{ENDING}"
     return path if path.is_file() and (name.endswith(ENDING) or name in names()) else None
 

@@ -34,7 +34,7 @@ See docs/guide/configuration.md.
 
 
 def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
-    """Return the help text, with the values that a composed configuration has."""
+    """Return the help text of `train.py --help`, with the values of a composed configuration."""
     lines = [USAGE, "Groups of presets: group=choice", ""]
     for group, choices in groups.items():
         lines += textwrap.wrap(f"{group}: {', '.join(choices)}", WIDTH, initial_indent="  ", subsequent_indent="    ")
@@ -58,9 +58,8 @@ def describe(config: Config, groups: Mapping[str, list[str]]) -> str:
 
 def version() -> str:
     """Return the versions of Mixtrain and of the libraries that affect results, without importing the libraries."""
-    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
+    path = Path(__file__).resolve().parents[1] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
     found = [f"{project['name']} {project['version']}"]
     for library in ("torch", "megatron-core", "hydra-core"):
         try:

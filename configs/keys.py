@@ -1,13 +1,14 @@
 """Keys of the schema: type, default, meaning, choices, range, and the effect of a changed value on a resumed run.
 
-`key` stores these properties in the metadata of a dataclass field, and `table` collects all keys in a flat dict, which
-`--help`, the checks of single values and the tests use.
+`free`, `say`, `refuse` and `architecture` store these properties in the metadata of a dataclass field. `table`
+collects all keys in a flat dict, which `--help`, the checks of single values and the tests use.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import operator
 import types
@@ -35,11 +36,11 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
 class Key:
     """The properties of one configuration key.
 
-    on_resume is the effect of resuming with another value than the checkpoint's. free: the results stay the same, apart
-    from rounding in another layout. say: training changes from this step on, which is printed and recorded. refuse: the
-    validation documents, or the order or meaning of samples, would change; the run refuses to start unless
-    `checkpoint.accept_changes` lists the key. This is the strongest effect that a change can have; `changes.on_resume`
-    compares two configurations.
+    on_resume: the effect on a resumed run of a value that differs from the checkpoint's. free: the results stay the
+    same, apart from rounding in a different layout. say: training changes from this step on, which is printed and
+    recorded. refuse: the validation documents, or the order or meaning of samples, would change; the run refuses to
+    start unless `checkpoint.accept_changes` lists the key. This is the strongest effect that a change can have;
+    `changes.on_resume` compares two configurations.
     """
 
     name: str  # dotted
@@ -60,17 +61,17 @@ class Key:
 
     @property
     def of_the_model(self) -> bool:
-        """Whether the value belongs to a trained model, not only to its training."""
+        """Return whether the value belongs to a trained model, not only to its training."""
         return self.architecture or self.stays_with_model
 
     @property
     def acceptable(self) -> bool:
-        """Whether `checkpoint.accept_changes` may list the key."""
+        """Return whether `checkpoint.accept_changes` may list the key."""
         return self.on_resume == "refuse" and not self.architecture
 
     @property
     def nullable(self) -> bool:
-        """Whether null is a legal value of the key."""
+        """Return whether null is a legal value of the key."""
         return type(None) in self.kinds or (self.type is Any and self.default is None)
 
     @property
@@ -133,20 +134,23 @@ def one_of(choices: tuple[Any, ...]) -> str:
     return str(choices[0]) if len(choices) == 1 else f"one of {', '.join(map(str, choices))}"
 
 
-def key(
-    default: Any, meaning: str, on_resume: OnResume | None = None, *, architecture: bool = False, **more: Any
-) -> Any:
-    """Return a dataclass field for a configuration key with these properties. `architecture`: the key determines the
-    model's weights, so a resumed run refuses any change of it."""
-    assert (on_resume is None) == architecture, "on_resume, or architecture"
-    metadata = {"meaning": meaning, "on_resume": on_resume or "refuse", "architecture": architecture, **more}
+def _key(on_resume: OnResume, default: Any, meaning: str, **more: Any) -> Any:
+    """Return a dataclass field for a configuration key. `more`: other fields of its `Key`."""
+    metadata = {"meaning": meaning, "on_resume": on_resume, **more}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
+# Constructors of fields, named after the effect of a changed value on a resumed run: `Key.on_resume` explains them.
+free = functools.partial(_key, "free")
+say = functools.partial(_key, "say")
+refuse = functools.partial(_key, "refuse")
+architecture = functools.partial(_key, "refuse", architecture=True)
+
+
 def table(schema: type) -> dict[str, Key]:
-    """Return all keys of a dataclass whose fields are keys or nested sections, as an ordered dict by dotted name."""
+    """Return the keys of a dataclass and its nested sections, by dotted name in the order of definition."""
     return {found.name: found for found in _keys(schema, "")}
 
 

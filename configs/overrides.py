@@ -53,7 +53,7 @@ def parse(text: str) -> Override:
 
 
 def _example(key: str, wish: Any = None) -> str:
-    """Return `key=value` with a value that the key or group accepts: `wish` if it is accepted, else another one."""
+    """Return `key=value` with a value that the key or group accepts, if possible `wish`."""
     if choices := presets_by_group().get(key):
         return f"{key}={wish if isinstance(wish, str) and wish in choices else choices[0]}"
     return as_typed(key, suggest(KEYS[key], wish)) if key in KEYS else f"{key}=value"
@@ -149,12 +149,12 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         files.read_yaml(path)  # rejects expanding aliases and special files; OmegaConf parses numbers differently
         content = OmegaConf.load(path)
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}. Check the path") from error
     except (YAMLError, UnicodeDecodeError, ValueError, OmegaConfBaseException) as error:
-        raise ConfigError(f"cannot read {path}: {one_line(str(error))}") from error
+        raise ConfigError(f"cannot read {path}: {one_line(str(error))}. Correct or restore the file") from error
     mapping = OmegaConf.to_container(content) if OmegaConf.is_dict(content) else None
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{path} must contain a mapping of keys to values")
+        raise ConfigError(f"{path} must contain a mapping of keys to values. Correct or restore the file")
     return mapping
 
 
@@ -167,7 +167,7 @@ def check_mapping(content: Mapping[Any, Any], prefix: str = "") -> None:
         elif any(other.startswith(f"{name}.") for other in KEYS):
             if not isinstance(value, Mapping):
                 raise ConfigError(
-                    f"{name} ({show(value)}) must be a mapping of keys to values: it is a section, not a key"
+                    f"{name} ({show(value)}) must be a mapping: it is a section. Indent its keys below it"
                 )
             check_mapping(value, f"{name}.")
         else:
@@ -186,8 +186,7 @@ def _check_value(key: Key, value: Any) -> None:
 
 
 def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path] = frozenset()) -> None:
-    """Check a preset of the user's folder, and the presets that its defaults list names. Tests check the shipped
-    presets.
+    """Check a preset of the user's folder, and the presets in its defaults list. Tests check the shipped presets.
 
     Raises ConfigError, naming the file and the key.
     """
@@ -196,7 +195,7 @@ def check_preset(config_dir: str, group: str, choice: str, seen: frozenset[Path]
         return
     shown = f"{group}/{choice}.yaml"
     if path in seen:
-        raise ConfigError(f"{shown}: its defaults list leads back to the same preset")
+        raise ConfigError(f"{shown}: its defaults list leads back to the same preset. Remove one of the entries")
     if (CONFIG_DIR / group / path.name).is_file() and path.resolve() != (CONFIG_DIR / group / path.name).resolve():
         raise ConfigError(
             f"{shown} of --config-dir has the same name as a shipped preset, which would be used instead. Rename the "

@@ -33,7 +33,7 @@ class Item:
     nullable: bool = True
 
     def takes(self, value: Any) -> bool:
-        """Whether a value is legal for this key."""
+        """Return whether a value is legal for this key."""
         return self.fits(value) if value is not None else self.default is not REQUIRED and self.nullable
 
 
@@ -102,7 +102,7 @@ def kind_of(value: dict[str, Any]) -> Any:
 
 
 def faults(value: Any) -> Iterator[Fault]:
-    """Yield the errors in a value of `model.rotary_scaling`, without regard to other keys."""
+    """Yield the errors in a value of `model.rotary_scaling` that do not concern other keys."""
     if value is None:
         return
     if not isinstance(value, dict):
@@ -157,7 +157,7 @@ def _full(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def normalised(value: Any) -> Any:
-    """Return a scaling with every key of its kind, so that equal scalings compare equal; an illegal one unchanged."""
+    """Return a scaling with all keys of its kind, so that equal scalings compare equal; illegal ones unchanged."""
     return _full(value) if isinstance(value, dict) and not any(faults(value)) else value
 
 

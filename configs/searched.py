@@ -36,7 +36,7 @@ SEARCHED = (*LAYOUT_KEYS, *SAVING_KEYS)
 
 
 def searches_layout(config: Config) -> bool:
-    """Whether a search chooses the layout, so that values of the searched keys that come from presets may change."""
+    """Return whether a search chooses the layout and may change searched keys that presets set."""
     return config.plan == "search" or config.parallel.layout == "auto"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def show(value: Any, width: int | None = 60) -> str:
-    """Return a value as on the command line. A list or mapping longer than `width` characters is shortened."""
+    """Return a value in the form of the command line. A list or mapping longer than `width` characters is shortened."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if not isinstance(value, (list, dict)):

@@ -89,7 +89,7 @@ def merges_of(file: Path) -> Path | None:
 
 
 def _holds_ranks(file: Path) -> bool:
-    """Whether the first line of a file has tiktoken's format (base64, a space, a rank)."""
+    """Return whether the first line of a file has tiktoken's format (base64, a space, a rank)."""
     try:
         with file.open("rb") as stream:
             return RANK_LINE.fullmatch(stream.readline(4096)) is not None

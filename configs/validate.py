@@ -20,13 +20,17 @@ MAX_PLANNED_COPIES = 64  # most replicas of the model that are tried for a plan 
 MAX_FIXES = 40  # most fixes that are tried for a problem, nearest first
 
 
-def validate(config: Config, world_size: int) -> None:
+def validate(config: Config, world_size: int, section: str = "") -> None:
     """Check that a configuration can run on `world_size` processes.
 
     Raises ConfigError for the first rule that is broken. The message names the field, its value, the rule, and a value
-    that works.
+    that works. section: if not empty, the only section whose keys the advice may set.
     """
-    _raise_first_problem(config, world_size)
+    problem = first_problem(config, world_size)
+    if problem is not None:
+        value = world_size if problem.key == WORLD_SIZE else get(config, problem.key)
+        advice = _advice(config, world_size, problem, section)
+        raise ConfigError(f"{problem.key} ({show(value)}) {problem.rule}. {advice}".strip())
 
 
 def validate_for_search(config: Config, given: frozenset[str], started: int) -> None:
@@ -41,12 +45,12 @@ def validate_for_search(config: Config, given: frozenset[str], started: int) -> 
             "started. Try plan_world_size=8."
         )
     changed = smallest(config, given)
-    _raise_first_problem(changed, _fewest(changed))
+    validate(changed, _fewest(changed))
 
 
 def validate_for_use(config: Config, world_size: int) -> None:
-    """Check the layout in which a trained model is opened by the rules of training, with a batch size and a sequence
-    length that fit. Raises ConfigError, whose advice changes only the layout."""
+    """Check the layout of an opened model by the rules of training, with a batch size and a sequence length that fit.
+    Raises ConfigError, whose advice changes only the layout."""
     asked = copy.deepcopy(config)
     layout = asked.parallel
     layout.sequence = layout.tensor > 1
@@ -54,16 +58,7 @@ def validate_for_use(config: Config, world_size: int) -> None:
     # A batch size that is also divisible in the layouts that the advice may propose.
     asked.training.micro_batch_size, asked.training.global_batch_size = 1, math.lcm(*range(1, 9)) * world_size
     asked.training.global_batch_size *= layout.pipeline
-    _raise_first_problem(asked, world_size, "parallel.")
-
-
-def _raise_first_problem(config: Config, world_size: int, section: str = "") -> None:
-    problem = first_problem(config, world_size)
-    if problem is not None:
-        value = world_size if problem.key == WORLD_SIZE else get(config, problem.key)
-        raise ConfigError(
-            f"{problem.key} ({show(value)}) {problem.rule}. {_advice(config, world_size, problem, section)}".strip()
-        )
+    validate(asked, world_size, "parallel.")
 
 
 def usable_world_size(config: Config, world_size: int) -> int:
@@ -92,12 +87,9 @@ def _fewest(config: Config) -> int:
     return math.lcm(max(1, derived.model_parallel_size(config)), max(1, derived.expert_model_parallel_size(config)))
 
 
-def _advice(config: Config, world_size: int, problem: Problem, section: str = "") -> str:
+def _advice(config: Config, world_size: int, problem: Problem, section: str) -> str:
     """Return "Try ..." with the first change of the configuration, and the first change of the number of processes,
-    after which no rule is broken; an empty string if there is none.
-
-    section: if not empty, the only section whose keys the advice may set.
-    """
+    after which no rule is broken; an empty string if there is none."""
     fixes = _settable(problem, section)
     if section:
         defaults = {name: key.default for name, key in KEYS.items() if name.startswith(section)}

@@ -56,7 +56,7 @@ def _written(override: Override) -> str:
 
 
 def _is_text(override: Override) -> bool:
-    """Whether Hydra parses a value as a number or boolean although the key takes a text, as in name=1e3."""
+    """Return whether Hydra parses a value as a number or boolean although the key takes a text, as in name=1e3."""
     key = KEYS.get(override.key_or_group)
     return key is not None and str in key.kinds and isinstance(override.value(), (bool, int, float))
 
@@ -114,7 +114,7 @@ def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
 
 
 def refers(value: Any) -> bool:
-    """Whether a value, or an item of a list or dict, contains a reference such as ${key} or ${oc.env:NAME}."""
+    """Return whether a value, or an item of a list or dict, contains a reference such as ${key} or ${oc.env:NAME}."""
     if isinstance(value, (list, tuple)):
         return any(map(refers, value))
     if isinstance(value, dict):
@@ -159,13 +159,8 @@ def converted(key: Key, value: Any) -> Any:
 def _scalar(kind: Any, value: Any) -> Any:
     if value is None or isinstance(value, (dict, list)):
         raise ValueError("not a single value")
-    if (
-        kind is str
-        and isinstance(value, (bool, float))
-        or kind is bool
-        and isinstance(value, int)
-        and value not in (0, 1)
-    ):
+    is_no_text = kind is str and isinstance(value, (bool, float))
+    if is_no_text or (kind is bool and isinstance(value, int) and value not in (0, 1)):
         raise ValueError("OmegaConf would change its meaning")
     return NODES[kind](value)._value()
 

@@ -26,6 +26,7 @@ from configs.tokenizer_files import core_file
 
 FORMAT = "mixtrain-weights-1"
 SECTIONS = ("model", "moe")
+AGAIN = "Import or export the folder again."
 # Keys that no preset sets: the folder's value counts even if a preset of the model is named.
 OF_THE_WEIGHTS = ("model.vocab_size", "model.max_positions", "model.export_family", "model.config_json")
 
@@ -38,25 +39,24 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         content = files.read_yaml(path) if path.exists() else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}.") from error
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}. {AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ConfigError(
-            f"folder {folder} must contain a config.yaml of format {FORMAT}, which `python -m models.convert import` "
-            "writes."
+            f"folder {folder} must contain a config.yaml of format {FORMAT}. Create it with `python -m models.convert "
+            "import`."
         )
     found, typed = {section: content.get(section) for section in SECTIONS}, OmegaConf.structured(Config)
     for section, values in found.items():
         if not isinstance(values, dict):
-            raise ConfigError(f"{path}: {section} must be a mapping of keys to values, not {values}.")
+            raise ConfigError(f"{path}: {section} must be a mapping of keys to values, not {values}. {AGAIN}")
         for key, value in values.items():
             if f"{section}.{key}" not in KEYS:
-                raise ConfigError(f"{path}: {section}.{key} is not a key of this version of Mixtrain.")
+                raise ConfigError(f"{path}: {section}.{key} is not a key of this version of Mixtrain. {AGAIN}")
             try:
                 typed.merge_with({section: {key: value}})
             except OmegaConfBaseException as error:
-                raise ConfigError(
-                    f"{path}: {section}.{key} ({value}) must be {KEYS[f'{section}.{key}'].rule()}."
-                ) from error
+                rule = KEYS[f"{section}.{key}"].rule()
+                raise ConfigError(f"{path}: {section}.{key} ({value}) must be {rule}. {AGAIN}") from error
         if "rotary_scaling" in values:
             values["rotary_scaling"] = normalised(values["rotary_scaling"])
     return {section: dict(values) for section, values in found.items() if values is not None}
@@ -109,7 +109,7 @@ def adopt(config: Config, named: set[str]) -> None:
         return
     theirs = read_config(folder)
     if theirs["model"].get("vocab_size") is None:
-        raise ConfigError(f"{folder / 'config.yaml'} must contain model.vocab_size. Import or export the folder again.")
+        raise ConfigError(f"{folder / 'config.yaml'} must contain model.vocab_size. {AGAIN}")
     _adopt_model(config, theirs, named, folder)
     if config.data.tokenizer == KEYS["data.tokenizer"].default:
         if core_file(folder) is None:
@@ -135,9 +135,8 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
     vocab_size = get(config, "model.vocab_size")
     ours = architecture(config, vocab_size)
     for section in reversed(SECTIONS):  # report a wrong number of experts before a width that follows from it
-        for last in dict.fromkeys(
-            [*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]
-        ):
+        names = [*ours[section], *(key for key in theirs[section] if KEYS[f"{section}.{key}"].architecture)]
+        for last in dict.fromkeys(names):
             name, mine, their = f"{section}.{last}", ours[section].get(last), theirs[section].get(last)
             if mine != their and not means_nothing(config, name, mine, their):
                 shown, theirs_shown = show_both(mine, their)
@@ -148,16 +147,16 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
 
 
 def means_nothing(config: Config, name: str, one: Any, other: Any) -> bool:
-    """Whether weights of a model with one value of a key also fit the other value: rotary positions have no weights
-    that depend on the sequence length, and both sentence heads have the same weights."""
+    """Return whether weights of a model with one value of a key also fit the other value: rotary positions have no
+    weights that depend on the sequence length, and both sentence heads have the same weights."""
     if name == "model.sequence_length":
         return config.model.position_embedding == "rope"
     return name == "model.sentence_head" and "none" not in (one, other)
 
 
 def _adopt_again(config: Config, named: set[str]) -> bool:
-    """If the folder of weights is missing and this run already started from it, set the model from the run's own
-    config.yaml. Returns whether it did."""
+    """Set the model from the run's own config.yaml if the folder of weights is missing and the run already started from
+    it. Returns whether it did."""
     path = Path(config.run_dir) / "config.yaml"
     try:
         kept = files.read_yaml(path)

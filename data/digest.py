@@ -20,7 +20,9 @@ import xxhash
 
 from base import progress
 from base.errors import ConfigError
+from base.files import write_text
 from data import lock
+from data.read_errors import unreadable
 
 BLOCK_BYTES = 1 << 26
 READ_BYTES = 1 << 22
@@ -41,34 +43,24 @@ def file_digest(path: str | Path, cache: Path, timeout: float) -> str:
     path = Path(path).absolute()
     stored = cache / "digests" / f"{xxhash.xxh3_64(os.fsencode(path)).hexdigest()}.json"
     try:
-        known = _kept(path, stored)
-        if known is not None:
+        if (known := _kept(path, stored)) is not None:
             return known
-        with contextlib.ExitStack() as stack:
-            try:
-                stored.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock.hold(stored.with_suffix(".lock"), timeout))
-            except TimeoutError:
-                raise
-            except OSError:  # a cache that cannot be written: every process reads for itself
-                return _read(path)[0]
+        with lock.hold_in_cache(stored.with_suffix(".lock"), timeout):
             if (known := _kept(path, stored)) is not None:
                 return known
             digest, fingerprint = _read(path)
             if time.time_ns() - fingerprint["ctime_ns"] > TICK_NS:
-                temporary = stored.with_suffix(f".tmp{os.getpid()}")
                 with contextlib.suppress(OSError):  # a full disk: the file is read again the next time
-                    temporary.write_text(json.dumps({"path": str(path), **fingerprint, "digest": digest}))
-                    temporary.rename(stored)
+                    write_text(stored, json.dumps({"path": str(path), **fingerprint, "digest": digest}))
             return digest
     except TimeoutError:
         raise
     except OSError as error:
-        raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror or error}") from error
+        raise unreadable(path, error) from error
 
 
 def _kept(path: Path, stored: Path) -> str | None:
-    """Return the stored digest of a file that has not changed since it was read, else None."""
+    """Return the stored digest of a file; None if none is stored, or the file has changed since then."""
     fingerprint = _fingerprint(os.stat(path))
     try:
         kept = json.loads(stored.read_text())
@@ -79,14 +71,13 @@ def _kept(path: Path, stored: Path) -> str | None:
 
 
 def _fingerprint(stat: os.stat_result) -> dict[str, int]:
-    """Return the attributes of a file that change when it is written or exchanged. (The device number is not among
-    them, because it differs between the nodes that share a file.)"""
+    """Return the attributes of a file that change when the file is written or replaced. (The device number is left out,
+    because it differs between the nodes that share a file.)"""
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "inode": stat.st_ino}
 
 
 def _read(path: Path) -> tuple[str, dict[str, int]]:
-    """Return the digest of a file's content and the file's fingerprint, after checking that the fingerprint did not
-    change while the file was read."""
+    """Read a file, and return its digest and fingerprint. Raises ConfigError if the file changes while it is read."""
     for _ in range(TRIES):
         with open(path, "rb", buffering=0) as file:
             before = _fingerprint(os.fstat(file.fileno()))
@@ -116,5 +107,5 @@ def _block_digest(descriptor: int, start: int) -> bytes:
 
 
 def digest_of(*items: Any) -> str:
-    """Return the digest of any JSON-compatible values, as 32 hexadecimal digits."""
+    """Return the digest of JSON-compatible values, as 32 hexadecimal digits."""
     return xxhash.xxh3_128(json.dumps(items, sort_keys=True).encode()).hexdigest()

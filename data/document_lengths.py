@@ -33,13 +33,13 @@ def document_lengths(file: TokenFile) -> np.ndarray:
 
 
 def summary(lengths: np.ndarray) -> dict[str, float]:
-    """Return number, mean, quantiles and maximum of the lengths [n] of documents, in tokens; n is at least 1."""
+    """Return number, mean, quantiles and maximum of document lengths [n] in tokens; n is at least 1."""
     quantiles = {name: float(np.quantile(lengths, share)) for name, share in QUANTILES.items()}
     return {"number": len(lengths), "mean": float(lengths.mean()), **quantiles, "longest": int(lengths.max())}
 
 
 def describe_lengths(files: Sequence[TokenFile], sequence_length: int | None) -> list[str]:
-    """Return the lines that `python -m data.prepare` prints on the lengths of documents. Raises ConfigError."""
+    """Return the lines that `python -m data.prepare` prints about the lengths of documents. Raises ConfigError."""
     every = [document_lengths(file) for file in files]
     if not sum(map(len, every)):
         return []
@@ -51,10 +51,8 @@ def describe_lengths(files: Sequence[TokenFile], sequence_length: int | None) ->
     ]
     if sequence_length is not None:
         total = sum(file.weight for file in files)
-        share = sum(
-            file.weight / total * expected_share(lengths, sequence_length)
-            for file, lengths in zip(files, every, strict=True)
-        )
+        both = zip(files, every, strict=True)
+        share = sum(file.weight / total * expected_share(lengths, sequence_length) for file, lengths in both)
         lines.append(
             f"attention   data.documents=separate keeps {share:.1%} of the token pairs at model.sequence_length="
             f"{sequence_length}"
@@ -78,8 +76,8 @@ def expected_share(lengths: np.ndarray, sequence_length: int, window: int | None
 
 
 def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
-    """Return the expected share of token pairs that attend to each other in samples of the training data, as a mean
-    over the layers and the weighted token files. Raises ConfigError if a file is damaged."""
+    """Return the expected share of token pairs that attend to each other in training samples: a mean over the layers
+    and the weighted token files. Raises ConfigError if a file is damaged."""
     check_files(files)
     length, window, pattern = config.model.sequence_length, config.model.sliding_window, derived.window_pattern(config)
     windowed = sum(pattern) / len(pattern)
@@ -92,13 +90,13 @@ def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
 
 
 def planned_share(config: Config) -> float | None:
-    """Return the `corpus_share` of the configured corpus if documents are separate and it is prepared, else None."""
+    """Return `corpus_share` for the configured corpus; None unless documents are separate and the corpus prepared."""
     return _of_prepared(config, corpus_share)
 
 
 def planned_segments(config: Config) -> list[np.ndarray] | None:
-    """Return the lengths of segments, int64 [n], in each of DRAWN micro-batches of the configured corpus. Returns None
-    unless sequences of separate documents are sharded over ranks and the corpus is prepared. Writes no files."""
+    """Return the lengths of segments, int64 [n], in each of DRAWN random micro-batches of the configured corpus; None
+    unless documents are separate, sequences are sharded over ranks, and the corpus is prepared. Writes no files."""
     return None if config.parallel.context == 1 else _of_prepared(config, draw_segments)
 
 
@@ -140,8 +138,8 @@ def _sample(draw: np.random.Generator, lengths: np.ndarray, size: int) -> np.nda
 
 
 def attended_pairs(config: Config, positions: Any) -> int:
-    """Return the number of token pairs that attend to each other, summed over the layers, in samples whose tokens have
-    these positions in their segments, int64 [b, s] on the host."""
+    """Return the number of token pairs that attend to each other, summed over the layers. positions: of the samples'
+    tokens in their segments, int64 [b, s] on the host."""
     keys = np.asarray(positions) + 1
     pattern = derived.window_pattern(config)
     pairs = int(keys.sum()) * (len(pattern) - sum(pattern))
@@ -152,13 +150,14 @@ def attended_pairs(config: Config, positions: Any) -> int:
 
 
 def share_of(config: Config, pairs: float) -> float:
-    """Return the attended token pairs of a global batch as a share of those in samples of one document each."""
+    """Return the share that `pairs`, the attended token pairs of a global batch, have of the pairs in samples that
+    consist of one document each."""
     length, samples = config.model.sequence_length, config.training.global_batch_size
     return pairs / (config.model.num_layers * samples * length * (length + 1) / 2)
 
 
 def segment_lengths(positions: Any) -> np.ndarray:
-    """Return the length of each token's segment, from its position in the segment; both int64 [b, s] on the host."""
+    """Return the length of each token's segment. positions: of the tokens in their segments. Both int64 [b, s]."""
     begins = np.asarray(positions) == 0
     begins[:, 0] = True
     first = np.flatnonzero(begins)
@@ -167,6 +166,6 @@ def segment_lengths(positions: Any) -> np.ndarray:
 
 
 def bucket_name(bucket: int) -> str:
-    """Return the range of values in a bucket of a histogram with powers of 2: 0, 1, 2-3, 4-7, ..."""
+    """Return the name of a bucket of a histogram with powers of 2, which is its range: 0, 1, 2-3, 4-7, ..."""
     first, last = 2 ** (bucket - 1) if bucket else 0, 2**bucket - 1
     return str(first) if first == last else f"{first}-{last}"

@@ -26,7 +26,7 @@ Identity = dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """A difference between the data of two starts of a run: the configuration key that it concerns, and a sentence."""
+    """A difference between the data of two starts of a run: its configuration key, and a clause that describes it."""
 
     key: str
     text: str
@@ -40,11 +40,9 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
         old_sources = trained.get("validation", {}).get(name)
         if old_sources is None:
             continue
-        problem = (
-            "has another number of sources than the run was validated on" if len(sources) != len(old_sources) else None
-        )
-        for source, old in zip(sources, old_sources):
-            problem = problem or _other_content(source, old, comparable)
+        problem = next(filter(None, (_other_content(*both, comparable) for both in zip(sources, old_sources))), None)
+        if len(sources) != len(old_sources):
+            problem = f"has {len(sources)} sources, but the run was validated on {len(old_sources)}"
         if problem:
             text = problem.replace("the run was trained on", "the run was validated on").replace("(training: ", "(")
             found.append(Difference("data.validation_corpora", f"data.validation_corpora: {name}: {text}"))
@@ -52,7 +50,7 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
 
 
 def facts(identity: Identity) -> dict[str, str]:
-    """Return a short digest of the content behind each configuration key that determines the data, as a dict by key."""
+    """Return a short digest of the content that each data key of the configuration refers to, by key."""
     contents = {
         "data.tokenizer": identity["tokenizer"],
         "data.corpus": identity["sources"],
@@ -104,7 +102,7 @@ def _of_training(now: Identity, trained: Identity) -> list[Difference]:
 
 
 def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool) -> str | None:
-    """Return a clause on how a source's content differs from what the run was trained on; None if it is equal."""
+    """Return a clause about how a source's content differs from the training data; None if both are equal."""
     name, files, old_files = source["name"], source["files"], old["files"]
     if files and old_files:
         changed = [suffix for suffix in ("bin", "idx") if files[suffix] != old_files[suffix]]
@@ -122,12 +120,9 @@ def _other_content(source: dict[str, Any], old: dict[str, Any], comparable: bool
     called = name if name == old["name"] else f"{name} (was {old['name']})"
     if not same_count:
         return f"{called} has {source['documents']:,} documents, but the run was trained on {old['documents']:,}"
-    called_split = {"train": "training", "valid": "validation"}
-    counts = [
-        f"{called_split[split]}: {source[split]['tokens']:,} tokens, before {old[split]['tokens']:,}"
-        for split in changed
-    ]
-    shown = f" ({'; '.join(counts)})" if comparable else ""
+    name_of = {"train": "training", "valid": "validation"}
+    tokens = [f"{name_of[key]}: {source[key]['tokens']:,} tokens, before {old[key]['tokens']:,}" for key in changed]
+    shown = f" ({'; '.join(tokens)})" if comparable else ""
     return f"the text of {called} is not what the run was trained on{shown}"
 
 

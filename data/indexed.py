@@ -19,13 +19,14 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from base.errors import ConfigError
+from data.read_errors import unreadable
 
 HEADER = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER_BYTES = len(HEADER) + 8 + 1 + 8 + 8  # magic, version, dtype code, number of sequences, number of document bounds
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 UINT16_VOCAB_LIMIT = 65500  # Megatron's rule: smaller vocabularies are stored as uint16
-REBUILD = "delete the file, or run `python -m data.prepare` with the same data settings to write it again"
+REBUILD = "Restore it; if it is in data.cache_dir, run `python -m data.prepare` with the same data settings instead"
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
@@ -34,8 +35,7 @@ def token_dtype(vocab_size: int) -> type[np.generic]:
 
 
 def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarray, document_bounds: np.ndarray) -> None:
-    """Write an .idx file. sequence_lengths [n] in tokens; document_bounds [d + 1]: documents' first sequences, then
-    n."""
+    """Write an .idx file. sequence_lengths [n]: in tokens. document_bounds [d + 1]: first sequences of documents, n."""
     code = next(code for code, known in DTYPES.items() if known is dtype)
     lengths = np.ascontiguousarray(sequence_lengths, dtype=np.int32)
     pointers = np.zeros(len(lengths), dtype=np.int64)
@@ -51,8 +51,8 @@ class IndexedTokens:
     """A pair of .bin and .idx files. The index is in memory; tokens are read on demand.
 
     tokens: reader of the .bin file. sequence_lengths [n] int32 and sequence_starts [n] int64: in tokens.
-    document_bounds [d + 1] int64: index of each document's first sequence, then n. Raises ConfigError with the file's
-    name if a file is missing or damaged.
+    document_bounds [d + 1] int64: index of each document's first sequence, then n. Raises ConfigError if a file is
+    missing or damaged.
     """
 
     def __init__(self, prefix: str | Path):
@@ -61,8 +61,7 @@ class IndexedTokens:
         for path in (bin_path, idx_path):
             if not os.path.isfile(path):
                 raise ConfigError(
-                    f"data.corpus: token file {path} does not exist; token files come in pairs of .bin and .idx; "
-                    f"{REBUILD}"
+                    f"data.corpus: {path} does not exist, but token files come in pairs of .bin and .idx. {REBUILD}"
                 )
         # Files are not mapped into memory: reading one that another process truncates would raise a bus error.
         with open(idx_path, "rb") as file:
@@ -71,20 +70,20 @@ class IndexedTokens:
         idx_bytes, head = len(content), content[:HEADER_BYTES]
         if len(head) < HEADER_BYTES or not head.startswith(HEADER):
             raise ConfigError(
-                f"data.corpus: {idx_path} ({idx_bytes} bytes) does not begin with the header of a Megatron index; "
+                f"data.corpus: {idx_path} ({idx_bytes} bytes) does not begin with the header of a Megatron index. "
                 f"{REBUILD}"
             )
         version, code, num_sequences, num_bounds = struct.unpack("<QBQQ", head[len(HEADER) :])
         if version != VERSION or code not in DTYPES:
             raise ConfigError(
-                f"data.corpus: {idx_path} has index version {version} and dtype code {code}; "
-                f"supported are version {VERSION} and dtype codes {sorted(DTYPES)}; {REBUILD}"
+                f"data.corpus: {idx_path} has index version {version} and dtype code {code}, but supported are version "
+                f"{VERSION} and dtype codes {sorted(DTYPES)}. {REBUILD}"
             )
         expected = HEADER_BYTES + num_sequences * (4 + 8) + num_bounds * 8
         if idx_bytes < expected:  # longer is legal: Megatron appends a byte per sequence to multimodal indices
             raise ConfigError(
                 f"data.corpus: {idx_path} is truncated: it has {idx_bytes} bytes, but the {num_sequences} sequences "
-                f"and {num_bounds} document bounds of its header take {expected} bytes; {REBUILD}"
+                f"and {num_bounds} document bounds of its header take {expected} bytes. {REBUILD}"
             )
         self.dtype = np.dtype(DTYPES[code])
         index = np.frombuffer(content, dtype=np.uint8)
@@ -101,7 +100,7 @@ class IndexedTokens:
         if bin_bytes != announced:
             raise ConfigError(
                 f"data.corpus: {bin_path} has {bin_bytes} bytes, but must have {announced} according to {idx_path}: "
-                f"the file is truncated or damaged; {REBUILD}"
+                f"the file is truncated or damaged. {REBUILD}"
             )
         self.sequence_starts = pointers // self.dtype.itemsize
 
@@ -145,7 +144,7 @@ class TokenReader:
 
 
 def _read(descriptor: int, count: int, offset: int) -> bytes:
-    """Return `count` bytes of a file from `offset` on, or fewer at the end of the file."""
+    """Return `count` bytes of a file, starting at byte `offset`; fewer at the end of the file."""
     content = os.pread(descriptor, count, offset)
     while len(content) < count:  # one read may return fewer bytes
         more = os.pread(descriptor, count - len(content), offset + len(content))
@@ -161,19 +160,19 @@ def _fingerprint(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def _open(path: str) -> BinaryIO:
-    """Open a file for reading. If too many files are open, raise the process's limit and try again."""
+    """Open a file for reading. If too many files are open, raise the process's limit on open files first."""
     try:
         return cast(BinaryIO, open(path, "rb", buffering=0))
     except OSError as error:
         if error.errno != errno.EMFILE:
-            raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror}") from error
+            raise unreadable(path, error) from error
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     return cast(BinaryIO, open(path, "rb", buffering=0))
 
 
 def documents(starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return start and length, in tokens, of each document of an index (IndexedTokens): two int64 [documents]."""
+    """Return the start and the length in tokens of each document of an IndexedTokens: two int64 [documents]."""
     if len(bounds) < 2:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     ends = np.append(starts, starts[-1:] + lengths[-1:])

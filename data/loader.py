@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 import queue
 import threading
@@ -15,7 +17,7 @@ import torch
 
 from base.errors import ConfigError
 from configs.schema import Config
-from data.corpus import naming_validation
+from data.corpus.sources import naming_validation
 from data.prepare import PreparedData, TokenFile
 from data.samples import BertSamples, GPTSamples
 from data.split import LEAST_TAIL, LINE_REACH
@@ -41,8 +43,8 @@ class Loader:
     rank d is the (j * world + d)-th run of `micro_batch_size` of these samples. So the set of micro-batches is the same
     for every number of ranks, and so is every loss that is a mean over a micro-batch.
 
-    prefetch: number of steps that a thread makes ahead; 0 makes each step in the caller. num_steps: number of steps
-    after which the loader ends; None for no end. finish: function that is applied to each micro-batch in the thread.
+    prefetch: number of steps that a thread prepares ahead; 0 prepares each step in the caller. num_steps: number of
+    steps after which the loader ends; None for no end. finish: function that the thread applies to each micro-batch.
     wait_seconds: total time for which `next_step` has waited. Call `close` at the end.
     """
 
@@ -82,48 +84,42 @@ class Loader:
             self._thread.start()
 
     def next_step(self) -> list[dict[str, Any]]:
-        """Return the micro-batches of the next step. Raises the thread's errors; StopIteration after the last step."""
+        """Return the micro-batches of the next step. Raises errors of the thread, and StopIteration at the end."""
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._steps_left == 0:
             raise StopIteration
         begin = time.perf_counter()
-        if self._thread is None:
-            step = self._make(self.consumed_samples)
-        else:
-            try:
-                found = self._queue.get(timeout=TIMEOUT_SECONDS)
-            except queue.Empty:
-                raise TimeoutError(
-                    f"no batch was read within {TIMEOUT_SECONDS} s. Check that the storage of data.cache_dir is "
-                    "reachable"
-                ) from None
-            if isinstance(found, BaseException):
-                self.close()
-                raise found
-            step = found
+        try:
+            made = (
+                self._make(self.consumed_samples) if self._thread is None else self._queue.get(timeout=TIMEOUT_SECONDS)
+            )
+        except queue.Empty:
+            raise TimeoutError(
+                f"no batch was read within {TIMEOUT_SECONDS} s. Check that the storage of data.cache_dir is reachable"
+            ) from None
+        if isinstance(made, BaseException):
+            self.close()
+            raise made
         self.wait_seconds += time.perf_counter() - begin
         self.consumed_samples += self._global
         if self._steps_left is not None:
             self._steps_left -= 1
-        return step
+        return made
 
     def close(self) -> None:
-        """Stop the thread. May be called more than once."""
+        """Stop the thread. Further calls do nothing."""
         self._closed.set()
         if self._thread is not None:
-            while True:  # a full queue would block the thread
-                try:
+            with contextlib.suppress(queue.Empty):
+                while True:  # a full queue would block the thread
                     self._queue.get_nowait()
-                except queue.Empty:
-                    break
             self._thread.join(timeout=10)
 
     def _make(self, first_sample: int) -> list[dict[str, Any]]:
         step = []
-        for begin in range(
-            first_sample + self._rank * self._micro, first_sample + self._global, self._world * self._micro
-        ):
+        first, end = first_sample + self._rank * self._micro, first_sample + self._global
+        for begin in range(first, end, self._world * self._micro):
             arrays = self._samples.batch(range(begin, begin + self._micro))
             batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
             step.append(batch if self._finish is None else self._finish(batch))
@@ -131,25 +127,23 @@ class Loader:
 
     def _produce(self, first_sample: int, num_steps: int | None) -> None:
         made: list[dict[str, Any]] | BaseException
-        while not self._closed.is_set() and num_steps != 0:
+        for number in itertools.count() if num_steps is None else range(num_steps):
+            if self._closed.is_set():
+                return
             try:
-                made = self._make(first_sample)
+                made = self._make(first_sample + number * self._global)
             except BaseException as error:  # next_step raises it in the caller
                 made = error
             while not self._closed.is_set():
-                try:
+                with contextlib.suppress(queue.Full):
                     self._queue.put(made, timeout=0.1)
                     break
-                except queue.Full:
-                    continue
             if isinstance(made, BaseException):
                 return
-            first_sample += self._global
-            num_steps = None if num_steps is None else num_steps - 1
 
 
 def finish_batch(batch: dict[str, Any], prepare: Finish | None, pin: bool) -> dict[str, Any]:
-    """Return a micro-batch with the tensors that `prepare` computes from it. pin: copy them to pinned memory."""
+    """Return a micro-batch together with the tensors that `prepare` computes from it. pin: use pinned memory."""
     pinned: dict[int, Any] = {}
 
     def pin_memory(value: Any) -> Any:
@@ -244,7 +238,7 @@ def _check_prepared(config: Config, prepared: PreparedData) -> None:
 
 
 def _check_validation(config: Config, prepared: PreparedData) -> None:
-    """Raise ConfigError, proposing a fraction that works, if the held-out documents make less than one sample."""
+    """Raise ConfigError, with a fraction that works, if a source's held-out documents are shorter than one sample."""
     fraction = config.data.validation_fraction
     needed = config.model.sequence_length + 1 if config.model.family == "gpt" else 2 * LEAST_TAIL
     for source in prepared.identity.get("sources", ()):
@@ -272,7 +266,7 @@ def _check_validation(config: Config, prepared: PreparedData) -> None:
 def make_samples(
     config: Config, prepared: PreparedData, files: list[TokenFile], shuffle: bool
 ) -> GPTSamples | BertSamples:
-    """Return the samples of token files in the format of the configured model family."""
+    """Return the samples of token files for the configured model family. shuffle: use a random order."""
     model, seed = config.model, config.training.seed
     if model.family == "gpt":
         separate = config.data.documents == "separate"
@@ -290,7 +284,7 @@ def make_samples(
 
 
 def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:
-    """Return how often each token is a label with a loss_mask above 0: int64 [vocab_size]."""
+    """Return how often each token is a label with a loss_mask above 0, int64 [vocab_size]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for step in steps:
         for batch in step:
@@ -319,15 +313,14 @@ class ValidationSamples:
             samples.blend = _InOrder(sizes)
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return the batch of these samples. Samples past the end of the corpus have a loss_mask of 0."""
+        """Return the batch with the samples `indices`. Samples past the end of the corpus have a loss_mask of 0."""
         arrays = self._samples.batch([i % self.num_samples for i in indices])
         arrays["loss_mask"][[i >= self.num_samples for i in indices]] = 0.0
         return arrays
 
 
 class _InOrder:
-    """A blend that returns all samples of one file after those of another; `Blend` would repeat samples of a small file
-    before a large one is finished."""
+    """A blend that goes through its files one after the other, so that it repeats no sample before all were used."""
 
     def __init__(self, sizes: Sequence[int]):
         self._ends = np.cumsum(sizes)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def hold(path: Path, timeout: float) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` in a `with` block. The system releases the lock if the process dies.
-    timeout: seconds. Raises TimeoutError, OSError."""
+    """Hold an exclusive lock on the file `path` in a `with` block, after at most `timeout` seconds of waiting. The
+    system releases the lock if the process dies. Raises TimeoutError, OSError."""
     with open(path, "a+") as file:
         deadline = time.monotonic() + timeout
         while True:
@@ -32,4 +32,19 @@ def hold(path: Path, timeout: float) -> Iterator[None]:
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
+        yield
+
+
+@contextlib.contextmanager
+def hold_in_cache(path: Path, timeout: float) -> Iterator[None]:
+    """Hold an exclusive lock on the file `path` in a cache, after at most `timeout` seconds of waiting. Holds no lock
+    if the cache cannot be written; then every process does the work. Raises TimeoutError."""
+    with contextlib.ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(hold(path, timeout))
+        except TimeoutError:
+            raise
+        except OSError:
+            pass
         yield

@@ -30,8 +30,10 @@ import xxhash
 from base import checksums, files
 from base.errors import ConfigError
 from data import lock
-from data.corpus import Source, unpacked_blocks
+from data.corpus import Source
+from data.corpus.compressed import unpacked_blocks
 from data.digest import digest_of, file_digest
+from data.read_errors import unreadable
 
 HEAD_BYTES = 1 << 16  # bytes of text that are compared first if a file is compressed
 SMALL_BYTES = 1 << 20  # up to this size, a file is read at once and its digest is not stored
@@ -41,8 +43,7 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two terms of a corpus with the same text: the first pair of such files (`one`, `other`), and the number of
-    pairs."""
+    """Two sources of a corpus that contain the same text: the first pair of such files, and the number of pairs."""
 
     terms: tuple[str, str]
     one: str
@@ -70,15 +71,11 @@ class _Entry:
 
 
 def refuse(overlaps: Sequence[Overlap]) -> None:
-    """Raise ConfigError if terms of data.corpus contain the same text."""
+    """Raise ConfigError if there are overlaps between the sources of data.corpus."""
     if not overlaps:
         return
-    first = overlaps[0]
-    together = (
-        ""
-        if first.token_files
-        else ", or combine them in a list without weights, which puts equal documents into the same split"
-    )
+    together = ", or combine them in a list without weights, which puts equal documents into the same split"
+    together = "" if overlaps[0].token_files else together
     raise ConfigError(
         f"data.corpus: {_describe(overlaps)}. Text that one of them holds out for validation would be trained on "
         f"through the other. Leave one of them out (to read a text more often, raise its weight){together}"
@@ -86,7 +83,7 @@ def refuse(overlaps: Sequence[Overlap]) -> None:
 
 
 def refuse_validation(name: str, overlaps: Sequence[Overlap]) -> None:
-    """Raise ConfigError if a validation corpus contains text of data.corpus."""
+    """Raise ConfigError if there are overlaps between the validation corpus `name` and data.corpus."""
     if overlaps:
         raise ConfigError(
             f"data.validation_corpora: {name} contains text that is trained on: {_describe(overlaps)}. Remove that "
@@ -100,32 +97,22 @@ def _describe(overlaps: Sequence[Overlap]) -> str:
 
 
 def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout: float) -> list[Overlap]:
-    """Return the overlaps between each of `terms` and each of `others`; if both are the same list, between any two of
-    its terms.
+    """Return the pairs of a source in `terms` and a source in `others` with the same text. If both are one list,
+    compare any two sources of the list.
 
     If several processes call this at once, one searches and the others wait, for at most `timeout` seconds. Raises
     ConfigError for a file that cannot be read, and TimeoutError.
     """
-    pairs = [
-        (i, len(terms) + j)
-        for i, j in itertools.product(range(len(terms)), range(len(others)))
-        if terms is not others or i < j
-    ]
+    numbers = itertools.product(range(len(terms)), range(len(others)))
+    pairs = {(i, len(terms) + j) for i, j in numbers if terms is not others or i < j}
     if not pairs:
         return []
     everyone = [*terms, *others]
     key = digest_of(terms is others, [_identity(source) for source in terms], [_identity(source) for source in others])
     stored = cache / "overlaps" / f"{key}.json"
-    with contextlib.ExitStack() as stack:
-        if (kept := _kept(stored)) is not None:
-            return kept
-        try:
-            stored.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock.hold(stored.with_suffix(".lock"), timeout))
-        except TimeoutError:
-            raise
-        except OSError:
-            pass  # the cache cannot be written, so every process searches
+    if (kept := _kept(stored)) is not None:
+        return kept
+    with lock.hold_in_cache(stored.with_suffix(".lock"), timeout):
         if (kept := _kept(stored)) is not None:
             return kept
         try:
@@ -133,14 +120,14 @@ def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout
         except TimeoutError:
             raise
         except OSError as error:
-            raise ConfigError(f"data.corpus: cannot read {error.filename}: {error.strerror}") from error
+            raise unreadable(error.filename, error) from error
         with contextlib.suppress(OSError):
             files.write_text(stored, json.dumps([vars(overlap) for overlap in found]))
     return found
 
 
 def _identity(source: Source) -> list[object]:
-    """Return the facts that determine the text of a term and the messages about it."""
+    """Return JSON-compatible values that identify a source: its text, and its name in messages."""
     stats = [os.stat(path) for path in _token_file(source)]
     return [source.given, source.identity(), [[stat.st_size, stat.st_mtime_ns] for stat in stats]]
 
@@ -156,7 +143,7 @@ def _kept(stored: Path) -> list[Overlap] | None:
         return None
 
 
-def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: Path, timeout: float) -> list[Overlap]:
+def _found(sources: Sequence[Source], wanted: set[tuple[int, int]], cache: Path, timeout: float) -> list[Overlap]:
     entries = [
         entry
         for term, source in enumerate(sources)
@@ -166,7 +153,6 @@ def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: P
         )
         if entry.size
     ]
-    wanted = set(pairs)
     same: dict[tuple[int, int], dict[str, tuple[_Entry, _Entry, bool]]] = {}
 
     def note(groups: Iterable[Sequence[_Entry]], same_file: bool) -> None:
@@ -182,7 +168,7 @@ def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: P
     with ThreadPoolExecutor(MAX_THREADS) as threads:
 
         def groups_by(key: Callable[[_Entry], Hashable], some: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-            """Return the groups of entries with equal keys that contain entries of more than one term."""
+            """Return the groups of entries with equal keys, without groups whose entries are all of one source."""
             some = list(some)
             groups: dict[Hashable, list[_Entry]] = defaultdict(list)
             for found, entry in zip(threads.map(key, some), some):
@@ -207,16 +193,11 @@ def _found(sources: Sequence[Source], pairs: Iterable[tuple[int, int]], cache: P
 
 
 def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
-    """Return the entries that contain more than white space, since white space is not a document."""
-    return [
-        entry
-        for entry in entries
-        if entry.is_packed or entry.size > BLANK_BYTES or Path(entry.path).read_bytes().strip()
-    ]
+    """Return the entries whose files contain more than white space, which is not a document."""
+    return [e for e in entries if e.is_packed or e.size > BLANK_BYTES or Path(e.path).read_bytes().strip()]
 
 
 def _digest(entry: _Entry, cache: Path, timeout: float) -> str:
-    """Return the digest of a file's content."""
     if entry.size <= SMALL_BYTES:
         return xxhash.xxh3_128_hexdigest(Path(entry.path).read_bytes())
     return file_digest(entry.path, cache, timeout)
@@ -253,15 +234,15 @@ FEW = 0.01  # largest share of the validation documents that may be trained on
 
 @dataclass(frozen=True)
 class Texts:
-    """A prepared term of data.corpus: its name in data.corpus, and the folder of its tokens and text hashes."""
+    """A prepared source of text: its name in data.corpus, and the folder of its tokens and text hashes."""
 
     given: str
     folder: str
 
 
 def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Sequence[int]) -> dict[str, int]:
-    """Store the hashes of the texts, uint64 [d], of training and validation documents; a cut document is in both.
-    Returns the sizes of the files, by name."""
+    """Write the hashes of the documents' texts, uint64 [d], to a file for training and a file for validation; the
+    documents in `cuts` are in both. Returns the files' sizes in bytes, by name."""
     sizes = {}
     both = np.zeros(len(texts), dtype=bool)
     both[list(cuts)] = True
@@ -275,7 +256,8 @@ def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Seq
 
 
 def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
-    """Return notes on documents that terms share. Raises ConfigError if one trains on many that another holds out."""
+    """Return notes about documents that several sources contain. Raises ConfigError if a source trains on many
+    documents that another source holds out."""
     advice = (
         "Remove the documents from one of the two, or combine both in a list without weights, which puts equal "
         "documents into the same split"
@@ -291,7 +273,7 @@ def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
 
 
 def check_validation(name: str, corpus: Sequence[Texts], terms: Sequence[Texts], cache: Path) -> list[str]:
-    """Return notes on documents of a validation corpus that training uses too. Raises ConfigError if there are many."""
+    """Return notes about documents of a validation corpus that are trained on. Raises ConfigError if there are many."""
     return [
         note
         for one, other in itertools.product(corpus, terms)
@@ -303,8 +285,8 @@ def check_validation(name: str, corpus: Sequence[Texts], terms: Sequence[Texts],
 
 
 def _check_pair(subject: str, one: Texts, side: str, other: Texts, advice: str, cache: Path) -> list[str]:
-    """Return a note if `other` trains on a few documents of a side (train, valid) of `one`. Raises ConfigError if on
-    many."""
+    """Return a note if `other` trains on a few of the documents in the split `side` (train, valid) of `one`. Raises
+    ConfigError if `other` trains on many."""
     shared, total = _shared(Path(one.folder, f"{side}.texts"), Path(other.folder, "train.texts"), cache)
     if not shared:
         return []
@@ -315,7 +297,7 @@ def _check_pair(subject: str, one: Texts, side: str, other: Texts, advice: str, 
 
 
 def _shared(one: Path, other: Path, cache: Path) -> tuple[int, int]:
-    """Return the number of texts of file `one` that are also in file `other`, and the number of all texts of `one`."""
+    """Return how many text hashes in file `one` are also in file `other`, and how many `one` contains."""
     stats = [os.stat(path) for path in (one, other)]
     key = digest_of([[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip((one, other), stats)])
     stored = cache / "overlaps" / f"{key}.json"

@@ -29,8 +29,8 @@ LINE_REACH = 32  # most tokens between the exact position and the end of a line 
 class DocumentSplit:
     """The documents that are held out for validation.
 
-    held_out bool [documents]: whether the document is held out completely. cuts: documents of which only the last
-    `tail` tokens are held out; there are several only if their texts are equal.
+    held_out bool [documents]: True if the whole document is held out. cuts: documents of which only the last `tail`
+    tokens are held out; several only if their texts are equal.
     """
 
     held_out: np.ndarray
@@ -41,8 +41,8 @@ class DocumentSplit:
 def split_documents(
     hashes: np.ndarray, lengths: np.ndarray, fraction: float, is_stdlib: bool = False, texts: np.ndarray | None = None
 ) -> DocumentSplit:
-    """Choose the validation documents by the hashes of the documents' names uint64 [d], their lengths in tokens [d]
-    and, if known, the hashes of their texts uint64 [d]."""
+    """Choose the validation documents. hashes: of the documents' names, uint64 [d]. lengths [d]: in tokens. texts:
+    hashes of the documents' texts, uint64 [d], if known."""
     is_duplicate = np.zeros(len(hashes), dtype=bool)
     if texts is not None and not is_stdlib:
         _, inverse, counts = np.unique(texts, return_inverse=True, return_counts=True)
@@ -82,7 +82,7 @@ def split_documents(
 
 
 def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
-    """Whether the split by hash, with these numbers of tokens, is close enough to the fraction."""
+    """Return whether the split by hash, with `train` and `valid` tokens, is close enough to the fraction."""
     if is_stdlib or fraction == 0:
         return True
     return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (
@@ -91,7 +91,7 @@ def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, 
 
 
 def number_hashes(num_documents: int) -> np.ndarray:
-    """Return hashes of the indices of documents without names: uint64 [num_documents] (splitmix64)."""
+    """Return hashes of the numbers of documents that have no names, uint64 [num_documents] (splitmix64)."""
     x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,9 +106,9 @@ def cut_position(
 ) -> int:
     """Return the position, in tokens, at which to cut a document so that about its last `tail` tokens are held out.
 
-    lengths: of the document's sequences. read: returns the document's tokens [begin, end). marks: bool [vocabulary],
-    whether a token ends a line, and whether it begins a word. The cut is between two sequences, else between two lines,
-    else before a word, if such a position is near; else at the exact token.
+    lengths: of the document's sequences. read: returns the document's tokens [begin, end). marks: whether each token
+    ends a line, and whether it begins a word, both bool [vocabulary]. The cut is at the nearest position between two
+    sequences, else between two lines, else before a word; if none is within LINE_REACH tokens, at the exact token.
     """
     ends = np.cumsum(lengths)
     wanted = int(ends[-1]) - tail
@@ -127,8 +127,8 @@ def cut_position(
 def cut_document(
     starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, number: int, position: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut a document into two, of which the first has `position` tokens, and return the index with both:
-    sequence_starts [n], sequence_lengths [n] and document_bounds [d + 1] (IndexedTokens)."""
+    """Cut document `number` in two after `position` tokens. Returns the new index: sequence_starts [n],
+    sequence_lengths [n] and document_bounds [d + 1] (IndexedTokens)."""
     first, last = int(bounds[number]), int(bounds[number + 1])
     ends = np.cumsum(lengths[first:last], dtype=np.int64)
     inside = int(np.searchsorted(ends, position))
@@ -146,8 +146,8 @@ def cut_document(
 def split_index(
     starts: np.ndarray, lengths: np.ndarray, bounds: np.ndarray, fraction: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Split the documents of a user's token file. Returns starts, lengths and bounds of the index, in which a cut
-    document counts as two, and which documents are held out, bool [d]."""
+    """Split the documents of a user's token file. Returns the index (starts, lengths and bounds), in which a cut
+    document counts as two, and whether each document is held out, bool [d]."""
     in_document = documents(starts, lengths, bounds)[1]
     split = split_documents(number_hashes(len(in_document)), in_document, fraction)
     held_out = split.held_out

@@ -22,13 +22,16 @@ import xxhash
 
 from base.errors import ConfigError
 from base.exit_handler import end_with_caller
-from data.corpus import BadLine, Document, Span, document_hash, read_span, split_sentences, unpack
+from data.corpus import read_span, unpack
+from data.corpus.documents import BadLine, Document, Span, document_hash
+from data.corpus.sentences import split_sentences
 from data.indexed import token_dtype
 from data.tokenizer import Tokenizer, load_tokenizer
 
 
 def tokenize_shard(tokenizer: Tokenizer, spans: list[Span], text_key: str, family: str, out: Path) -> dict[str, Any]:
-    """Tokenize a shard's documents into `out` (.npz) and its .bin file, atomically. Returns their counts by name."""
+    """Tokenize the documents of a shard into `out` (.npz) and its .bin file, atomically. Returns the number of tokens
+    under the key `tokens`."""
     shard = _TokenizedShard(tokenizer, family)
     for span in spans:
         by_line = span.by_line or span.format == "stdlib" or span.name.lower().endswith(".py")
@@ -41,7 +44,7 @@ def tokenize_shard(tokenizer: Tokenizer, spans: list[Span], text_key: str, famil
 
 
 class _TokenizedShard:
-    """The tokenized documents of a shard, which `add` collects and `write` writes.
+    """Collects the tokenized documents of a shard, and writes them to two files.
 
     The .bin file contains the tokens. The .npz file, which is written last and marks the shard as complete, contains
     sequence_lengths [n], sequences_per_document [d], hashes [d] (of the documents' names), texts [d] (hashes of their
@@ -69,7 +72,7 @@ class _TokenizedShard:
         self._head, self._tail = bytearray(), bytearray()
 
     def add(self, document: Document, by_line: bool) -> None:
-        """Add a document, or the next segment of a document. by_line: whether each of its lines is a sentence."""
+        """Add a document, or the next segment of a document. by_line: each of its lines is a sentence."""
         joins = not document.begins and bool(self._hashes)
         self._goes_on |= not document.begins and not self._hashes
         if self._family == "bert":
@@ -107,7 +110,7 @@ class _TokenizedShard:
         self._num_bytes += len(text)
 
     def write(self, out: Path) -> int:
-        """Write the .bin and the .npz file. Returns the number of tokens."""
+        """Write the .npz file `out` and its .bin file, and return the number of tokens."""
         dtype = token_dtype(self._tokenizer.vocab_size)
         tokens = np.concatenate(self._arrays).astype(dtype) if self._arrays else np.zeros(0, dtype)
         temporary = out.with_name(f"{out.name}.tmp{os.getpid()}")

@@ -21,11 +21,7 @@ PRECISIONS = ("bf16", "fp16", "fp32")  # as in parallel/dtypes.py
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a model, its tokenizer, precision, device, memory budget and layout."""
     parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        required=True,
-        metavar="MODEL",
-        help="run, checkpoint, exported or Hugging Face folder",
+        "--checkpoint", type=Path, required=True, metavar="MODEL", help="run, checkpoint, export or Hugging Face folder"
     )
     parser.add_argument("--tokenizer", type=Path, help="tokenizer folder or file (default: the model's own)")
     parser.add_argument("--precision", choices=PRECISIONS, help="data type of the weights (default: as stored)")
@@ -50,19 +46,6 @@ def _mebibytes(text: str) -> float:
 
 
 _mebibytes.__name__ = "number"  # the type's name in argparse's errors
-
-
-def _run_on_rank(body: Callable[[argparse.Namespace], Any], options: argparse.Namespace) -> None:
-    """Run the command on one of several ranks. If another rank failed first, raise an OSError with this reason."""
-    try:
-        body(options)
-    except Exception as error:
-        from parallel.joint_errors import is_lost_rank  # torch is imported by now
-
-        if not is_lost_rank(error):
-            raise
-        time.sleep(GRACE)  # a launcher ends all ranks when the first has ended
-        raise OSError("another rank has failed; the last line of that rank names the cause") from error
 
 
 def _check_encodings(options: argparse.Namespace) -> None:
@@ -90,9 +73,16 @@ def run_command(
         launched().check_meeting()
         refuse_missing(options.device, "--device")
         manifest.kind_of_model(options.checkpoint)
-        if launched().world_size == 1:
+        try:
             body(options)
-        else:
-            _run_on_rank(body, options)
+        except Exception as error:
+            if launched().world_size == 1:
+                raise
+            from parallel.joint_errors import is_lost_rank  # torch is imported by now
+
+            if not is_lost_rank(error):
+                raise
+            time.sleep(GRACE)  # a launcher ends all ranks when the first has ended
+            raise OSError("another rank has failed. Read its last line of output, which names the cause.") from error
 
     return command.run(checked)

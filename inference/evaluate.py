@@ -38,7 +38,7 @@ HARNESS = "bash launch/setup.sh --extra eval"  # installs the LM evaluation harn
 def evaluate_texts(
     model: OpenModel, decoder: Decoder, texts: Sequence[str], length: int, stride: int, batch_size: int
 ) -> list[Score]:
-    """Return the score of each text, predicted after the begin token or else the end-of-text token."""
+    """Return the score of each text, predicted after the begin token or, if there is none, the end-of-text token."""
     from inference.scoring import Score, log_likelihoods_of  # imported here: --help must not wait for torch
 
     tokenizer = model.needed_tokenizer("Give --tokenizer.")
@@ -59,7 +59,7 @@ def _evaluate_files(options: argparse.Namespace, model: OpenModel, decoder: Deco
             f"{decoder.max_length}."
         )
     if length < 2:
-        raise ConfigError(f"--length ({length}) must be at least 2: one token to read and one token to predict.")
+        raise ConfigError(f"--length ({length}) must be at least 2, to read a token and predict one. Give --length 2.")
     stride = options.stride or max(1, length // 2)
     if stride >= length:
         raise ConfigError(
@@ -141,9 +141,10 @@ def _main(options: argparse.Namespace) -> None:
     for name in ("length", "stride", "batch", "limit"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ConfigError(f"--{name} ({value}) must be at least 1.")
+            raise ConfigError(f"--{name} ({value}) must be at least 1. Omit it to use the default.")
     if options.tasks and (options.task_folder is None or not options.task_folder.is_dir()):
-        raise ConfigError(f"--task-folder ({options.task_folder}) must be a folder with the tasks' .yaml files.")
+        folder = options.task_folder
+        raise ConfigError(f"--task-folder ({folder}) must be a folder with the tasks' .yaml files. Give its path.")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"--tasks needs the package lm-eval, which is not installed. Try {HARNESS}.")
     import torch.distributed as dist

@@ -26,8 +26,8 @@ class Guess:
 
 
 def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
-    """Return the `top_k` most likely tokens for each position of each text whose token is `mask`, from one forward
-    pass. Raises ConfigError for a text without a mask, a text that is too long, or a token outside the vocabulary."""
+    """Return the `top_k` most likely tokens for each token `mask` of each text, from one forward pass. Raises
+    ConfigError for a text without `mask`, a text that is too long, or a token outside the vocabulary."""
     import torch  # imported here: --help must not wait for torch
 
     encoder = model.encoder()
@@ -48,22 +48,21 @@ def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: i
 
 def _check(model: OpenModel, tokens: list[int], mask: int) -> None:
     if mask not in tokens:
-        raise ConfigError("the text has no [MASK]. Write [MASK] in place of each word to predict.")
+        raise ConfigError(f"--text has no [MASK] (token id {mask}). Write it in place of each word to predict.")
     limit = model.config.model.sequence_length
     if len(tokens) > limit:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens with [CLS] and [SEP], more than the model's sequence length ({limit}). "
+            f"--text has {len(tokens)} tokens with [CLS] and [SEP], more than the model's sequence length ({limit}). "
             "Give a shorter text."
         )
     wrong = [token for token in tokens if not 0 <= token < model.vocab_size]
     if wrong:
-        raise ConfigError(
-            f"the text has the token id {wrong[0]}, but the model's vocabulary ends at {model.vocab_size - 1}."
-        )
+        last = model.vocab_size - 1
+        raise ConfigError(f"--text has the token id {wrong[0]}, but the model's vocabulary ends at {last}. Replace it.")
 
 
 def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
-    """Return the ids of [CLS] text [SEP], and the id that stands for [MASK]. Raises ConfigError."""
+    """Return the token ids of [CLS] text [SEP], and the id of [MASK]. Raises ConfigError without a tokenizer."""
     tokenizer = model.needed_tokenizer("Give the text as token ids with --ids and --mask-id.")
     return [tokenizer.cls, *tokenizer.encode_masked(text), tokenizer.sep], tokenizer.mask
 
@@ -85,7 +84,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _main(options: argparse.Namespace) -> None:
     if options.top_k < 1:
-        raise ConfigError(f"--top-k ({options.top_k}) must be at least 1.")
+        raise ConfigError(f"--top-k ({options.top_k}) must be at least 1. Omit it to print 5 tokens.")
     if options.ids and options.mask_id is None:
         raise ConfigError("--ids needs the id of the mask token. Add --mask-id ID.")
     import torch.distributed as dist
@@ -103,13 +102,14 @@ def _main(options: argparse.Namespace) -> None:
 
 
 def _read(model: OpenModel, text: str, options: argparse.Namespace) -> tuple[list[int], int]:
-    """Return the token ids of a text, given as words or as ids, and the id of the mask token."""
+    """Return the token ids of a text, given as words or (with --ids) as integers, and the id of the mask token."""
     if not options.ids:
         return masked_tokens(model, text)
     try:
         return [int(word) for word in text.split()], options.mask_id
     except ValueError as error:
-        raise ConfigError(f"with --ids, a text must be integers separated by spaces: {error}.") from error
+        rule = "must be integers separated by spaces, because of --ids"
+        raise ConfigError(f"--text {rule}: {error}. Give token ids, or omit --ids.") from error
 
 
 def _show(model: OpenModel, text: str, guesses: list[list[Guess]], options: argparse.Namespace) -> None:

@@ -67,7 +67,7 @@ def _arguments() -> argparse.ArgumentParser:
         "--top-p",
         type=_number(float, 0, 1, above=True),
         default=1.0,
-        help="draw from the likeliest tokens with this probability (1)",
+        help="draw from the likeliest tokens of this total probability (1)",
     )
     parser.add_argument("--seed", type=_number(int, 0), default=1234, help="random seed of each prompt (1234)")
     parser.add_argument("--batch", type=_number(int, 1), default=8, help="prompts that are continued together (8)")
@@ -79,10 +79,7 @@ def _arguments() -> argparse.ArgumentParser:
         "--no-cache", action="store_true", help="recompute the whole text for every token (slow; for comparison)"
     )
     parser.add_argument(
-        "--record-routing",
-        type=Path,
-        metavar="FILE",
-        help="write the experts of each token to this file, one JSON line per layer and pass",
+        "--record-routing", type=Path, metavar="FILE", help="new file for the experts of each token, in JSON lines"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     return parser
@@ -123,11 +120,12 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
     try:
         return [[int(word) for word in prompt.split()] for prompt in prompts]
     except ValueError as error:
-        raise ConfigError(f"with --ids, a prompt must be integers separated by spaces: {error}.") from error
+        rule = "must be integers separated by spaces, because of --ids"
+        raise ConfigError(f"each prompt {rule}: {error}. Give token ids, or omit --ids.") from error
 
 
 class _Recorder:
-    """Numbers the forward passes, and writes each layer's routing to a file."""
+    """Writer of a model's routing, which numbers the forward passes."""
 
     def __init__(self, writer: RoutingWriter) -> None:
         self._writer, self._pass = writer, -1
@@ -141,8 +139,8 @@ class _Recorder:
 
 @contextlib.contextmanager
 def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
-    """Write the experts that each token chooses to a new file, on rank 0, while the context is open; do nothing if
-    `path` is None.
+    """Record the experts that each token chooses in a new file, on rank 0, while the context is open. Without a `path`,
+    nothing is recorded.
 
     Raises ConfigError for a dense model, and with several pipeline stages, because no stage has all layers.
     """
@@ -151,7 +149,7 @@ def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
         return
     layers = tuple(layer for layer, is_moe in enumerate(derived.moe_layer_pattern(model.config)) if is_moe)
     if not layers:
-        raise ConfigError(f"{FLAG} ({path}) needs a model with experts, and {model.source} has no experts.")
+        raise ConfigError(f"{FLAG} ({path}) needs a model with experts, and {model.source} has none. Omit it.")
     layout = model.config.parallel
     if layout.pipeline > 1:
         ranks, experts = layout.expert * layout.pipeline, model.config.moe.num_experts or 0
@@ -187,9 +185,7 @@ def _main(options: argparse.Namespace) -> None:
         stop = set() if options.ignore_end else model.end_tokens
         with recorded(model, options.record_routing):
             size, use_cache = options.batch, not options.no_cache
-            shared_passes(
-                decoder, ids, options.max_tokens, size, use_cache
-            )  # loads the weights before the clock starts
+            shared_passes(decoder, ids, options.max_tokens, size, use_cache)  # load the weights before timing
             begin = time.perf_counter()
             completions = generate(
                 decoder, ids, options.max_tokens, sampling, stop=stop, batch_size=size, use_cache=use_cache
@@ -198,12 +194,9 @@ def _main(options: argparse.Namespace) -> None:
         if dist.get_rank() != 0:
             return
         for prompt, prompt_ids, completion in zip(prompts, ids, completions, strict=True):
-            if options.ids:
-                text = " ".join(map(str, completion.tokens))
-            else:
-                # An end token that is no special token is part of the text, as in transformers.
-                end = [] if completion.end is None else [completion.end]
-                text = model.needed_tokenizer("").decode([*completion.tokens, *end])
+            # An end token that is no special token is part of the text, as in transformers.
+            ended = completion.tokens if completion.end is None else [*completion.tokens, completion.end]
+            text = " ".join(map(str, completion.tokens)) if options.ids else model.needed_tokenizer("").decode(ended)
             if options.json:
                 line = {"prompt": prompt, "text": text, "prompt_tokens": prompt_ids, "tokens": completion.tokens}
                 print(json.dumps({**line, "stopped": completion.stopped}), flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The generated tokens after a prompt, without the end token. `end`: the end token, if one was chosen. `stopped`:
-    whether an end condition was met before the limit of tokens."""
+    """The tokens generated after a prompt, without the end token. `end`: the chosen end token, if any. `stopped`:
+    whether generation ended before the limit on tokens."""
 
     tokens: list[int]
     stopped: bool
@@ -45,7 +45,7 @@ def generate(
     batch_size: int = 8,
     use_cache: bool = True,
 ) -> list[Continuation]:
-    """Continue each prompt (token ids, at least one) until a token of `stop`, until `is_done` returns True for the new
+    """Continue each prompt (at least one token id) until a token of `stop`, until `is_done` returns True for the new
     tokens, or for `max_tokens` tokens. A collective call.
 
     Each prompt has its own random generator, so its continuation does not depend on its batch. Raises ConfigError for a
@@ -63,11 +63,11 @@ def generate(
 def shared_passes(
     decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, batch_size: int, use_cache: bool = True
 ) -> list[list[list[int]]]:
-    """Group the prompts into batches, and the batches into shared forward passes; return the prompts' indices per batch
-    and pass.
+    """Group prompts into batches and shared forward passes, and reserve memory; return prompt indices by pass and
+    batch.
 
-    Memory is reserved for the passes. Each pass has one batch if the weights stay in memory. Raises ConfigError as
-    `generate` does, and if the memory budget is too small.
+    Each pass has one batch if the weights stay in memory. Raises ConfigError as `generate` does, and if the memory
+    budget is too small.
     """
     _check(decoder, prompts, max_tokens)
     if not prompts:
@@ -83,25 +83,20 @@ def shared_passes(
 
 
 def answer_limit(prompt_tokens: int, max_tokens: int, length: int) -> int:
-    """Return how many of `max_tokens` new tokens fit after a prompt, which is never truncated, in `length` tokens."""
+    """Return the number of new tokens, at most `max_tokens`, for which `length` tokens have space after the prompt."""
     return max(0, min(max_tokens, length - prompt_tokens))
 
 
-@dataclass
 class _PromptBatch:
     """A batch of prompts during generation: the texts so far, and which texts have ended."""
 
-    prompts: list[list[int]]
-    numbers: list[int]  # indices of the prompts
-    cache: Cache | None = None
-    generators: list[torch.Generator] = field(default_factory=list)
-    texts: list[list[int]] = field(init=False)
-    ended: list[bool] = field(init=False)
-    ends: list[int | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.texts = [list(prompt) for prompt in self.prompts]
-        self.ended, self.ends = [False] * len(self.prompts), [None] * len(self.prompts)
+    def __init__(self, prompts: list[list[int]], numbers: list[int]) -> None:
+        self.prompts, self.numbers = prompts, numbers  # token ids; indices of the prompts
+        self.cache: Cache | None = None
+        self.generators: list[torch.Generator] = []
+        self.texts = [list(prompt) for prompt in prompts]
+        self.ended = [False] * len(prompts)
+        self.ends: list[int | None] = [None] * len(prompts)
 
     def so_far(self) -> TextBatch:
         """Return the prompts with all tokens generated so far, as a padded batch."""
@@ -133,12 +128,9 @@ class _Generation:
         active = list(batches)
         logits = self.decoder.prefill_all([batch.so_far() for batch in active])
         for count in range(1, self.max_tokens + 1):
-            drawn = [
-                (batch, _choose(found, self.sampling, batch.generators))
-                for batch, found in zip(active, logits, strict=True)
-            ]
+            drawn = [_choose(each, self.sampling, batch.generators) for batch, each in zip(active, logits, strict=True)]
             chosen = []
-            for batch, found in drawn:
+            for batch, found in zip(active, drawn, strict=True):
                 tokens = found.cpu()
                 self._add(batch, tokens.tolist())
                 if all(batch.ended):
@@ -166,7 +158,7 @@ class _Generation:
 
 
 def _choose(logits: torch.Tensor, sampling: Sampling, generators: list[torch.Generator]) -> torch.Tensor:
-    """Choose a token for each row of logits [b, V], the same on every rank. Returns a host or device tensor."""
+    """Return the next token for each row of logits [b, V], equal on all ranks, as a host or device tensor [b]."""
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=1)
     else:
@@ -192,12 +184,12 @@ def _sample(scores: torch.Tensor, sampling: Sampling, generator: torch.Generator
 def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise ConfigError(f"prompt {i + 1} has no tokens. A prompt needs at least one token.")
+            raise ConfigError(f"prompt {i + 1} has no tokens; expected at least one. Omit it or add text to it.")
         wrong = [token for token in prompt if not 0 <= token < decoder.vocab_size]
         if wrong:
             raise ConfigError(
                 f"prompt {i + 1} has the token id {wrong[0]}, but the model's vocabulary ends at "
-                f"{decoder.vocab_size - 1}."
+                f"{decoder.vocab_size - 1}. Replace it."
             )
         left = None if decoder.max_length is None else decoder.max_length - len(prompt)
         if left is not None and max_tokens > left:

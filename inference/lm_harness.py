@@ -26,7 +26,7 @@ MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_t
 
 
 class HarnessModel(TemplateLM):
-    """The harness's language-model interface, implemented by a Decoder. All ranks run the same requests."""
+    """Adapter of a Decoder to the harness's language-model interface. All ranks run the same requests."""
 
     def __init__(self, model: OpenModel, decoder: Decoder, batch_size: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id of the token that starts a text without a context."""
+        """The id of the token that precedes a text without a context."""
         return self.words.before_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -57,7 +57,7 @@ class OpenModel:
         return Encoder(self.weights, self.config, self.topology, self.vocab_size)
 
     def needed_tokenizer(self, advice: str) -> Tokenizer:
-        """Return the tokenizer. Without a tokenizer, raise ConfigError whose message ends in `advice`."""
+        """Return the tokenizer. Raises ConfigError, whose message ends in `advice`, if there is none."""
         if self.tokenizer is None:
             raise ConfigError(f"{self.source} has no tokenizer (docs/guide/tokenizers.md lists the formats). {advice}")
         return self.tokenizer
@@ -76,8 +76,8 @@ def open_model(
     """Open a model in the layout of `overrides` (`parallel.tensor=2`, ...; default: no model parallelism), and close
     model and layout on exit.
 
-    precision: default is the stored one. budget: MiB for weights, key-value cache and activations (None: a share of the
-    free memory). A collective call under torchrun. Raises ConfigError.
+    precision: data type of the weights (None: as stored). budget: MiB for weights, key-value cache and activations
+    (None: a share of the free memory). A collective call under torchrun. Raises ConfigError.
     """
     with contextlib.closing(open_logical(path, direct=True)) as reader:
         config = for_use(reader.config)
@@ -127,7 +127,7 @@ def _load_tokenizer(reader: LogicalReader, path: Path, given: Path | None) -> To
             f"{reader.vocab_size}. Give the model's own tokenizer with --tokenizer."
         )
     if reader.trained_with not in (None, words.digest):
-        print(f"note: {reader.folder} was trained with another tokenizer than {words.path}", file=sys.stderr)
+        print(f"note: {reader.folder} was trained with a different tokenizer than {words.path}", file=sys.stderr)
     return words
 
 

@@ -71,8 +71,8 @@ def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, in
 def log_likelihoods_of(
     decoder: Decoder, texts: Sequence[list[int]], length: int, stride: int, batch_size: int
 ) -> list[torch.Tensor]:
-    """Return the log-probability of each token but the first of each text, fp64 on the host, given the earlier tokens
-    of its window.
+    """Return the log-probabilities of each text's tokens after the first, fp64 on the host, given the earlier tokens of
+    the window.
 
     A batch contains windows of one text. If weights are streamed, batches share forward passes.
     """
@@ -92,7 +92,7 @@ def log_likelihoods_of(
 
 
 def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Sequence[int]]) -> list[Sequence[T]]:
-    """Group batches into shared forward passes if weights are streamed. lengths: tokens per text, per batch."""
+    """Group batches by forward pass: several if weights are streamed, else one. lengths: tokens per text, per batch."""
     if not batches:
         return []
     longest = max(max(of_batch) for of_batch in lengths)
@@ -101,5 +101,5 @@ def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Seq
 
 
 def score_together(decoder: Decoder, batches: Sequence[list[list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the results of `Decoder.score_all` for batches of texts; shorter texts of a batch are padded."""
+    """Return log-probabilities and flags from `Decoder.score_all` for batches of texts; shorter texts are padded."""
     return decoder.score_all([TextBatch.of(texts) for texts in batches])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from base.errors import ConfigError
@@ -20,23 +21,18 @@ def read_texts(path: Path, option: str, text_key: str = "text", documents_in_tex
         with open(path, "rb"):
             pass
     except OSError as error:
-        raise ConfigError(f"{option} ({path}) cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{option} ({path}) cannot be read: {error.strerror}. Check the path.") from error
     kind = format_of(path.name) or WHOLE
     file = File(str(path), uncompressed(path.name), kind, stat.st_size, stat.st_mtime_ns)
     texts: list[str] = []
     bad: list[BadLine] = []
     try:
         with tempfile.TemporaryDirectory(prefix="mixtrain-") as folder:
-            packed = {}
-            if file.compression:
-                packed[file.path] = f"{folder}/unpacked"
-                unpack(file.path, packed[file.path])
-            for item in (
-                item
-                for shard in plan_shards([file], packed, documents_in_text)
-                for span in shard
-                for item in read_span(span, text_key)
-            ):
+            unpacked = {file.path: f"{folder}/unpacked"} if file.compression else {}
+            for source, target in unpacked.items():
+                unpack(source, target)
+            spans = chain.from_iterable(plan_shards([file], unpacked, documents_in_text))
+            for item in chain.from_iterable(read_span(span, text_key) for span in spans):
                 if isinstance(item, BadLine):
                     bad.append(item)
                 elif item.begins:

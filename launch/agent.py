@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
                 compose_for(overrides, fewer)
                 break
         else:
-            _log(f"this configuration has no layout with {options.min_ranks} to {ranks - 1} ranks")
+            _log(f"no layout of this configuration has {options.min_ranks} to {ranks - 1} ranks. Start it with {ranks}")
             return status
         _log(f"continuing with {fewer} ranks instead of {ranks}")
         ranks = fewer
@@ -110,9 +110,8 @@ def _run(options: list[str], log_dir: Path | None, overrides: list[str]) -> int:
         except RendezvousError as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             if causes:  # the other nodes ended the job, since it had ended here
-                return _report(
-                    Cause(f"{causes[-1].line} (and the nodes did not meet again: {reason})", causes[-1].status), log_dir
-                )
+                line = f"{causes[-1].line} (and the nodes did not meet again: {reason})"
+                return _report(Cause(line, causes[-1].status), log_dir)
             advice = "check --master-addr, --master-port and --num-nodes"
             return _report(Cause(f"launch: the nodes did not find each other: {reason}; {advice}", 1), log_dir)
         except SignalException as error:
@@ -131,13 +130,12 @@ class Cause(NamedTuple):
 
 
 def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
-    """Return the cause of the failures (by rank), from which the others follow. `ended`: the ranks that had ended
-    before torch ended the rest."""
+    """Return the root cause among the failures, which are given by rank. `ended`: the ranks that had ended before torch
+    ended the rest."""
 
     def precedence(item: tuple[int, Any]) -> tuple[int, bool, int, float]:
-        """Return the sort key of a failure, least first: a wrong config; killed ranks; ranks with a message, by time,
-        because messages that miss a killed rank follow it; other ranks; last, ranks that torch ended with SIGTERM
-        because another had failed."""
+        """Return the sort key of a failure. Order: a wrong config; killed ranks; ranks with a message, by time, because
+        they may report a killed rank; other ranks; last, ranks that torch ended with SIGTERM after another failure."""
         rank, failure = item
         message, exit_code = _message(failure), failure.exitcode
         status = message.get("status", exit_code)
@@ -166,7 +164,7 @@ def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
 
 
 def _message(failure: Any) -> dict[str, Any]:
-    """Return the message that a rank left before it ended (base/exit_handler.py), or {} if it left none."""
+    """Return the message that a failed rank stored before it ended (base/exit_handler.py); {} if there is none."""
     if failure.error_file == "<N/A>":
         return {}
     message = failure.message if isinstance(failure.message, dict) else {"message": failure.message}
@@ -175,7 +173,7 @@ def _message(failure: Any) -> dict[str, Any]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child of this process has ended; its exit status stays available to other callers."""
+    """Return whether a child of this process has ended. Its exit status stays available to other callers."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:  # another caller has got its status
@@ -223,7 +221,7 @@ def _report(cause: Cause, log_dir: Path | None) -> int:
 
 
 def _forward_signals(forwarded: list[signal.Signals]) -> None:
-    """Forward each signal that arrives to the ranks, until this process ends."""
+    """Forward each of these signals to the ranks when it arrives, until this process ends."""
     received: list[signal.Signals] = []
     started = False
     sent: set[tuple[signal.Signals, psutil.Process]] = set()
@@ -258,7 +256,7 @@ def _forward_signals(forwarded: list[signal.Signals]) -> None:
 
 
 def _answers(pid: int, signum: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal; without one it would ignore the signal or die."""
+    """Return whether a process has a handler for a signal. Without a handler it would ignore the signal or die."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

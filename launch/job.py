@@ -25,14 +25,14 @@ ARRAY_TASK = "SLURM_ARRAY_TASK_ID"  # what a user's own overrides can refer to: 
 
 
 class ScheduledRun(NamedTuple):
-    """A checked config for the scheduler's script that starts its run, and overrides that the script must add."""
+    """A checked config, and the overrides that the scheduler's script must add to start its run."""
 
     config: Config
     overrides: list[str]  # to add to the user's
 
 
 def compose_for(overrides: Sequence[str], world_size: int) -> Config:
-    """Compose and check a command line for `world_size` ranks. Raises ConfigError."""
+    """Return the config of a command line, checked for `world_size` ranks. Raises ConfigError."""
     config = compose(list(overrides))
     if searches_layout(config):
         validate_for_search(config, given_keys(list(overrides)), world_size)
@@ -42,8 +42,8 @@ def compose_for(overrides: Sequence[str], world_size: int) -> Config:
 
 
 def make_scheduled_run(overrides: Sequence[str], world_size: int, array_task: int | None = None) -> ScheduledRun:
-    """Compose the config of a job. Tasks of a job array get different names, name=NAME_T, unless the overrides already
-    make them differ. Raises ConfigError for an impossible configuration."""
+    """Return the checked config of a scheduler's job. Each task of a job array gets its own run name, NAME_T, unless
+    the overrides already make the runs differ. Raises ConfigError if the configuration is impossible."""
     if array_task is None:
         return ScheduledRun(compose_for(overrides, world_size), [])
     for keys in ((), ("name",), ("name", "run_dir")):  # run_dir follows the name unless it was set
@@ -54,7 +54,7 @@ def make_scheduled_run(overrides: Sequence[str], world_size: int, array_task: in
 
 
 def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys: Sequence[str]) -> ScheduledRun:
-    """Return the job of one task of an array, with the task's number appended to the values of `keys`."""
+    """Return the checked config of one task of a job array, with the task's number appended to the values of `keys`."""
     before = os.environ.get(ARRAY_TASK)
     os.environ[ARRAY_TASK] = str(array_task)
     try:
@@ -68,7 +68,7 @@ def _make_task(overrides: Sequence[str], world_size: int, array_task: int, keys:
 
 
 def _quote(text: str) -> str:
-    """Return a value that Hydra reads back as this text."""
+    """Return a text in quotes, so that Hydra reads it as the value of an override."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 

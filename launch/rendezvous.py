@@ -93,13 +93,13 @@ class OneNode(RendezvousHandler):
 
 
 class JsonState:
-    """Replaces the module `pickle` for the state of torch's rendezvous, which it stores as JSON."""
+    """Replacement for the module `pickle` in torch's rendezvous: stores the rendezvous state as JSON."""
 
     PickleError = ()  # torch catches none: its message would have less detail than that of `loads`
 
     @staticmethod
     def dumps(state: _RendezvousState) -> bytes:
-        """Return a rendezvous state as bytes, the same for equal states."""
+        """Return a rendezvous state as JSON bytes. Equal states give equal bytes."""
         content = {
             "round": state.round,
             "complete": state.complete,

@@ -35,19 +35,22 @@ class Request(NamedTuple):
 
     line: list[str]
     world_sizes: list[int]  # one, or one for each number of nodes that a range allows
-    run_dirs: list[str]  # one, or the first and the last of an array's
+    run_dirs: list[str]  # one, or those of the first and the last task of an array
 
 
 def prepare(arguments: Sequence[str]) -> Request:
-    """Check a command line (without --dry-run), and return its request with the sbatch command line. Raises
-    ConfigError."""
+    """Return the checked request of a command line without --dry-run. Raises ConfigError if the configuration is not
+    possible on the requested nodes."""
     before, overrides = _split(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--nodes", "-N")
-    parser.add_argument("--gpus-per-node")
-    parser.add_argument("--array", "-a")
-    parser.add_argument("--ranks-per-node")
-    parser.add_argument("--max-restarts")
+    for names in (
+        ("--nodes", "-N"),
+        ("--gpus-per-node",),
+        ("--array", "-a"),
+        ("--ranks-per-node",),
+        ("--max-restarts",),
+    ):
+        parser.add_argument(*names)
     try:
         options, others = parser.parse_known_args(before)
     except argparse.ArgumentError as error:
@@ -102,10 +105,8 @@ def main(arguments: Sequence[str]) -> int:
     if dry_run:
         return 0
     if shutil.which("sbatch") is None:
-        print(
-            "submit: sbatch is not on PATH here: nothing was submitted. Run this on a login node of the cluster.",
-            file=sys.stderr,
-        )
+        remedy = "Run this on a login node of the cluster."
+        print(f"submit: sbatch is not on PATH here: nothing was submitted. {remedy}", file=sys.stderr)
         return 1
     return subprocess.run(request.line, cwd=ROOT).returncode
 

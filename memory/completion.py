@@ -18,8 +18,7 @@ class Cancelled(Exception):
 
 
 class Completion:
-    """A handle on which threads and CUDA streams wait for a job. `error`: what the job, or one before it, has
-    raised."""
+    """A handle to wait for a background job. `error`: the error that the job, or a job it depends on, has raised."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -53,7 +52,8 @@ class Completion:
             call()
 
     def begin(self) -> bool:
-        """Claim the job for execution; it can then not be cancelled. Returns False if it was started or cancelled."""
+        """Claim the job for execution, after which it cannot be cancelled. Returns False if it was started or
+        cancelled."""
         return self._started.acquire(blocking=False)
 
     def cancel(self) -> bool:
@@ -103,7 +103,10 @@ class Completion:
 
     def _wait_issued(self, timeout: float) -> None:
         if not self._issued.wait(timeout):
-            raise TimeoutError(f"A background copy or optimizer update did not finish within {timeout:g} s.")
+            raise TimeoutError(
+                f"A background copy or optimizer update did not finish within {timeout:g} s. Check the disk and the "
+                "GPU, or raise parallel.timeout_seconds if they are only slow."
+            )
 
 
 class Users:

@@ -1,7 +1,6 @@
 """Background threads, with CUDA streams on a GPU, that run copies and computations one at a time during training.
 
-For a job of the GPU, the thread only launches kernels on a stream, and waits only until the jobs before it are
-launched. A job of the host runs in the thread itself, and on a CPU all jobs do.
+For a job of the GPU, the thread only launches kernels. A job of the host runs in the thread itself, as all do on a CPU.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ class _Item:
 class CopyStream:
     """A background thread, with one CUDA stream per priority on a GPU, that runs jobs one at a time.
 
-    Among the jobs whose dependencies are done, the highest priority runs first, then the oldest job. The thread starts
-    with the first job. On a GPU, a job also waits for all jobs of higher priority that were launched before it, but
-    never for jobs of lower priority: a copy that waits for an optimizer update does not delay a copy that a forward or
-    backward pass needs.
+    Among the jobs whose dependencies are done, the highest priority runs first, then the oldest job. On a GPU, a job
+    also waits for all jobs of higher priority that were launched before it, but never for jobs of lower priority: a
+    copy that waits for an optimizer update does not delay a copy that a pass needs.
     """
 
     def __init__(self, name: str, device: torch.device, on_device: bool = False, timeout: float = TIMEOUT):
@@ -69,8 +67,8 @@ class CopyStream:
         free: Sequence[Completion] = (),
         priority: int = UPDATES,
     ) -> Completion:
-        """Queue `work` to run once all of `after` and `free` are done. It must not allocate device memory, nor wait for
-        a job that it submits.
+        """Queue `work` to run after all of `after` and `free`. It must neither allocate device memory nor wait for
+        jobs.
 
         If a job of `after` fails, `work` does not run and fails with the same error. `free`: earlier users of the
         memory that `work` uses; whether they failed does not matter.
@@ -101,8 +99,8 @@ class CopyStream:
     def issue(
         self, work: Callable[[], object], after: Sequence[Completion] = (), num_bytes: int = 0, priority: int = PASSES
     ) -> Completion:
-        """Launch `work` from the calling thread, after the jobs `after` and all work on the thread's current CUDA
-        stream. On a CPU, `work` is done when this returns."""
+        """Launch `work` from the calling thread, after `after` and its current CUDA stream. On a CPU it is done on
+        return."""
         done = Completion()
         if self._streams is None:
             for before in after:

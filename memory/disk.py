@@ -1,7 +1,7 @@
 """A scratch file on this node's disk, read and written with direct I/O. It is deleted when the process ends.
 
-Direct I/O avoids the kernel's page cache, which would use the very host memory that the file is meant to save. The file
-is not memory-mapped, because then a failure of the disk would be a bus error instead of an exception.
+Direct I/O keeps the file out of the kernel's page cache, which is host memory. The file is not memory-mapped: a failure
+of the disk would then be a bus error instead of an exception.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def aligned(num_bytes: int, pinned: bool) -> torch.Tensor:
 
 
 class Disk:
-    """An unnamed scratch file of `num_bytes` in a folder, allocated in full. Several threads may read and write it at
-    once.
+    """An unnamed scratch file of `num_bytes` in a folder, for several threads. Raises ConfigError if it cannot be
+    allocated.
 
-    Raises ConfigError if the file cannot be allocated. instead: settings that need no disk, for the error message.
+    instead: settings that need no disk, for the error message.
     """
 
     def __init__(self, folder: str, num_bytes: int, instead: str = "optimizer.state_device=host"):

@@ -1,7 +1,6 @@
-"""The link between a rank's device and its host: streams that copy in each direction, host memory for the copies, and
-tensors that are offloaded within a step.
+"""The link between a rank's device and its host: copy streams, host memory for the copies, and offloaded tensors.
 
-The engine creates the link and passes it to all users. Only the link has copy streams and pins memory for them.
+The engine creates the link and passes it to all users. Only the link has copy streams and pins memory.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ ALIGNMENT = 512  # bytes
 
 
 class StepMemory:
-    """Host memory for tensors that are offloaded to the host and fetched back within one step. A request gets the first
-    free range that is large enough.
+    """Host memory for tensors that are offloaded within one step. A request gets the first free range that fits.
 
     The memory is allocated between steps: the expected size at the start, and more after a step in which tensors did
     not fit, within the host's budget. Nothing is allocated during a step.
@@ -90,9 +88,8 @@ class HostLink:
     """The copy streams of a rank, and the host memory for their copies.
 
     `up` copies to the device and `down` from it. `update` computes on the device and `host` on the host. `read` and
-    `write` use the disk, and `gather` runs collectives. All of them work while training continues. `step`: memory for
-    tensors that are offloaded within a step. On a CPU, device and host are the same memory, but all copies are still
-    made.
+    `write` use the disk, and `gather` runs collectives. `step`: memory for tensors that are offloaded within a step. On
+    a CPU, device and host are the same memory, but all copies are still made.
     """
 
     def __init__(self, device: torch.device, timeout: float = TIMEOUT):
@@ -124,8 +121,8 @@ class HostLink:
         return memory
 
     def allocate(self, num_bytes: int, in_blocks: bool = False) -> torch.Tensor:
-        """Return uint8 host memory that the caller has reserved in the budget, pinned if there is a GPU. in_blocks:
-        aligned to disk blocks, with a size rounded up to whole blocks."""
+        """Return pinned (on a GPU) uint8 host memory that the caller has reserved. in_blocks: aligned to disk
+        blocks."""
         self.num_allocated += 1
         if in_blocks:
             return aligned(num_bytes, self.pins)
@@ -143,10 +140,9 @@ class HostLink:
 
 
 class OffloadedTensor:
-    """A device tensor that is copied to the host and back once. It stays on the device if the host memory for the step
-    is full.
+    """A device tensor that is copied to the host and back once. It stays on the device if the link's memory is full.
 
-    On a CPU it is a plain copy. Only the thread that computes calls the methods, and none of them waits for the device.
+    On a CPU it is a plain copy. Only the thread that computes calls the methods; none waits for the device.
     """
 
     def __init__(self, tensor: torch.Tensor, link: HostLink | None) -> None:

@@ -1,5 +1,4 @@
-"""The free memory of this host and the free space of its disks. Does not import torch, because planning a run needs it
-too."""
+"""Free memory of this host, and free space of its disks. Does not import torch, so that planning a run is quick."""
 
 from __future__ import annotations
 
@@ -14,8 +13,7 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-# By cgroup version: the files with limit and use, and the fields of memory.stat for the used bytes that the kernel can
-# drop and for mapped files.
+# By cgroup version: the files with limit and use, and the fields of memory.stat for droppable and mapped bytes.
 FILES = {
     2: ("memory.max", "memory.current", "inactive_file", "file_mapped"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_mapped_file"),

@@ -1,12 +1,10 @@
-"""The inputs of transformer layers, saved for the backward pass and offloaded to the host until then (selective
-checkpoint offload of arXiv 2609.14306, section 3.3).
+"""Inputs of transformer layers, saved for the backward pass and offloaded to the host until then (selective checkpoint
+offload of arXiv 2609.14306, section 3.3).
 
 With full recomputation, only a layer's input is saved. It is copied to the host while the next layer computes, and
-copied back before its backward pass, while the layer above recomputes. If no host buffer is free, the input stays on
-the device. All buffers are allocated before the first step, so no step can run out of memory for them.
-
-In the layer-wise schedule, the schedule itself stores the tensors between two layers here and names the ones it reads
-next: inputs are read twice, gradients once.
+copied back while the layer above recomputes. If no host buffer is free, the input stays on the device. All buffers are
+allocated before the first step. The layer-wise schedule itself stores the tensors between two layers here and names the
+ones it reads next: inputs are read twice, gradients once.
 """
 
 from __future__ import annotations
@@ -58,12 +56,10 @@ class Counts:
 
 
 class LayerInputs:
-    """Saves the layer inputs of one rank for the backward pass, on the host where buffers are free. Only the thread
-    that computes calls it, and no call waits for the device."""
+    """Saves one rank's layer inputs for the backward pass, on the host where buffers are free, without device waits."""
 
     def __init__(self, link: HostLink, buffers: Sequence[torch.Tensor]):
         """buffers: host memory from the link, each for one layer's input."""
-        self.counts = Counts()
         self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
         self._link = link
@@ -86,8 +82,7 @@ class LayerInputs:
     def kept(self, chunk: int, is_within: Callable[[], bool]) -> Iterator[None]:
         """Within this context, offload the layer inputs that autograd saves in a forward pass of model chunk `chunk`.
 
-        `is_within` returns whether a layer is computing now: the tensors that it saves are recomputed later, and are
-        left alone, as are tensors without gradients, such as masks.
+        `is_within` returns whether a layer is computing: the tensors that it saves are recomputed later, and stay.
         """
         inputs: list[_Input] = []
 

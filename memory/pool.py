@@ -1,8 +1,7 @@
 """A pool of scratch buffers in host memory that steps reuse.
 
-A large new host tensor is a new memory mapping: the kernel clears its pages when they are first touched, which takes
-longer than writing them (4 times as long for 16 MiB). On a GPU, CUDA's caching allocator solves this problem, so the
-pool simply calls `torch.empty` there.
+A large new host tensor is a new memory mapping: the kernel clears its pages at the first touch, which takes longer than
+writing them (4 times as long for 16 MiB). On a GPU, CUDA's caching allocator solves this problem.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ class Workspace:
                 self._free.append(torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()))
 
     def lend(self, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialized tensor on the device of `like`. On a CPU it comes from the pool, and its memory
-        returns there when the tensor is deleted."""
+        """Return an uninitialized tensor on the device of `like`. On a CPU, deleting it returns its memory to the
+        pool."""
         if like.device.type != "cpu" or not self.pooled:
             return torch.empty(shape, dtype=like.dtype, device=like.device)
         num_bytes = math.prod(shape) * like.element_size()

@@ -1,8 +1,7 @@
 """Files that are only read, at any byte offset. A file is opened once, so it can still be read after it was deleted.
 
-Direct reads bypass the kernel's page cache, which would need as much memory again as a model that is read once. They go
-through aligned buffers, because weights start at arbitrary bytes of their files. If a file system does not support
-direct reads, the page cache is used, and its pages are dropped after they were read.
+Direct reads bypass the kernel's page cache, through aligned buffers. If a file system does not support direct reads,
+the page cache is used, and its pages are dropped after they were read.
 """
 
 from __future__ import annotations
@@ -77,12 +76,10 @@ class BounceBuffers:
         if not hasattr(self._of_thread, "pair"):
             one, other = (memoryview(mmap.mmap(-1, self.chunk_bytes)) for _ in range(2))  # whole pages
             self._of_thread.pair = (one, other)
-        found: tuple[memoryview, memoryview] = self._of_thread.pair
-        return found
+        return self._of_thread.pair
 
     def issue(self, file: ReadOnlyFile, start: int, chunk: memoryview, needed: int) -> Future[None]:
-        """Start reading `needed` bytes or more of a file from byte `start` into an aligned buffer, in the
-        background."""
+        """Start reading at least `needed` bytes of a file from byte `start` into an aligned buffer, without waiting."""
         with self._lock:
             while len(self._threads) < NUM_THREADS:  # daemon threads, as a disk may never answer
                 name = f"direct-read {len(self._threads)}"
@@ -142,8 +139,8 @@ class ReadOnlyFile:
                         self._drop(self._descriptor)
 
     def read_aligned(self, start: int, chunk: memoryview, needed: int) -> None:
-        """Fill an aligned buffer from byte `start` of the file, a multiple of BLOCK. The file must have at least
-        `needed` bytes from there on. Raises UnreadableFile."""
+        """Fill an aligned buffer with at least `needed` bytes from `start`, a multiple of BLOCK. Raises
+        UnreadableFile."""
         self._fill(start, chunk, needed, BLOCK)
 
     def _read_direct(self, start: int, target: memoryview) -> None:

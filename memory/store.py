@@ -1,8 +1,8 @@
-"""Records of bytes (such as the optimizer state of a bucket of parameters) in host memory or on the disk. A record is
-checked out, changed and put back; a record on the disk is read before that and written after it.
+"""Records of bytes (such as the optimizer state of a bucket) in host memory or on the disk. A record is checked out,
+changed and put back; a record on the disk is read before that and written after it.
 
 Only the main thread makes calls, and no call blocks: jobs depend on each other through completion handles. Pending
-reads, writes and snapshots belong to the location of a record, so two records can swap locations without a copy.
+reads, writes and snapshots belong to a record's location, so two records can swap locations without a copy.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A record that is checked out. Read it from `source` once `there` is done, and write it to `target` once all of
-    `change_after` and `free` are done.
+    """A checked-out record. Read it from `source` after `there`; write it to `target` after `change_after` and `free`.
 
     `source` and `target` are the same memory, unless the record will be put to another location in host memory.
     """
@@ -85,10 +84,10 @@ class Store:
     def fetch(
         self, index: int, to: int | None = None, priority: int = UPDATES, after: Sequence[Completion] = ()
     ) -> Checkout:
-        """Check out record `index`, to be changed and put as record `to` (by default itself).
+        """Check out record `index`, to be changed and put as record `to` (by default itself). `put` or `release` ends
+        it.
 
-        The caller ends the checkout with `put` or `release`. priority: of a read from the disk (memory/copy_stream.py).
-        after: jobs that a read from the disk waits for.
+        priority: of a read from the disk (memory/copy_stream.py). after: jobs that a read from the disk waits for.
         """
         location, target = self._locations[index], self._locations[index if to is None else to]
         if location.memory is not None:
@@ -110,8 +109,8 @@ class Store:
         return Checkout(record, record, there, (), target, stage)
 
     def overwrite(self, index: int, priority: int = UPDATES) -> Checkout:
-        """Check out record `index` for new contents, without reading the old ones. The caller ends the checkout with
-        `put`. priority: of the job that writes the contents."""
+        """Check out record `index` for new contents, without a read. `put` ends the checkout. priority: of the
+        write."""
         location = self._locations[index]
         if location.memory is not None:
             memory, after = location.memory, (*self._unreleased(location), location.written)
@@ -163,8 +162,8 @@ class Store:
         return self._locations[index].written
 
     def snapshot(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Snapshot:
-        """Return a view of records that cannot change until a save has read and released them. buffer: host memory for
-        the largest of them that is on the disk."""
+        """Return a view of records that cannot change until a save releases them. buffer: host memory for reads of the
+        disk."""
         locations = [self._locations[index] for index in indices]
         for location in locations:
             assert location.released.is_issued, "an earlier save has not released this record"
@@ -214,5 +213,5 @@ class Snapshot:
 
     def close(self) -> None:
         """Allow all records of the snapshot to change again."""
-        for index in range(len(self._locations)):
-            self.release(index)
+        for released in self.released:
+            released.finish()

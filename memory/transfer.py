@@ -8,8 +8,7 @@ import torch
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a host tensor to the device without waiting, through pinned memory: from other memory, the copy would wait
-    for all earlier work on the stream. A tensor that is on the device is returned unchanged."""
+    """Copy a host tensor to the device through pinned memory, without waiting. A tensor on the device is returned."""
     return values if values.device.type == device.type else values.pin_memory().to(device, non_blocking=True)
 
 

@@ -148,7 +148,7 @@ class Reader:
         return result
 
     def equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same shape, type and values, compared band by band. Raises ConfigError."""
+        """Return whether two tensors have equal shapes, types and values, compared in bands. Raises ConfigError."""
         if self.shape(one) != self.shape(other):
             return False
         both = zip(bands_of(self.stored(one)), bands_of(self.stored(other)))

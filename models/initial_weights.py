@@ -60,7 +60,7 @@ def fill(item: LogicalTensor, config: Config) -> None:
 
 
 def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
-    """Return the initial values of a whole weight whose columns no layout splits: fp32 on the host."""
+    """Return the initial values of a full weight, fp32 on the host. No layout may split the weight's columns."""
     assert not weight.is_expert and all(split.dim == 0 for split in weight.splits)
     mean, std = distribution(name, weight.kind, config)
     full = torch.full(weight.shape, mean)

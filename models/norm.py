@@ -69,7 +69,7 @@ class LatentNorm(RMSNorm):
 
 
 def norm_class(config: TransformerConfig) -> type[torch.nn.Module]:
-    """Return the model's class of norm."""
+    """Return the norm class that the model uses: LayerNorm or RMSNorm."""
     return {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
 
 

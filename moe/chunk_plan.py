@@ -28,7 +28,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether the backward pass copies tensors back from the host, which requires the forward pass's chunks."""
+        """Return whether the backward pass copies tensors back from the host, which needs the forward pass's chunks."""
         return "offload" in (self.token_rows, self.preactivations)
 
 
@@ -61,7 +61,8 @@ class Plan:
         if STRATEGIES[self.memory_strategy].offloads and self.degree != self.backward_degree:
             raise ValueError(
                 f"backward_degree ({self.backward_degree}) must equal degree ({self.degree}) with the memory strategy "
-                f"{self.memory_strategy!r}, which copies the chunks of the forward pass back from the host."
+                f"{self.memory_strategy!r}, which copies the forward pass's chunks back from the host. "
+                "Use one number of chunks for both passes."
             )
 
 
@@ -76,7 +77,7 @@ class PassPlan:
 
 
 def pass_degrees(plan: Plan, both: bool) -> list[int]:
-    """Return the numbers of chunks of both passes, one entry if they are equal; without `both` only the forward's."""
+    """Return the numbers of chunks of the passes without duplicates; `both`: include the backward pass."""
     return [plan.degree] if plan.degree == plan.backward_degree or not both else [plan.degree, plan.backward_degree]
 
 
@@ -118,7 +119,7 @@ class LayerLoad:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether experts may have replicas on other ranks."""
+        """Return whether experts may have replicas on other ranks."""
         return self.replica_numbers > 0
 
     def as_dict(self) -> dict[str, int]:

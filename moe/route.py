@@ -43,7 +43,7 @@ class Choice:
 
     @property
     def may_be_padded(self) -> bool:
-        """Whether the list may end with entries that are not assignments."""
+        """Return whether the list may end with entries that are not assignments."""
         return self.assignments_per_token is None and self.flat.device.type == "cuda"
 
 

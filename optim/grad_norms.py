@@ -1,8 +1,7 @@
 """The gradient norm of the whole model and of each component, such as attention or experts.
 
 Megatron-core's optimizer computes one norm before it clips, with an all-reduce of its own, and waits for the device.
-Here the squared norm of each gradient is added to the sum of its component, on one of the ranks that hold the gradient.
-The sums are part of the one all-reduce of a step (training/sums.py).
+Here each squared norm is added to the sum of its component, for the one all-reduce of a step (training/sums.py).
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def digits(values: torch.Tensor) -> torch.Tensor:
 
 
 class GradNorms:
-    """Computes the gradient norm of each step, in total and per model component. `by_component`: the last norms, equal
-    on all ranks.
+    """Computes the gradient norm of each step, in total and per model component. `by_component`: the last step's norms.
 
     All ranks sum the same components, including those of other pipeline stages. exactly: each expert's square is added
     separately and without rounding, so that the norm has the same bits on whichever ranks the experts are.
@@ -142,7 +140,7 @@ def rounded(norm: float) -> float:
 
 
 def _counts(held: HeldShard, parameter: torch.nn.Parameter, topology: Topology) -> bool:
-    """Whether this rank adds a shard's gradient to the norm, which one of the ranks with the same gradient must do.
+    """Return whether this rank adds a shard's gradient to the norm, as one of the ranks with the same gradient must.
 
     The gradients of some parameters are equal on tensor-parallel ranks and, unless the optimizer is sharded, on
     data-parallel ranks (Megatron-core's get_main_grads_for_grad_norm). For an owned parameter, its owner decides.

@@ -1,5 +1,5 @@
-"""The optimizer: Megatron-core's mixed-precision AdamW, sharded or not, with torch's fused kernel if TransformerEngine
-and Apex are missing; its learning rate; and its step, which can be rejected once the gradients are known.
+"""The optimizer: Megatron-core's mixed-precision AdamW, its learning rate, and a step that can still be rejected once
+the gradients are known.
 
 The functions of a step are those of Megatron-core 0.16.1's `step` for chained, mixed-precision and fp32 optimizers
 (core/optimizer/optimizer.py), without the points where the host waits for the device.
@@ -33,15 +33,14 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build the optimizer of this rank's model chunks, which must be wrapped in Megatron's DistributedDataParallel.
 
-    A collective call. link: for copies of offloaded state. device_capacity: bytes of device memory for optimizer state.
-    Raises ConfigError if the state of a rank does not fit.
+    A collective call. link: for copies of offloaded state. device_capacity: bytes for state. Raises ConfigError.
     """
     is_offloaded = derived.has_own_optimizer_state(config)
     with building_external() if is_offloaded else contextlib.nullcontext():
         optimizer = build_chain(_megatron_config(config), chunks, topology.groups)
     share_scaler(optimizer)
-    arguments = config, topology, optimizer, chunks, link, device_capacity
-    optimizer.offload = build_offload(*arguments) if is_offloaded else None
+    offload = build_offload(config, topology, optimizer, chunks, link, device_capacity) if is_offloaded else None
+    optimizer.offload = offload  # Megatron's optimizer has no argument for this; `offload_of` reads it.
     for member in members(optimizer):
         if isinstance(member.optimizer, torch.optim.AdamW):
             for group in member.optimizer.param_groups:
@@ -77,8 +76,7 @@ def param_groups(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
 
 
 def set_learning_rate(optimizer: MegatronOptimizer, config: Config, step: int) -> float:
-    """Set learning rate and weight decay in all parameter groups for step `step` (from 1). Returns the learning
-    rate."""
+    """Set learning rate and weight decay of all parameter groups for a step (from 1). Returns the learning rate."""
     rate = learning_rate(config.optimizer, config.training.steps, step)
     for group in param_groups(optimizer):
         group["lr"] = rate * group.get("lr_mult", 1.0)
@@ -89,8 +87,7 @@ def set_learning_rate(optimizer: MegatronOptimizer, config: Config, step: int) -
 def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float:
     """Return the learning rate of optimizer step `step` (from 1) in a run of `total_steps`.
 
-    It warms up linearly over `warmup_steps`. Then a cosine, linear, constant or warmup-stable-decay (wsd) schedule
-    leads down to `min_lr`.
+    It warms up linearly over `warmup_steps`; then a cosine, linear, constant or wsd schedule leads down to `min_lr`.
     """
     if config.warmup_steps and step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
@@ -114,16 +111,14 @@ def begin_step(optimizer: MegatronOptimizer, passive: bool = False) -> None:
 
 
 def prepare_gradients(optimizer: MegatronOptimizer) -> torch.Tensor | None:
-    """Make this rank's gradients ready for clipping and the update. In fp16, return a device tensor that is above zero
-    if a gradient overflowed, else None."""
+    """Prepare gradients for clipping and the update. In fp16, return a device tensor, above zero after an overflow."""
     offload = offload_of(optimizer)
     return ready_gradients(optimizer, *(() if offload is None else offload.unscaled()))
 
 
 def update_loss_scale(optimizer: MegatronOptimizer, overflowed: bool) -> None:
     """Lower or raise the fp16 loss scale after a step, depending on whether any rank's gradients overflowed."""
-    scaler = scaler_of(optimizer)
-    if scaler is not None:
+    if (scaler := scaler_of(optimizer)) is not None:
         scaler.update(overflowed)
 
 
@@ -136,9 +131,7 @@ def apply_gradients(optimizer: MegatronOptimizer, grad_norm: float) -> bool:
         offload.update(clip_grad / (grad_norm + 1.0e-6) if clip_grad > 0.0 else 1.0)
         return bool(optimizer.step_with_ready_grads())
     for member in members(optimizer):
-        if getattr(member, "is_stub_optimizer", False) or member.config.clip_grad <= 0.0:
-            continue
-        parameters = member.get_parameters()
-        if parameters:
+        is_stub = getattr(member, "is_stub_optimizer", False)
+        if not is_stub and member.config.clip_grad > 0.0 and (parameters := member.get_parameters()):
             clip_grad_by_total_norm_fp32(parameters, max_norm=member.config.clip_grad, total_norm=grad_norm)
     return bool(optimizer.step_with_ready_grads())

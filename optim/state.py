@@ -1,14 +1,13 @@
 """Optimizer state per parameter, so that a checkpoint can be loaded with any parallel layout and either kind of
 optimizer.
 
-Megatron's plain optimizer keeps whole tensors; its sharded one keeps slices of a flat buffer, which cross the ends of
-parameters. Neither can load the other's state, and one optimizer cannot load that of a chain of two (dense and expert).
-Here the state of each parameter has the parameter's shape and name, and its sharding in the model's checkpoint:
-`optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half precision, `optimizer.master.<name>`. Each rank
-writes the state that it has directly from its memory, and reads only that: saving and loading do not communicate.
+Megatron's plain optimizer stores whole tensors; its sharded one stores slices of a flat buffer, which cross the ends of
+parameters. Neither can load the other's state. Here the state of each parameter has the parameter's shape and name, and
+its sharding in the model's checkpoint: `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>` and, in half
+precision, `optimizer.master.<name>`. Each rank writes and reads only the state that it has, without communication.
 
-Offloaded state is stored in buckets, with one flat tensor per kind of state. A checkpoint is written and loaded bucket
-by bucket, so neither needs memory for all state.
+Offloaded state has buckets, each with one flat tensor per kind of state. A checkpoint is written and loaded bucket by
+bucket, so neither needs memory for all state.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class StoredTensor(ShardedTensor):
-    """A box (a rectangular range) of a parameter's optimizer state that is stored in a bucket. `data` is a meta tensor:
-    its shape, strides and offset select the elements of the box in the bucket's flat tensor."""
+    """A box (a rectangular range) of a parameter's optimizer state in a bucket. `data`: meta view of the bucket's flat
+    tensor."""
 
     bucket: int = 0
     kind: str = ""
@@ -82,8 +81,7 @@ def sharded_state(
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
-    offload = offload_of(optimizer)
-    if offload is not None:
+    if (offload := offload_of(optimizer)) is not None:
         return _stored_state(offload, parameters, sharded_by_id)
     steps = steps_taken(optimizer)
     result: list[ShardedTensor] = []
@@ -201,11 +199,8 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[
 @torch.no_grad()
 def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps: int) -> None:
     """Give the optimizer the state it has after `steps` steps, with zero moments, to load a checkpoint into it."""
-    offload = offload_of(optimizer)
-    if offload is not None:
-        offload.drop()
-        offload.synchronize()  # no update of an earlier step is in flight
-        offload.steps = steps
+    if (offload := offload_of(optimizer)) is not None:
+        offload.expect_state(steps)
         return
     for _, _, owned in _held(optimizer, chunks):
         if owned is None:
@@ -217,9 +212,8 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
         state: dict[str, Any] = {kind: torch.zeros_like(owned.main, dtype=torch.float32) for kind in MOMENTS}
         if isinstance(inner, torch.optim.AdamW):
             on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-            state["step"] = torch.tensor(
-                float(steps), dtype=torch.float32, device=owned.main.device if on_device else "cpu"
-            )
+            device = owned.main.device if on_device else "cpu"
+            state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
         inner.state[owned.main] = state
     for member in members(optimizer):
         if member.optimizer is not None and not isinstance(member.optimizer, torch.optim.AdamW):
@@ -229,19 +223,11 @@ def allocate(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], steps:
 
 def steps_taken(optimizer: MegatronOptimizer) -> int:
     """Return how many steps the optimizer has taken (fp16 skips some), equal on all ranks that have parameters."""
-    offload = offload_of(optimizer)
-    if offload is not None:
+    if (offload := offload_of(optimizer)) is not None:
         return int(offload.steps)
-    for member in members(optimizer):
-        if member.optimizer is None:
-            continue
-        for group in member.optimizer.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        for state in member.optimizer.state.values():
-            if "step" in state:
-                return int(state["step"])
-    return 0
+    inner = [member.optimizer for member in members(optimizer) if member.optimizer is not None]
+    counters = (entry for each in inner for entry in (*each.param_groups, *each.state.values()) if "step" in entry)
+    return next((int(entry["step"]) for entry in counters), 0)
 
 
 def named_state(
@@ -251,8 +237,7 @@ def named_state(
 
     Tensors of offloaded state are valid until the next bucket is reached. Offloaded weights have the kind WEIGHT.
     """
-    offload = offload_of(optimizer)
-    if offload is not None:
+    if (offload := offload_of(optimizer)) is not None:
         names = {id(parameter): name for name, parameter in _parameters(chunks)}
         snapshot = offload.snapshot()
         try:
@@ -294,10 +279,8 @@ def state_bytes(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> 
 def fill_stored(
     optimizer: MegatronOptimizer, tensors: Sequence[ShardedTensor], read: Callable[[ShardedTensor], None]
 ) -> None:
-    """Load offloaded optimizer state bucket by bucket: `read` fills each StoredTensor. Elements without a box become
-    zero, such as moments that were saved before the first step."""
-    offload = offload_of(optimizer)
-    if offload is None:
+    """Load offloaded optimizer state bucket by bucket: `read` fills each StoredTensor. Other elements become zero."""
+    if (offload := offload_of(optimizer)) is None:
         return
     boxes: dict[int, list[StoredTensor]] = {}
     for tensor in tensors:
@@ -330,14 +313,12 @@ def change_state(
     slices: Sequence[StateSlice[Tag]],
     change: Callable[[list[tuple[torch.Tensor, Tag]]], None],
 ) -> None:
-    """Call `change` to modify this rank's masters and moments of these slices in place, as flat tensors with their
-    tags.
+    """Call `change` to modify this rank's masters and moments of these slices in place, as flat tensors with tags.
 
-    The tensors are on the device or the host. Ranks with the same parameters that pass the same ranges get the same
-    calls, with tensors of the same sizes in the same order. Call it between two steps, while no save is in flight.
+    Ranks with the same parameters that pass the same ranges get the same calls, with tensors of the same sizes in the
+    same order. Call it between two steps, while no save is in flight.
     """
-    offload = offload_of(optimizer)
-    if offload is not None:
+    if (offload := offload_of(optimizer)) is not None:
         _change_offloaded(offload, slices, change)
         return
     tensors: list[tuple[torch.Tensor, Tag]] = []

@@ -1,5 +1,4 @@
-"""Process groups, collectives and Megatron-core's patches. Import it before Megatron-core, to silence harmless
-warnings."""
+"""Process groups, collectives and Megatron-core's patches. Import it before Megatron-core, to silence its warnings."""
 
 import warnings
 

@@ -1,7 +1,6 @@
-"""CUDA and torch settings of this process's GPU, and a check whether there is a GPU.
+"""CUDA and torch settings of this process's GPU, and a check whether there is a GPU. No setting changes a number.
 
-No setting changes a number, and none has an effect on a CPU. The module does not import torch: some settings must be
-made before CUDA starts, and a missing GPU should be reported before seconds of imports.
+Does not import torch: some settings must be made before CUDA starts, and a missing GPU is reported before slow imports.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ _sms_left = 0  # multiprocessors that matmuls leave free during collectives
 
 
 def set_environment(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set environment variables that the CUDA driver and torch read when CUDA starts, unless the user has set them.
-
-    Call it before CUDA starts.
-    """
+    """Set environment variables that CUDA reads when it starts, unless the user has set them. Call it before that."""
     if config.training.device == "cpu":
         return
     connections = derived.device_connections(config)
@@ -112,10 +108,7 @@ def _may_have_gpu() -> bool:
 
 
 def card_name() -> str | None:
-    """Return the name of this machine's first NVIDIA GPU, such as "NVIDIA H100 80GB HBM3", or None if there is none.
-
-    It creates no CUDA context.
-    """
+    """Return the name of the first NVIDIA GPU, such as "NVIDIA H100 80GB HBM3", or None. Creates no CUDA context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         device, name = ctypes.c_int(0), ctypes.create_string_buffer(256)

@@ -1,8 +1,7 @@
-"""Dropout with masks that depend on the step, layer and tokens they are for, but never on earlier random draws.
+"""Dropout whose masks depend on step, layer and tokens, but never on earlier random draws.
 
 Before a layer runs, its random generators are seeded with (seed of the run, step, layer, micro-batch in the global
-batch, token rows of this rank). So a mask is the same after a resume, with another order of passes, and in
-recomputation.
+batch, token rows of this rank). So a resume, another order of passes and recomputation give the same mask.
 """
 
 from __future__ import annotations
@@ -61,6 +60,6 @@ class Dropout:
 
 
 def seed_of(seed: int, step: int, layer: int, micro_batch: int, row_key: str) -> int:
-    """Return one layer's dropout seed in one pass, in [0, 2^63). Layer 0 is the embedding; row_key names the tokens."""
+    """Return a layer's dropout seed in one pass, in [0, 2^63). Layer 0 is the embedding; row_key names the tokens."""
     digest = hashlib.blake2b(f"{seed} {step} {layer} {micro_batch} {row_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

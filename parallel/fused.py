@@ -39,8 +39,7 @@ def compile_for_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 def fused(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Decorate a function of tensors on one device, so that it runs as one kernel on a GPU.
 
-    The function must not change its arguments. Each element of a result may depend only on elements at the same index
-    or in the same row.
+    It must not change its arguments, and each element of a result may depend only on elements of the same row.
     """
     on_gpu: Callable[..., Any] | None = None
 

@@ -27,8 +27,7 @@ def raise_together(problem: str | None, kind: type[Exception] = ConfigError) -> 
 
 @contextmanager
 def raised_together() -> Iterator[None]:
-    """Within this context, a ConfigError of one rank is raised on all ranks. A collective call, which all ranks must
-    make."""
+    """Within this context, a ConfigError of one rank is raised on all ranks. A collective call."""
     problem = None
     try:
         yield
@@ -55,8 +54,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def refuse_other_layouts(config: Config) -> None:
-    """Raise ConfigError on every rank if the layout search chose different layouts on the ranks. A collective call,
-    before the process groups of the layout exist."""
+    """Raise ConfigError on every rank if the layout search chose different layouts on the ranks. A collective call."""
     own = [as_typed(key, get(config, key)) for key in SEARCHED]
     every: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(every, own)

@@ -1,12 +1,10 @@
-"""The layer-wise schedule: in a step, all micro-batches pass one layer before any passes the next (GreedySnake,
-vertical).
+"""The layer-wise schedule: all micro-batches of a step pass one layer before any passes the next (as in GreedySnake).
 
 So the weights of a layer are needed once per pass of the step instead of once per micro-batch, and its gradient is
 final once the layer's backward passes are done. The output head runs forward and backward after each micro-batch's last
-layer; the embedding runs directly before the first layer, and its backward pass directly after it.
-memory/layer_inputs.py stores the tensors between layers, and the input of every layer until its backward pass. Within a
-layer, gradients are added in the order of micro-batches as in Megatron-core's schedule, which gives the same bits. Only
-an embedding table that is shared with the head gets its gradients in another order.
+layer; the embedding runs directly before the first layer, and backward directly after it. memory/layer_inputs.py stores
+the tensors between layers, and the input of every layer until its backward pass. Gradients are added in the order of
+Megatron-core's schedule, with the same bits, except those of an embedding table that is shared with the head.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from parallel.trace import named
 
 
 class StartedPass(NamedTuple):
-    """A model chunk's forward pass up to its first layer. `hidden`: input of the layers [s, b, H], or None if it is
-    received from the previous stage; `settings`: keyword arguments of each layer; `end`: computes the chunk's output
-    from that of the layers."""
+    """A model chunk's forward pass up to its first layer. `hidden`: input of the layers [s, b, H], or None if another
+    stage sends it; `settings`: keyword arguments of each layer; `end`: computes the chunk's output from that of the
+    layers."""
 
     hidden: torch.Tensor | None
     settings: dict[str, Any]
@@ -68,12 +66,11 @@ def forward_backward(
     pg_collection: Any = None,
     **others: Any,
 ) -> list[Any]:
-    """Run the passes of a step layer-wise, with arguments and results of Megatron-core's
-    `forward_backward_no_pipelining`.
+    """Run a step's passes layer-wise, with arguments and results of Megatron-core's `forward_backward_no_pipelining`.
 
     `store` has the tensors between layers. With `forward_only`, Megatron-core's own function runs. The model must be
-    one chunk with a method `begin` (see StartedPass); `forward_step_func` must call it with keyword arguments and must
-    not read its output.
+    one chunk with a method `begin` (see StartedPass), which `forward_step_func` calls with keyword arguments without
+    reading its output.
     """
     if forward_only:
         return schedules.forward_backward_no_pipelining(  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the L2 norm of each tensor, fp64 [number of tensors].
 
     Squares are added in fp64: in fp32 the norm would depend on how the same gradients are cut. On a CPU, the norms of
-    blocks are combined: torch would add one square after the other, slowly and with a growing error.
+    blocks are combined, because torch would add square after square, with a growing error.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, dtype=torch.float64))
@@ -23,8 +23,7 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def squares_into(tensors: Sequence[torch.Tensor], squares: torch.Tensor) -> None:
-    """Write the squared L2 norm of each tensor to `squares`, fp64 [number of tensors]. On a GPU nothing is allocated,
-    so any stream may be current."""
+    """Write the squared L2 norm of each tensor to `squares`, fp64 [number of tensors]. Allocates nothing on a GPU."""
     if not tensors:
         return
     if squares.device.type == "cpu":

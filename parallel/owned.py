@@ -7,12 +7,10 @@ in another way (a shard of a weight, an offloaded expert, a matrix that one rank
 * the gradient: `main_grad`, in separate memory; micro-batches add to it, by autograd or with `add_grad`;
 * its reduction, once a step, after the last micro-batch (parallel/megatron/ddp.py);
 * which rank counts it in norms, and which rank writes it, if several ranks have the same (optim/grad_norms.py);
-* its update: an optimizer in Megatron's chain updates all of it that this rank has, or the offloaded optimizer does,
-  and passes that read it wait for that (parallel/megatron/optimizer.py, offloaded.py);
+* its update, by an optimizer in Megatron's chain or the offloaded one (parallel/megatron/optimizer.py, offloaded.py);
 * its position in checkpoints, for the weight and its moments (checkpoint/state.py).
 
-An offloaded parameter is a placeholder that has only a shape. Its weights, gradient and state are records of the
-offloaded optimizer (optim/offload/experts.py), which are copied to the device in turn.
+An offloaded parameter is a placeholder with a shape: optim/offload/experts.py has its weights, gradient and state.
 """
 
 from __future__ import annotations
@@ -54,8 +52,7 @@ class OwnedParameter:
         self.grad_dtype, self.off_device = grad_dtype, off_device
         # Whether the parameter has its values: an offloaded one only inside `at_hand`.
         self.is_here = not off_device
-        # Called with the parameter before a step first writes its gradient, which the last update may still read.
-        self.gate: Callable[[torch.nn.Parameter], None] | None = None
+        self._gate: Callable[[torch.nn.Parameter], None] | None = None
         self._hook: Any = None
 
     @property
@@ -63,26 +60,31 @@ class OwnedParameter:
         """Whether this rank stands for all ranks with the same shard, in norms and in checkpoints."""
         return self.group is None or self.group.rank() == 0
 
+    def wait_with(self, gate: Callable[[torch.nn.Parameter], None]) -> None:
+        """Call `gate` before a step first writes the gradient, which the last step's update may still read."""
+        self._gate = gate
+
     def begin(self) -> None:
         """Allocate the gradient, and start to add autograd's gradients to it.
 
         Does nothing for an offloaded parameter: the offloaded optimizer stores its gradients.
         """
+        self.parameter.grad_added_to_main_grad = False  # Megatron's attribute; see grad_buffers.py
         if self.off_device:
             return
         assert self.grad_dtype == torch.float32 or self.parameter.dtype != torch.float32, self.grad_dtype
         self.parameter.main_grad = torch.zeros_like(self.parameter, dtype=self.grad_dtype)  # type: ignore[attr-defined]
-        self._hook = self.parameter.register_post_accumulate_grad_hook(lambda found: take_gradient(found, self.gate))
+        self._hook = self.parameter.register_post_accumulate_grad_hook(lambda found: take_gradient(found, self._gate))
 
     @torch.no_grad()
     def add_grad(self, grad: torch.Tensor) -> None:
         """Add a micro-batch's gradient that does not come from autograd. It has the shard's shape and any dtype."""
-        add_gradient(self.parameter, grad, self.gate)
+        add_gradient(self.parameter, grad, self._gate)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """All-reduce the gradient over the ranks with the same shard, after a step's last micro-batch."""
-        zero_if_old(self.parameter, self.gate)  # no micro-batch had one
+        zero_if_old(self.parameter, self._gate)  # no micro-batch had one
         grad: torch.Tensor = self.parameter.main_grad  # type: ignore[attr-defined]
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(grad, group=self.group)
@@ -91,8 +93,8 @@ class OwnedParameter:
         """Drop all references to the parameter, because Python cannot collect cycles with autograd's hooks."""
         if self._hook is not None:
             self._hook.remove()
-        self.gate = self._hook = None
-        del self.parameter.owned  # type: ignore[attr-defined]
+        self._gate = self._hook = None
+        del self.parameter.owned
 
 
 def own(
@@ -102,8 +104,7 @@ def own(
     grad_dtype: torch.dtype = torch.float32,
     off_device: bool = False,
 ) -> OwnedParameter:
-    """Keep a module's parameter out of Megatron-core's buffers. Call it on a bare model, on every rank that has the
-    parameter.
+    """Keep a bare model's parameter out of Megatron-core's buffers. Every rank that has the parameter makes the call.
 
     Args:
         parameter: the whole parameter, or this rank's shard. It needs gradients; each rank updates what it has.
@@ -122,8 +123,9 @@ def own(
         )
         if not fits:
             raise ValueError(f"A shard of shape {tuple(parameter.shape)} does not fit into its parameter: {box}.")
-    parameter.owned = OwnedParameter(parameter, group, box, grad_dtype, off_device)  # type: ignore[attr-defined]
-    return owner_of(parameter)  # type: ignore[return-value]
+    owner = OwnedParameter(parameter, group, box, grad_dtype, off_device)
+    parameter.owned = owner  # torch.nn.Parameter has no argument for this; `owner_of` reads it.
+    return owner
 
 
 def owner_of(parameter: torch.Tensor) -> OwnedParameter | None:
@@ -143,7 +145,7 @@ def is_off_device(parameter: torch.Tensor) -> bool:
 
 def is_at_hand(parameter: torch.Tensor) -> bool:
     """Whether the values of an offloaded parameter are loaded, which they are only inside the context `at_hand`."""
-    return is_off_device(parameter) and parameter.owned.is_here  # type: ignore[attr-defined, no-any-return]
+    return (owner := owner_of(parameter)) is not None and owner.off_device and owner.is_here
 
 
 @contextmanager
@@ -153,12 +155,12 @@ def at_hand(parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Te
     try:
         for parameter, tensor in zip(parameters, tensors, strict=True):
             parameter.data = tensor
-            parameter.owned.is_here = True  # type: ignore[attr-defined]
+            parameter.owned.is_here = True
         yield
     finally:
         for parameter, stand_in in zip(parameters, stand_ins, strict=True):
             parameter.data = stand_in
-            parameter.owned.is_here = False  # type: ignore[attr-defined]
+            parameter.owned.is_here = False
 
 
 def with_boxes(state: dict[str, Any]) -> dict[str, Any]:

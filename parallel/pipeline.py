@@ -1,6 +1,5 @@
-"""The order of a step's passes, from the config alone: Megatron-core's schedule of micro-batches (1F1B, interleaved or
-not) or the layer-wise schedule; and the device buffers ("slots") to which offloaded layers' weights are copied in that
-order."""
+"""The order of a step's passes, from the config alone: Megatron-core's schedule (1F1B, interleaved or not) or the
+layer-wise schedule; and the device buffers ("slots") to which offloaded layers' weights are copied in that order."""
 
 from __future__ import annotations
 
@@ -80,10 +79,8 @@ def slot_fills(visits: Sequence[int], num_slots: int) -> list[PlannedFill]:
     """Return the copies of weights to device slots for a step that visits layers in this order. All slots start empty.
 
     As the order is known, a copy replaces the weights that are needed last (Belady's algorithm), but not those of the
-    layer visited before: with two slots, a layer's weights are copied while the layer before it computes. Layers are
-    visited forward and then back, so slots beyond two keep some layers at each reversal, while the others are copied.
-
-    Raises ValueError if there is no slot.
+    layer visited before: with two slots, a layer's weights are copied while the layer before it computes. Slots beyond
+    two keep some layers at each reversal of the order. Raises ValueError if there is no slot.
     """
     if num_slots < 1 and visits:
         raise ValueError(f"The number of device slots must be at least 1, but is {num_slots}.")
@@ -125,8 +122,7 @@ def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]
 
 
 def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
-    """Return the most units (such as layer inputs) that a stage stores for later backward passes, if a forward pass of
-    model chunk i adds of_chunk[i] units."""
+    """Return the most units that a stage stores for backward passes, if a pass of chunk i adds of_chunk[i] units."""
     held = most = 0
     for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
         held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
@@ -135,10 +131,9 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
 
 
 def offloaded_layer_inputs(config: Config, world_size: int, stage: int, headroom: float) -> int:
-    """Return how many layer inputs each rank of a stage can store on the host within `headroom` bytes.
+    """Return the number of layer inputs that each rank of a stage can store on the host within `headroom` bytes.
 
-    It is at most the number that wait for their backward pass at once, over all micro-batches. In the layer-wise
-    schedule, the gradients between two layers count too.
+    It is at most the number that wait for their backward pass at once, with gradients in the layer-wise schedule.
     """
     offload = config.training.activation_offload
     if offload == "none":

@@ -1,9 +1,8 @@
 """Process groups and ranks. Only this module creates them.
 
-`initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`: this
-rank's coordinates and groups. Ranks are ordered with tensor parallelism fastest, then context, data and pipeline
-parallelism ("tp-cp-ep-dp-pp"). Expert parallelism divides the same ranks with its own tensor size, so attention and
-experts may be sharded differently.
+`initialize` joins the job, builds Megatron's process groups for the configured layout and returns a `Topology`. Ranks
+are ordered with tensor parallelism fastest, then context, data and pipeline parallelism ("tp-cp-ep-dp-pp"). Expert
+parallelism divides the same ranks with its own tensor size, so attention and experts may be sharded differently.
 """
 
 from __future__ import annotations
@@ -53,36 +52,22 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's coordinates in the parallel layout. `rank` and `world_size` are those of the job; `device` has the
-    tensors.
+    """This rank's coordinates in the parallel layout: its position in each kind of parallelism, and the process
+    groups."""
 
-    Attributes:
-        tensor: ranks that share each dense layer.
-        context: ranks that share each sequence.
-        data: ranks that read different samples.
-        data_context: `data` times `context`: ranks that have the same dense weights.
-        pipeline: the pipeline stages.
-        expert: ranks that share the experts of a layer.
-        expert_tensor: ranks that share each expert.
-        expert_data: ranks that have the same experts.
-        groups: these groups and combinations of them, with Megatron-core's names. Its modules take them as
-            `pg_collection`.
-        virtual_size: model chunks per pipeline rank.
-    """
-
-    rank: int
-    world_size: int
-    device: torch.device
-    tensor: Axis
-    context: Axis
-    data: Axis
-    data_context: Axis
-    pipeline: Axis
-    expert: Axis
-    expert_tensor: Axis
-    expert_data: Axis
-    groups: ProcessGroupCollection
-    virtual_size: int
+    rank: int  # in the job
+    world_size: int  # ranks of the job
+    device: torch.device  # of the tensors
+    tensor: Axis  # ranks that share each dense layer
+    context: Axis  # ranks that share each sequence
+    data: Axis  # ranks that read different samples
+    data_context: Axis  # `data` times `context`: ranks that have the same dense weights
+    pipeline: Axis  # the pipeline stages
+    expert: Axis  # ranks that share the experts of a layer
+    expert_tensor: Axis  # ranks that share each expert
+    expert_data: Axis  # ranks that have the same experts
+    groups: ProcessGroupCollection  # these groups and combinations of them, as `pg_collection` of Megatron's modules
+    virtual_size: int  # model chunks per pipeline rank
 
     @property
     def speaks_for_stage(self) -> bool:
@@ -109,9 +94,8 @@ def choose_device(config: Config) -> torch.device:
 def initialize(config: Config) -> Topology:
     """Join the job and create the process groups of the configured layout. Every rank calls it once.
 
-    Uses torchrun's environment, or a job of one rank without it; an existing process group is kept. Random number
-    generators are seeded from `training.seed` and the rank's coordinates. Raises ConfigError if the layout does not fit
-    the number of ranks.
+    Uses torchrun's environment, or a job of one rank without it; an existing process group is kept. Seeds the random
+    number generators. Raises ConfigError if the layout does not fit the number of ranks.
     """
     device = choose_device(config)
     apply_patches(device.type)
@@ -125,11 +109,8 @@ def initialize(config: Config) -> Topology:
         launch = launched()
         if rendezvous.is_loopback_enough(launch.world_size):
             rendezvous.use_loopback()
-        options: dict[str, Any] = {
-            "store": rendezvous.job_store(launch, timeout),
-            "rank": launch.rank,
-            "world_size": launch.world_size,
-        }
+        store = rendezvous.job_store(launch, timeout)
+        options: dict[str, Any] = {"store": store, "rank": launch.rank, "world_size": launch.world_size}
         if device.type == "cuda" and layout.early_communicators:
             # NCCL then creates the world's communicator here and splits those of the groups off it: they share its
             # buffers, and none is created at its first use in the middle of a step.
@@ -142,7 +123,8 @@ def initialize(config: Config) -> Topology:
     if world_size % model_size != 0:
         raise ConfigError(
             f"world size ({world_size}) must be divisible by parallel.tensor x pipeline x context "
-            f"({layout.tensor} x {layout.pipeline} x {layout.context} = {model_size})."
+            f"({layout.tensor} x {layout.pipeline} x {layout.context} = {model_size}). "
+            f"Start a multiple of {model_size} ranks."
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -168,10 +150,8 @@ def initialize(config: Config) -> Topology:
 
 
 def _priority_groups(config: Config) -> list[str]:
-    """Return Megatron-core's names of the groups whose NCCL kernels get high priority, because matmuls wait for them.
-
-    gloo has no priorities.
-    """
+    """Return Megatron-core's names of the groups whose NCCL kernels get high priority, because matmuls wait for
+    them."""
     is_nccl = dist.get_backend() == dist.Backend.NCCL
     return ["ep", "pp"] if is_nccl and config.parallel.priority_exchanges else []
 

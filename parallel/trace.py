@@ -45,27 +45,22 @@ def recording(*others: tuple[Any, str, str]) -> Iterator[None]:
     """Within this context, traces record names, also those of the functions `others`, each (owner, attribute, name)."""
     global _recording
     before, _recording = _recording, True
-    undo: list[Callable[[], None]] = []
     try:
-        for owner, attribute, name in others:
-            own = vars(owner).get(attribute)
-            setattr(owner, attribute, named(name)(getattr(owner, attribute)))
-            if own is None:
-                undo.append(functools.partial(delattr, owner, attribute))
-            else:
-                undo.append(functools.partial(setattr, owner, attribute, own))
-        yield
+        with contextlib.ExitStack() as undo:
+            for owner, attribute, name in others:
+                own = vars(owner).get(attribute)
+                setattr(owner, attribute, named(name)(getattr(owner, attribute)))
+                undo.callback(*((delattr, owner, attribute) if own is None else (setattr, owner, attribute, own)))
+            yield
     finally:
-        for put_back in reversed(undo):
-            put_back()
         _recording = before
 
 
 def with_backward(name: str) -> Callable[[Function], Function]:
     """Return a decorator that names a module's forward and backward passes in a trace.
 
-    It decorates a `forward` from a tensor to a tensor, or to a tuple whose first item is a tensor. The backward pass is
-    taken to last from the output's gradient to the input's gradient.
+    It decorates a `forward` from a tensor to a tensor or a tuple that starts with one. The backward pass is taken to
+    last from the output's gradient to the input's gradient.
     """
 
     def decorate(function: Function) -> Function:

@@ -30,18 +30,8 @@ LATENT_ROPE_WORK = 2.75  # the same of Megatron-core's latent attention: rotated
 ROUTER_EXPERT_BYTES, ROUTER_ASSIGNMENT_BYTES = (17, 12)
 LABEL_BYTES = 13  # per token: label, mask, target
 PLAIN = (
-    "add",
-    "cast",
-    "concatenate",
-    "copy",
-    "gather",
-    "linear",
-    "multiply",
-    "reshape",
-    "row_linear",
-    "scatter",
-    "select",
-    "sum",
+    *("add", "cast", "concatenate", "copy", "gather", "linear", "multiply", "reshape", "row_linear", "scatter"),
+    *("select", "sum"),
 )
 # Kinds of weights, and whether the bytes of their gradients are counted.
 MATRICES = {"matrix": True, "output_matrix": True, "norm": False, "bias": False, "router_bias": False}
@@ -51,8 +41,7 @@ Rule = Callable[[Tape, ModelOperation, Held], Sequence[TapeTensor]]
 
 
 class Activations:
-    """Simulates the memory of the blueprint's operations on one rank. `_rules` has a method per kind of operation; the
-    kinds in `PLAIN` share one method."""
+    """Simulates the activation memory of the blueprint's operations on one rank, with a rule per kind of operation."""
 
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
@@ -87,8 +76,7 @@ class Activations:
         }
 
     def profile(self, chunk: blueprint.ModelChunk, leaving: int = 0) -> MemoryProfile:
-        """Return the memory of one micro-batch in a model chunk, including the received hidden states and their
-        gradient.
+        """Return the memory of one micro-batch in a model chunk, with the received hidden states and their gradient.
 
         The inputs of the first `leaving` layers are on the host between forward and backward pass. Raises ValueError
         for an unknown operation, kind of weight or axis.
@@ -120,8 +108,7 @@ class Activations:
 
     @property
     def rotary_bytes(self) -> int:
-        """Bytes that a micro-batch keeps for rotary positions: cosines and sines, or for latent attention the
-        angles."""
+        """Bytes per micro-batch for rotary positions: cosines and sines, or the angles in latent attention."""
         if not self.by_positions or self.config.model.position_embedding != "rope":
             return 0
         element = FP32 if self.config.model.attention == "latent" else 2 * self.sizes.element
@@ -138,21 +125,15 @@ class Activations:
         return held[operations[-1].outputs[-1].name]
 
     def _apply(self, tape: Tape, operation: ModelOperation, held: Held, takes: OperationBytes) -> list[TapeTensor]:
-        """Record one operation on the tape, with the tensors that the blueprint says autograd saves and the gradients
-        it makes."""
+        """Record one operation on the tape, with the tensors that autograd saves and the gradients that it makes."""
         name = operation.output.name
-        output = tape.apply(
-            self.sizes.bytes(operation.output),
-            [held[each] for each in operation.inputs],
-            passes=[held[each] for each in operation.passes],
-            keeps=[held[each] for each in operation.saved if each != name],
-            keeps_output=name in operation.saved,
-            takes=takes,
-        )
-        return [output]
+        inputs, passes = ([held[each] for each in names] for names in (operation.inputs, operation.passes))
+        keeps = [held[each] for each in operation.saved if each != name]
+        size, keeps_output = self.sizes.bytes(operation.output), name in operation.saved
+        return [tape.apply(size, inputs, passes=passes, keeps=keeps, keeps_output=keeps_output, takes=takes)]
 
     def _weight_bytes(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes on one rank of the gradients of those `weights` that are matrices."""
+        """Return the bytes of the weights' gradients on one rank; only gradients of matrices count."""
         numbers = 0
         for weight in weights:
             if weight.kind not in MATRICES:
@@ -208,27 +189,22 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(during=first.peak - tile_rows.bytes, work=work))
 
     def _vocabulary_embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        weight = self._weight_bytes(operation.weights)
+        kept, weight = self.sizes.tokens * INT64, self._weight_bytes(operation.weights)
         # Tied to an output layer whose gradient autograd adds: the sum of both gradients is a third tensor.
         work = max(each.uses for each in operation.weights) * weight if self.is_one_tile else weight
-        takes = OperationBytes(kept=self.sizes.tokens * INT64, weight=weight, work=work)
-        return self._apply(tape, operation, held, takes)
+        return self._apply(tape, operation, held, OperationBytes(kept=kept, weight=weight, work=work))
 
     def _embedding(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        takes = OperationBytes(kept=self.sizes.tokens * INT64, weight=self._weight_bytes(operation.weights))
-        return self._apply(tape, operation, held, takes)
+        kept, weight = self.sizes.tokens * INT64, self._weight_bytes(operation.weights)
+        return self._apply(tape, operation, held, OperationBytes(kept=kept, weight=weight))
 
     def _column_linear(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         sizes, matrix = self.sizes, operation.weights[0]
         output, weight = sizes.bytes(operation.output), self._weight_bytes(operation.weights)
-        work = (
-            (sizes.tokens + sizes.own_tokens) * matrix.shape[1] * sizes.element + weight
-            if self.config.parallel.sequence
-            else None
-        )
+        gathered = (sizes.tokens + sizes.own_tokens) * matrix.shape[1] * sizes.element
+        work = gathered + weight if self.config.parallel.sequence else None
         during = output if len(operation.weights) > 1 else 0  # adding the bias allocates a new tensor
-        takes = OperationBytes(during=during, work=work, weight=weight)
-        return self._apply(tape, operation, held, takes)
+        return self._apply(tape, operation, held, OperationBytes(during=during, work=work, weight=weight))
 
     def _norm(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
         numbers = self.sizes.numbers(operation.output)
@@ -262,8 +238,7 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
     def _token_loss(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Compute logits tile by tile; the forward pass already computes all gradients, and keeps that of the hidden
-        states."""
+        """Compute logits and all gradients tile by tile in the forward pass, which keeps that of the hidden states."""
         sizes, matrix = self.sizes, operation.weights[0]
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
         tile_rows = min(self.tile, sizes.predicted)
@@ -275,12 +250,8 @@ class Activations:
             during += (group + tile_rows) * hidden_size * element
         if not self.is_one_tile and element < FP32:
             during += min(weight, BLOCK_NUMBERS * element)
-        takes = OperationBytes(
-            kept=sizes.tokens * LABEL_BYTES,
-            during=during,
-            made=weight if self.is_one_tile else 0,
-            weight_waits=self.is_one_tile and matrix.uses > 1,
-        )
+        made, waits = weight if self.is_one_tile else 0, self.is_one_tile and matrix.uses > 1
+        takes = OperationBytes(kept=sizes.tokens * LABEL_BYTES, during=during, made=made, weight_waits=waits)
         (name,) = operation.inputs
         return [tape.apply(sizes.bytes(operation.output), makes=[held[name]], takes=takes)]
 
@@ -300,19 +271,17 @@ class Activations:
         return self._apply(tape, operation, held, takes)
 
     def _with_leaving(self, takes: OperationBytes) -> OperationBytes:
-        """Return `takes` plus key and value rows that are still being sent, which are freed at the end of the next
-        backward pass.
+        """Return `takes` plus the key and value rows in flight, which are freed at the end of the next backward pass.
 
-        With full recomputation that is the backward pass of the same layer. Otherwise `profile` counts the rows of one
-        layer as in flight for the whole micro-batch, so nothing is added.
+        With full recomputation, that is the same layer's backward pass. Otherwise `profile` counts the rows of one
+        layer for the whole micro-batch, and nothing is added.
         """
         if self.config.training.recompute != "full":
             return takes
         return replace(takes, kept=takes.kept + self.attention.leaving)
 
     def _exchange(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Exchange attention heads for sequence rows, or back. Data of other ranks is copied into one message per
-        direction, in addition to the tensors."""
+        """Exchange heads for sequence rows, or back. Each direction copies the data of other ranks to a buffer."""
         sizes = [self.sizes.bytes(tensor) for tensor in operation.outputs]
         whole = max(sum(sizes), sum(held[name].bytes for name in operation.inputs))
         away = whole - whole // self.sizes.ranks[CONTEXT_HEADS]
@@ -331,10 +300,10 @@ class Activations:
         held: list[TapeTensor] = []
 
         def wide(tensor: TapeTensor) -> TapeTensor:
-            if element < FP32:
-                held.append(tape.apply(tensor.bytes * FP32 // element, [tensor]))
-                return held[-1]
-            return tensor
+            if element == FP32:
+                return tensor
+            held.append(tape.apply(tensor.bytes * FP32 // element, [tensor]))
+            return held[-1]
 
         def replace(x: TapeTensor) -> TapeTensor:
             """Return a new tensor of the same size and free `x`; the gradient passes through unchanged."""

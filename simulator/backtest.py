@@ -27,8 +27,7 @@ CLOSE = 1.05  # multiple of the fastest measured step up to which a choice count
 
 
 def result(steps: list[MeasuredStep], seconds: list[float]) -> dict[str, Any]:
-    """Return prediction errors in percent, rank correlations, and how much slower the predicted-best layouts are than
-    the fastest ones."""
+    """Return errors in percent, rank correlations, and the slowdown of predicted-best over measured-best layouts."""
     errors = [100 * abs(each / step.seconds - 1) for step, each in zip(steps, seconds, strict=True)]
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for step, each in zip(steps, seconds, strict=True):
@@ -59,10 +58,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with a line for scripts")
     args = parser.parse_args()
     try:
-        hardware = load_hardware(args.hardware)
-        steps = read_steps(args.rows)
-        if not steps:
-            raise ConfigError(f"{args.rows[0]} has no steps.")
+        hardware, steps = load_hardware(args.hardware), read_steps(args.rows)
         seconds = [predicted(step, hardware) for step in steps]
     except ConfigError as error:
         print(f"backtest error: {error}", file=sys.stderr)

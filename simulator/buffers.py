@@ -21,18 +21,17 @@ BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # elements: Megatron-
 
 @dataclass(frozen=True)
 class OwnedShare:
-    """Elements [start, end) of parameter `index` that one rank owns; parameters are numbered in module order, `bucket`
-    is the index of Megatron-core's bucket."""
+    """Elements [start, end) of a parameter whose optimizer state one rank owns."""
 
-    index: int
-    bucket: int
+    index: int  # of the parameter, in module order
+    bucket: int  # index of Megatron-core's bucket
     start: int
     end: int
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Gradient buffer for those parameters of one model chunk whose gradients are reduced over the same ranks."""
+    """Gradient buffer for the parameters of one model chunk whose gradients are reduced over the same ranks."""
 
     ranges: tuple[tuple[int, int], ...]  # [start, end) of each parameter, in elements
     bucket_ends: tuple[int, ...]
@@ -60,8 +59,7 @@ class Buffer:
 def make_buffer(local: Sequence[Parameter], num_ranks: int, distributed: bool, bucket_size: float) -> Buffer:
     """Return the gradient buffer of these parameters, laid out as by Megatron-core's _ParamAndGradBuffer."""
     multiple = math.lcm(num_ranks, BUCKET_MULTIPLE)
-    ranges: list[tuple[int, int]] = []
-    ends: list[int] = []
+    ranges, ends = list[tuple[int, int]](), list[int]()
     end = bucket_start = 0
 
     def close(end: int) -> int:
@@ -99,9 +97,7 @@ def buffers(job: Job, stage: int) -> dict[str, list[Buffer]]:
         whole = index > 0 or stage > 0 or not config.parallel.overlap_grad_reduce
         bucket_size = math.inf if whole else max(BUCKET_SIZE, BUCKET_SIZE_PER_RANK * sizes["dense"])
         local = [each for each in parameters(config, chunk, job.vocab_size) if not each.is_offloaded]
-        for kind, own in (
-            ("dense", [p for p in local if not p.is_expert]),
-            ("expert", [p for p in local if p.is_expert]),
-        ):
-            result[kind].append(make_buffer(own, sizes[kind], config.optimizer.distributed, bucket_size))
+        for kind, buffers_of_kind in result.items():
+            own = [parameter for parameter in local if parameter.is_expert == (kind == "expert")]
+            buffers_of_kind.append(make_buffer(own, sizes[kind], config.optimizer.distributed, bucket_size))
     return result

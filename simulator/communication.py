@@ -59,8 +59,7 @@ KIND_OF_AXIS = {
 
 
 def bytes_per_step(job: Job, shared: SharedRows | None = None) -> list[dict[str, int]]:
-    """Return the bytes that one rank sends per step, as a dict from kind of communication to bytes for each pipeline
-    stage.
+    """Return the bytes that one rank of each pipeline stage sends per step, by kind of communication.
 
     `shared`: sharding of sequences over context ranks, if the documents' lengths are known. Raises ValueError for an
     unknown collective or axis.
@@ -129,12 +128,8 @@ def micro_batch_bytes(
                     shared = shared or shared_rows(config)
                     number = passes * _between_context_ranks(collective, sizes, shared, block.slides)
                 elif collective.kind in RINGS:
-                    number = (
-                        passes
-                        * RINGS[collective.kind]
-                        * _share(sizes.ranks[collective.axis])
-                        * sizes.bytes(collective.whole)
-                    )
+                    share = RINGS[collective.kind] * _share(sizes.ranks[collective.axis])
+                    number = passes * share * sizes.bytes(collective.whole)
                 else:
                     unknown("communication", f"collective of {operation.name}", collective.kind)
                 result[KIND_OF_AXIS[collective.axis]] += number
@@ -159,8 +154,7 @@ def context_bytes(config: Config, operations: Sequence[ModelOperation], shared: 
 def _between_context_ranks(
     collective: Collective, sizes: Sizes, shared: SharedRows, slides: bool | None = None
 ) -> float:
-    """Return the bytes that a context rank sends in one exchange of heads, or in one pass for rounds of keys and
-    values.
+    """Return the bytes that a context rank sends in one exchange of heads, or in one pass of key and value rounds.
 
     `slides`: for a layer with (True) or without (False) a sliding window; None: the mean over all layers.
     """
@@ -169,8 +163,7 @@ def _between_context_ranks(
 
 
 def _expert_call_bytes(config: Config, load: LayerLoad, forwards: int) -> Counter[str]:
-    """Return the bytes that an MoE layer sends in `forwards` forward passes and one backward pass, by kind of
-    traffic."""
+    """Return the bytes that an MoE layer sends in `forwards` forward passes and one backward pass, by traffic kind."""
     plan = initial_plan(config)
     strategy = STRATEGIES[plan.memory_strategy]
     forward = traffic.sent(program.forward(plan.degree, strategy, load.has_replicas), load, plan.degree)

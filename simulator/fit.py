@@ -22,6 +22,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -44,19 +45,19 @@ NUDGE = 1e-2  # step of a logarithm for numerical derivatives
 
 
 def predicted(step: MeasuredStep, hardware: Hardware) -> float:
-    """Return the predicted seconds of the job of a measured step."""
-    clock = StepClock(step.job, step.on(hardware), recipe=step.recipe)
-    return clock.predict().seconds
+    """Return the predicted seconds of a measured step."""
+    return StepClock(step.job, step.on(hardware), recipe=step.recipe).predict().seconds
 
 
 def fit(hardware: Hardware, steps: Sequence[MeasuredStep], source: str) -> Hardware:
-    """Return the hardware with figures fitted to the steps. The fit starts with the stated figures, not with an earlier
-    fit.
+    """Return the hardware with figures fitted to the steps, starting from the stated figures, not an earlier fit.
 
     Raises ConfigError if there are no steps.
     """
     if not steps:
-        raise ConfigError("a fit needs at least one measured step; there is none.")
+        raise ConfigError(
+            "steps is empty; a fit needs at least one measured step. Give a CSV file of steps or a run's folder."
+        )
     start = hardware.as_stated()
     names = [name for name, (_, _, may_change) in FIGURES.items() if may_change and start[name] > 0]
     measured = np.log([step.seconds for step in steps])
@@ -112,16 +113,10 @@ def mean_error(steps: Sequence[MeasuredStep], hardware: Hardware) -> float:
 
 def kendall(measured: Sequence[float], predicted_seconds: Sequence[float]) -> float:
     """Return Kendall's tau-b: concordant minus discordant pairs, divided by the pairs without ties."""
-    pairs = agree = ties_a = ties_b = 0
-    for i, (a, x) in enumerate(zip(measured, predicted_seconds, strict=True)):
-        for b, y in zip(measured[:i], predicted_seconds[:i], strict=True):
-            first, second = (a > b) - (a < b), (x > y) - (x < y)
-            pairs += 1
-            agree += first * second
-            ties_a += first == 0
-            ties_b += second == 0
-    below = math.sqrt((pairs - ties_a) * (pairs - ties_b))
-    return agree / below if below else 1.0
+    # 1, 0 or -1 for each ordered pair. The factor 2 of counting each pair twice cancels.
+    first, second = (np.sign(np.subtract.outer(each, each)) for each in (measured, predicted_seconds))
+    below = math.sqrt(np.abs(first).sum() * np.abs(second).sum())
+    return float((first * second).sum()) / below if below else 1.0
 
 
 def main() -> int:
@@ -138,7 +133,8 @@ def main() -> int:
         path = Path(args.hardware) if is_path else hardware_files.FOLDER / f"{args.hardware}.yaml"
         if not is_path and not args.hardware.replace("_", "").isalnum():
             raise ConfigError(
-                f"--hardware ({args.hardware}) must consist of letters, digits and _, or be a path that ends in .yaml."
+                f"--hardware ({args.hardware}) must consist of letters, digits and _, or be a path that ends in .yaml. "
+                "Use a name such as my_cluster."
             )
         start = load_hardware(args.start or (str(path) if path.exists() else DEFAULT_START))
         steps = read_steps(args.rows)
@@ -156,11 +152,8 @@ def main() -> int:
     text = hardware_yaml(Hardware(path.stem, found.kind, found.about, found.figures, (tested,)))
     kept = None
     if path.exists():
-        number, kept = 1, path.with_name(f"{path.name}.old")
-        while kept.exists():
-            number += 1
-            kept = path.with_name(f"{path.name}.old{number}")
-        path.rename(kept)
+        names = (path.with_name(f"{path.name}.old{number if number > 1 else ''}") for number in count(1))
+        kept = path.rename(next(name for name in names if not name.exists()))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     for name, figure in found.figures.items():

@@ -54,12 +54,12 @@ OTHERS = (  # kinds without matmuls, or whose matmuls are not counted
 
 
 def has_fused_attention(config: Config, device: str) -> bool:
-    """Whether the attention kernel never stores its scores; a CPU has no such kernel with dropout."""
+    """Return whether the attention kernel never stores its scores; a CPU has no such kernel with dropout."""
     return device == "cuda" or config.model.attention_dropout == 0
 
 
 def computes_slices(config: Config, device: str) -> bool:
-    """Whether attention is computed in slices (models/attention/slice_attention.py), not by torch's function."""
+    """Return whether attention runs in slices (models/attention/slice_attention.py), not in torch's function."""
     model = config.model
     if model.attention_dropout > 0:
         return False
@@ -69,7 +69,7 @@ def computes_slices(config: Config, device: str) -> bool:
 
 
 def _is_padded(config: Config, device: str) -> bool:
-    """Whether keys or values are padded with zeros, because the CPU's kernel needs equal widths."""
+    """Return whether keys or values are padded with zeros, because the CPU's kernel needs equal widths."""
     model = config.model
     if model.attention == "grouped" or device == "cuda" or model.attention_dropout > 0:
         return False
@@ -77,8 +77,7 @@ def _is_padded(config: Config, device: str) -> bool:
 
 
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
-    """Return the forward pass's FLOPs per token by category, with the full attention square and without the sentence
-    head.
+    """Return the forward FLOPs per token by category, with the full attention square, without the sentence head.
 
     Raises ValueError for an unknown operation.
     """
@@ -153,7 +152,7 @@ def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperat
 
 
 def _times(config: Config, kind: str, device: str) -> float:
-    """Return the FLOPs of one forward and one backward pass, divided by those of the forward pass."""
+    """Return the FLOPs of a forward and a backward pass, divided by those of the forward pass."""
     if kind in ATTENTION and has_fused_attention(config, device):
         return 3.5
     if kind == "expansion":
@@ -166,7 +165,7 @@ def _times(config: Config, kind: str, device: str) -> float:
 
 
 def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
-    """Return the share of the full attention square that is computed, for a document without a sliding window."""
+    """Return the token pairs that attention computes, divided by the full square of one-document samples."""
     share = 1.0
     if computes_slices(config, device):
         share = derived.attended_share(config) if attended_share is None else attended_share

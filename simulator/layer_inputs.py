@@ -15,8 +15,7 @@ from parallel.pipeline import LayerPass, layer_passes, layers_of_stage, offloade
 
 @dataclass(frozen=True)
 class LayerInputPlan:
-    """Memory of one rank's layer inputs: bytes on the host, peak bytes on the device, and number of copies in a step,
-    each of `size` bytes.
+    """Memory of one rank's layer inputs: bytes on the host, peak device bytes, and copies of `size` bytes per step.
 
     `leaving`: number of layer inputs that each forward pass copies to the host. In a layer-wise schedule the counts
     include the gradients between layers, and `during` has the bytes on the device during each layer's pass.
@@ -54,8 +53,7 @@ class _Step:
         self._in_use: list[_PlannedInput] = []
 
     def forward(self, layers: int, before: _PlannedInput | None) -> list[_PlannedInput]:
-        """Count a forward pass through the layers of a chunk. `before`: input of the chunk's first layer in the
-        previous micro-batch."""
+        """Count a chunk's forward pass. `before`: input of the chunk's first layer in the previous micro-batch."""
         inputs: list[_PlannedInput] = []
         for _ in range(layers):
             kept = self.put()
@@ -76,7 +74,7 @@ class _Step:
                 self._fetch(kept.next)
 
     def put(self) -> _PlannedInput:
-        """Count a pass' output that another pass will read."""
+        """Count the output of a pass that a later pass reads."""
         self._drop_used()
         self._leave()
         self._add()
@@ -152,8 +150,7 @@ def layer_inputs(config: Config, world_size: int, stage: int, capacity: float | 
 
 
 def _micro_batch_wise(step: _Step, layers: Sequence[int], order: Iterable[tuple[bool, int]]) -> list[int]:
-    """Count all passes of a step in Megatron-core's order; return the number of inputs that each forward pass copies
-    out."""
+    """Count all passes in Megatron-core's order; return the number of inputs that each forward pass copies out."""
     leaving = []
     waiting: list[deque[list[_PlannedInput]]] = [deque() for _ in layers]
     first: dict[int, _PlannedInput] = {}

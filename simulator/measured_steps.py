@@ -33,6 +33,7 @@ COLUMNS = {
     "pipeline parallelism": "pipeline",
     "iteration time (ms)": "milliseconds",
 }
+WAY_OUT = "Correct or remove the line."
 VOCABULARY = 50257
 CONFIG, PLAN, METRICS = "config.yaml", "plan.json", "metrics.jsonl"
 FIRST_STEP = 3  # earlier steps include set-up and measurements
@@ -58,8 +59,7 @@ class MeasuredStep:
 
     @property
     def group(self) -> tuple[Any, ...]:
-        """Number of ranks, global batch and model size. Steps that share these differ only in layout and can be
-        compared."""
+        """Number of ranks, global batch and model size; steps with the same values differ only in layout."""
         config = self.job.config
         return self.job.world_size, config.training.global_batch_size, config.model.hidden_size, config.model.num_layers
 
@@ -71,12 +71,16 @@ def read_rows(path: Path) -> list[MeasuredStep]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            lines = list(csv.DictReader(file))
+            reader = csv.DictReader(file)
+            lines, columns = list(reader), reader.fieldnames or ()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    missing = [name for name in COLUMNS if not lines or name not in lines[0]]
-    if missing:
-        raise ConfigError(f"{path} must be a CSV file with the columns {', '.join(COLUMNS)}; it lacks {missing[0]!r}.")
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {reason}. Give a CSV file of steps or a run's folder.") from None
+    if missing := [name for name in COLUMNS if name not in columns]:
+        wanted = f"a CSV file with the columns {', '.join(COLUMNS)}"
+        raise ConfigError(f"{path} must be {wanted}; it lacks {missing[0]!r}. Add the column.")
+    if not lines:
+        raise ConfigError(f"{path} has no lines below its header; expected one line per measured step. Add lines.")
     return [_measured(path, number, line) for number, line in enumerate(lines, 2)]
 
 
@@ -86,22 +90,24 @@ def _measured(path: Path, number: int, line: dict[str, str]) -> MeasuredStep:
         try:
             values[name] = float(line[column])
         except (TypeError, ValueError):
-            raise ConfigError(f"{path}, line {number}: {column} ({line[column]!r}) must be a number.") from None
+            raise ConfigError(
+                f"{path}, line {number}: {column} ({line[column]!r}) must be a number. {WAY_OUT}"
+            ) from None
         if not 0 < values[name] < float("inf") or name != "milliseconds" and values[name] != int(values[name]):
             kind = "a positive number" if name == "milliseconds" else "a whole number above 0"
-            raise ConfigError(f"{path}, line {number}: {column} ({line[column]!r}) must be {kind}.")
+            raise ConfigError(f"{path}, line {number}: {column} ({line[column]!r}) must be {kind}. {WAY_OUT}")
     seconds = values.pop("milliseconds") / 1e3
     whole = {name: int(value) for name, value in values.items()}
     if problem := _layout_problem(whole):
-        raise ConfigError(f"{path}, line {number}: {problem}.")
+        raise ConfigError(f"{path}, line {number}: {problem}. {WAY_OUT}")
     config = copy.deepcopy(_base())
     model, parallel, training = config.model, config.parallel, config.training
     model.hidden_size, model.num_layers = whole["hidden"], whole["layers"]
     model.num_attention_heads, model.sequence_length = whole["heads"], whole["sequence"]
     parallel.tensor, parallel.pipeline = whole["tensor"], whole["pipeline"]
     training.global_batch_size, training.micro_batch_size = whole["global_batch"], whole["micro_batch"]
-    name = f"{path.name}:{number}"
-    return MeasuredStep(name, Job(config, whole["ranks"], VOCABULARY, "cuda"), seconds, MEGATRON_DEEPSPEED)
+    job = Job(config, whole["ranks"], VOCABULARY, "cuda")
+    return MeasuredStep(f"{path.name}:{number}", job, seconds, MEGATRON_DEEPSPEED)
 
 
 def _layout_problem(row: dict[str, int]) -> str:
@@ -116,7 +122,8 @@ def _layout_problem(row: dict[str, int]) -> str:
     if row["layers"] % row["pipeline"]:
         return f"# layers ({row['layers']}) must be a multiple of pipeline parallelism ({row['pipeline']})"
     if row["hidden"] % row["heads"] or row["heads"] % row["tensor"]:
-        return f"attention heads ({row['heads']}) must divide the hidden size and be a multiple of tensor parallelism"
+        rule = f"divide the hidden size ({row['hidden']}) and be a multiple of tensor parallelism ({row['tensor']})"
+        return f"attention heads ({row['heads']}) must {rule}"
     return ""
 
 
@@ -141,18 +148,21 @@ def read_run(run_dir: Path) -> MeasuredStep:
     """
     for name in (CONFIG, PLAN, METRICS):
         if not (run_dir / name).is_file():
-            raise ConfigError(f"{run_dir} must be the folder of a run; it has no {name}.")
+            raise ConfigError(f"{run_dir} must be the folder of a run; it has no {name}. Give the run_dir of a run.")
     try:
-        plan = json.loads((run_dir / PLAN).read_text(encoding="utf-8"))
+        file = run_dir / PLAN
+        plan = json.loads(file.read_text(encoding="utf-8"))
         world_size, vocab_size, device = int(plan["world_size"]), int(plan["vocab_size"]), str(plan["device"])
-        lines = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines() if line]
+        file = run_dir / METRICS
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read {run_dir}: {error}") from None
+        raise ConfigError(f"{file} is damaged ({error!r}). Restore the file, or give a different run.") from None
     seconds = [
         float(line["step_seconds"]) for line in lines if line.get("step", 0) >= FIRST_STEP and "step_seconds" in line
     ]
     if not seconds:
-        raise ConfigError(f"{run_dir} must have measured steps from step {FIRST_STEP} on; it has none.")
+        rule = f"must have measured steps from step {FIRST_STEP} on; it has none"
+        raise ConfigError(f"{run_dir} {rule}. Run it again with a larger training.steps.")
     job = Job(load(run_dir / CONFIG), world_size, vocab_size, device)
     return MeasuredStep(run_dir.name, job, statistics.median(seconds))
 

@@ -110,8 +110,7 @@ def first_arrangements(config: Config, memory: Sequence[RankMemory]) -> list[Arr
 def rank_memory(job: Job, plan: Plan | None = None, capacity: Capacity = UNLIMITED) -> list[RankMemory]:
     """Return the memory of every rank.
 
-    `plan`: chunk plan of the MoE layers; by default the config's. `capacity`: bytes of device, host and disk that a
-    rank may use.
+    `plan`: chunk plan of the MoE layers, by default the config's. `capacity`: of device, host and disk, per rank.
     """
     config, world_size = job.config, job.world_size
     element = derived.element_size(config)
@@ -122,8 +121,7 @@ def rank_memory(job: Job, plan: Plan | None = None, capacity: Capacity = UNLIMIT
     staying = [staying_bytes(config, stage) for stage in range(stages)]
 
     def working(host_bytes: float) -> tuple[list[int], list[LayerInputPlan]]:
-        """Return each stage's activation bytes on the device, and its layer inputs that fit `host_bytes` of host
-        memory."""
+        """Return each stage's activation bytes on the device, and its layer inputs in `host_bytes` of memory."""
         inputs = [layer_inputs(config, world_size, stage, host_bytes) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
         alone = state_ranks(config, world_size)["dense"] == 1
@@ -227,11 +225,9 @@ def activations_of_stage(
 
 
 def _layer_wise_activations(config: Config, activations: Activations, world_size: int, inputs: LayerInputPlan) -> int:
-    """Return the peak device bytes of activations in a layer-wise schedule: the stored layer inputs and the memory of
-    one pass.
+    """Return the peak device bytes of activations in a layer-wise schedule: layer inputs plus one pass's memory.
 
-    Both passes of the head follow a micro-batch's last layer; the passes of the embedding run with those of the first
-    layer.
+    The head's passes follow a micro-batch's last layer; the embedding's passes run with those of the first layer.
     """
     state = derived.layer_input_bytes(config)
     ((chunk,),) = model_chunks(config)
@@ -248,10 +244,8 @@ def _layer_wise_activations(config: Config, activations: Activations, world_size
         in_flight = now.micro_batch + 1 if now.is_forward and layer == 0 else count
         if now.is_forward:
             takes = [own.forward - state]
-            if layer == 0:
-                takes.append(before.forward - before.kept - state)
-            if layer == len(layers) - 1:
-                takes.append(max(after.forward, after.backward))
+            takes += [before.forward - before.kept - state] if layer == 0 else []
+            takes += [after.forward, after.backward] if layer == len(layers) - 1 else []
         else:
             takes = [own.backward - 2 * state]  # its input and the gradient of its output are in the store
             if layer == 0:
@@ -284,7 +278,7 @@ def _block_profile(activations: Activations, block: Block, state: int) -> Memory
 
 @dataclass(frozen=True)
 class NeededBudgets:
-    """Budgets of host and disk that are large enough, and the error message for the present ones, which are not."""
+    """Budgets of host and disk that are large enough, and the error message about the present ones."""
 
     capacity: Capacity
     memory: list[RankMemory]  # with these budgets
@@ -312,13 +306,17 @@ def over_budget(memory: Sequence[RankMemory], capacity: Capacity) -> list[RankMe
     return [rank for rank in memory if rank.host > capacity.host or rank.disk > capacity.disk]
 
 
+def fits(memory: Sequence[RankMemory], capacity: Capacity) -> bool:
+    """Return whether every rank has enough memory on device, host and disk."""
+    return max(rank.total for rank in memory) <= capacity.device and not over_budget(memory, capacity)
+
+
 def needed_budgets(
     job: Job, memory: list[RankMemory], capacity: Capacity, most: float = math.inf
 ) -> NeededBudgets | None:
-    """Return the smallest budgets, in whole MiB, with which every rank fits; None if the present budgets are large
-    enough.
+    """Return the smallest budgets, in whole MiB, with which every rank fits; None if the present ones suffice.
 
-    With these no rank needs more than `most` bytes of its device, provided that any budgets can achieve that.
+    With them no rank needs more than `most` bytes of its device, if any budgets can achieve that.
     """
     if not (over := over_budget(memory, capacity)):
         return None
@@ -333,8 +331,7 @@ def needed_budgets(
     def with_host(num_mib: int) -> tuple[Capacity, list[RankMemory], bool]:
         own = replace(capacity, host=max(capacity.host, float(num_mib * MIB)))
         found = rank_memory(job, capacity=own)
-        fits = max(rank.total for rank in found) <= most
-        return own, found, fits and not over_budget(found, own)
+        return own, found, fits(found, replace(own, device=most))
 
     least = math.ceil(_least_host_bytes(job, memory, capacity) / MIB)
     tried = with_host(least)
@@ -368,8 +365,7 @@ def needed_budgets(
 
 
 def _least_host_bytes(job: Job, memory: Sequence[RankMemory], capacity: Capacity) -> float:
-    """Return the host bytes that are enough for every rank. With optimizer.state_device=auto, device and disk are
-    filled first."""
+    """Return host bytes that suffice for every rank. state_device=auto fills the device and the disk first."""
     if job.config.optimizer.state_device != "auto":
         return max(rank.host for rank in memory)
     offload, found = OffloadPlan(job, capacity), dict[tuple[int, ...], float]()

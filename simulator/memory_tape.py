@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 
 class TapeTensor:
-    """A tensor as a number of bytes with a reference count (`holders`). A view shares the bytes of the tensor
-    `base`."""
+    """A tensor as a number of bytes with `holders` references. A view shares the bytes of its `base`."""
 
     __slots__ = ("bytes", "holders", "base")
 
@@ -49,7 +48,7 @@ class _Operation:
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """Bytes of a forward pass and its backward pass, above the bytes that were allocated before."""
+    """Bytes of a forward and a backward pass in addition to the bytes allocated before."""
 
     forward: int  # peak of the forward pass
     kept: int  # between the passes
@@ -89,7 +88,7 @@ class Tape:
                 self.now -= root.bytes
 
     def use(self, num_bytes: int) -> None:
-        """Count memory that is allocated and freed at once."""
+        """Count memory that is allocated and freed again immediately."""
         self.peak = max(self.peak, self.now + num_bytes)
 
     def apply(
@@ -123,8 +122,7 @@ class Tape:
     def end_layer(self, tensor: TapeTensor, leaves: bool) -> None:
         """Mark the last operation as a layer that keeps only its input.
 
-        `leaves`: whether the input is on the host from the end of the next layer until the backward pass of the layer
-        above.
+        `leaves`: whether the input is on the host from the next layer's end until the backward pass of the layer above.
         """
         self._drop_leaving()
         layer = self._operations[-1]
@@ -151,8 +149,7 @@ class Tape:
                 each.away = 0
 
     def split(self, tensor: TapeTensor, *sizes: int) -> list[TapeTensor]:
-        """Return views of a tensor, which need not be dropped. The backward pass copies their gradients into one
-        tensor."""
+        """Return views of a tensor, which need no drop. The backward pass copies their gradients into one tensor."""
         root = tensor.base or tensor
         views = [TapeTensor(size, root) for size in sizes]
         self._operations.append(_Operation(views, [tensor], [], []))
@@ -194,8 +191,7 @@ Function = Callable[..., TapeTensor]
 
 
 def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTensor:
-    """Apply `function(tape, *inputs)` under activation checkpointing: only its inputs are kept, and its forward pass
-    runs again in the backward pass."""
+    """Apply `function(tape, *inputs)` under activation checkpointing: keep the inputs, and run it again backward."""
     first = Tape(keeps=False)
     output = function(first, *(first.new(tensor.bytes) for tensor in inputs))
     there = sum(tensor.bytes for tensor in inputs)
@@ -206,7 +202,7 @@ def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTenso
 
 
 def profile(function: Function, *inputs: TapeTensor) -> MemoryProfile:
-    """Return the bytes of `function(tape, *inputs)`, without its inputs and the gradient of its output."""
+    """Return the memory of `function(tape, *inputs)`, without its inputs and the gradient of its output."""
     tape = Tape()
     output = function(tape, *(tape.new(tensor.bytes) for tensor in inputs))
     there = sum(tensor.bytes for tensor in inputs)

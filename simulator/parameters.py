@@ -17,11 +17,8 @@ from models.blueprint.operation import EXPERT, axis_sizes, unknown
 
 # Ends of the names of weights of which every tensor rank has the gradients of all tokens.
 WHOLE_GRADIENTS = (
-    "_embeddings.weight",
-    "pooler.dense.weight",
-    "pooler.dense.bias",
-    "binary_head.weight",
-    "binary_head.bias",
+    *("_embeddings.weight", "pooler.dense.weight", "pooler.dense.bias"),
+    *("binary_head.weight", "binary_head.bias"),
 )
 # Kinds of weights, and whether gradients train them.
 TRAINED = {"matrix": True, "output_matrix": True, "norm": True, "bias": True, "router_bias": False}
@@ -29,8 +26,7 @@ TRAINED = {"matrix": True, "output_matrix": True, "norm": True, "bias": True, "r
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a rank. `local`: number of elements on the rank; `total`: of the whole model, 0 for a tied
-    weight."""
+    """One parameter of a rank. `local`: elements on the rank; `total`: in the whole model, 0 for a tied weight."""
 
     name: str
     local: int
@@ -72,7 +68,7 @@ def rank_coordinates(config: Config, world_size: int) -> Iterator[RankCoordinate
 
 
 def state_ranks(config: Config, world_size: int) -> dict[str, int]:
-    """Return how many ranks share the optimizer state of "dense" and of "expert" weights."""
+    """Return the number of ranks that share the optimizer state of "dense" and of "expert" weights."""
     return {
         "dense": derived.data_parallel_size(config, world_size) * config.parallel.context,
         "expert": derived.expert_data_parallel_size(config, world_size),
@@ -82,8 +78,7 @@ def state_ranks(config: Config, world_size: int) -> dict[str, int]:
 def parameters(config: Config, chunk: blueprint.ModelChunk, vocab_size: int) -> list[Parameter]:
     """Return the parameters of a model chunk on one rank, in module order.
 
-    `local` includes the vocabulary's padding, `total` does not. Raises ValueError for an unknown kind of weight or
-    axis.
+    `local` includes the vocabulary's padding, `total` does not. Raises ValueError for an unknown weight kind or axis.
     """
     sizes, moe, parallel, result = axis_sizes(config), config.moe, config.parallel, list[Parameter]()
     for name, weight in blueprint.weights(config, vocab_size, chunk):

@@ -7,9 +7,9 @@ against its plan before anything is allocated.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -50,14 +50,15 @@ from simulator.memory import (
     RankMemory,
     budgets_of_node,
     first_arrangements,
+    fits,
     needed_budgets,
-    over_budget,
     rank_memory,
 )
 from simulator.offload.expert_choice import fitting_override
 from simulator.offload.expert_options import ExpertOption, expert_options
 from simulator.offload.state import remaining
 from simulator.parameters import parameters, rank_coordinates
+from simulator.search.space import RECOMPUTE, with_keys
 from simulator.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class RunPlan:
 
     @functools.cached_property
     def expert_options(self) -> list[ExpertOption]:
-        """The chosen and the other possible offload targets of expert weights, with their memory and time."""
+        """Offload targets of expert weights, the config's own first, with their memory and time."""
         arrangements = first_arrangements(self.job.config, self.memory)
         return expert_options(self.job, self.hardware, arrangements, None if self.step is None else self.step.seconds)
 
@@ -117,7 +118,9 @@ class RunPlan:
         """Return the content of plan.json."""
         job, config, vocab, share = self.job, self.job.config, self.job.vocab_size, self.attended_share
         padded = padded_vocab_size(vocab, config.parallel.tensor)
-        layout: list[dict[str, Any]] = []
+        layout, step = list[dict[str, Any]](), None
+        if self.step is not None and self.hardware is not None:
+            step = step_as_dict(self.step, self.hardware, self.tokens)
         for each in rank_coordinates(config, job.world_size):
             layers = [number for chunk in layers_of_stage(config, each.stage) for number in chunk]
             experts: list[int] = []
@@ -144,9 +147,7 @@ class RunPlan:
             "layout": layout,
             "communication_per_step": self.communication,
             "context": {**asdict(self.shared), "sent_in_a_layer": layer_exchange(config, self.shared)},
-            "predicted_step": None
-            if self.step is None or self.hardware is None
-            else step_as_dict(self.step, self.hardware, self.tokens),
+            "predicted_step": step,
             "experts_off_device": [each.as_dict() for each in self.expert_options],
             "unexportable": self.unexportable,
         }
@@ -169,37 +170,27 @@ def make_plan(
 
     Raises ConfigError if no chunk plan of the MoE layers fits their memory budget.
     """
-    config = job.config
+    config, step = job.config, None
     if hardware is not None and job.device == "cuda" and device_memory is None:
         device_memory = hardware["device.memory"]
     every = [p for stage in model_chunks(config) for chunk in stage for p in parameters(config, chunk, job.vocab_size)]
     shared = shared_rows(config, documents)
     capacity = rank_capacity(config, job.world_size, device_memory)
     memory = rank_memory(job, capacity=capacity)
-    costs = None if hardware is None or config.hardware is not None else measured_costs(config, job.device)
-    measured = None if costs is None else costs[0]
-    return RunPlan(
-        job,
-        sum(parameter.total for parameter in every),
-        sum(parameter.active for parameter in every),
-        memory,
-        communication.bytes_per_step(job, shared),
-        capacity,
-        attended_share,
-        documents,
-        hardware,
-        None
-        if hardware is None
-        else clock.predict_step(
+    if hardware is not None:
+        costs = measured_costs(config, job.device) if config.hardware is None else None
+        step = clock.predict_step(
             job,
             hardware,
             attended_share=attended_share,
             shared=shared,
             arrangements=first_arrangements(config, memory),
-            measured=measured,
+            measured=None if costs is None else costs[0],
             with_spans=derived.num_micro_batches(config, job.world_size) * config.parallel.pipeline <= MOST_DRAWN,
-        ),
-    )
+        )
+    total, active = sum(parameter.total for parameter in every), sum(parameter.active for parameter in every)
+    sent = communication.bytes_per_step(job, shared)
+    return RunPlan(job, total, active, memory, sent, capacity, attended_share, documents, hardware, step)
 
 
 def rank_capacity(config: Config, world_size: int, device_memory: float | None) -> Capacity:
@@ -244,10 +235,10 @@ def write(plan: RunPlan, run_dir: Path) -> None:
 
 
 def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) -> None:
-    """Raise ConfigError if a rank needs more than `training.memory_limit_gib`, clearly more than its GPU has, or more
-    than the budgets of host and disk.
+    """Raise ConfigError if a rank needs more than its device's limit or the budgets of host and disk.
 
-    The message names all overrides that are needed together.
+    The limit is `training.memory_limit_gib`, or the GPU's memory plus a tolerance. The message names all overrides that
+    are needed together.
     """
     config, limit, slack = plan.job.config, math.inf, 1.0
     if config.training.memory_limit_gib is not None:
@@ -271,8 +262,7 @@ def refuse_what_cannot_fit(plan: RunPlan, device: torch.device | None = None) ->
 def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
     """Raise ConfigError if the ranks of this node clearly need more than its free memory.
 
-    For ranks on CPUs; call it before any rank allocates memory. The launcher's environment variables say which ranks
-    are here.
+    Call it before ranks on CPUs allocate memory. The launcher's environment variables tell which ranks are here.
     """
     launch = launched()
     first = launch.rank - (launch.local_rank or 0)
@@ -284,23 +274,17 @@ def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
     kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind in KINDS if (n := sum(getattr(each, kind) for each in here)))
     kinds += f", offloaded data on the host {format_bytes(offloaded)}" if offloaded else ""
     fix = fitting_overrides(plan, (limit - offloaded) / len(here))
-    advice = (
-        f"Try {fix.partition(' (')[0]}"
-        if fix
-        else "Try a smaller model (model.num_layers, model.hidden_size), or more nodes"
-    )
+    changes = fix.partition(" (")[0] if fix else "a smaller model (model.num_layers, model.hidden_size), or more nodes"
     ranks = "this rank needs" if len(here) == 1 else f"the {len(here)} ranks of this node need"
     model = plan.job.config.model
-    layers = f"model.num_layers ({model.num_layers}) of model.hidden_size ({model.hidden_size})"
     raise ConfigError(
-        f"{layers}: {ranks} {format_bytes(needed)} ({kinds}), but only {format_bytes(limit)} of the host's memory is "
-        f"free. {advice}."
+        f"model.num_layers ({model.num_layers}) and model.hidden_size ({model.hidden_size}) are too large: {ranks} "
+        f"{format_bytes(needed)} ({kinds}), but only {format_bytes(limit)} of the host's memory is free. Try {changes}."
     )
 
 
 def out_of_memory(plan: RunPlan, limit: float, keys: str = "") -> str:
-    """Return the error message of a plan over `limit` bytes, with overrides that fit in addition to the overrides
-    `keys`."""
+    """Return the error message about a plan over `limit` bytes, with overrides that fit together with `keys`."""
     worst, config = plan.worst, plan.job.config
     kinds = ", ".join(f"{kind} {format_bytes(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
     what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"
@@ -308,7 +292,7 @@ def out_of_memory(plan: RunPlan, limit: float, keys: str = "") -> str:
     advice = (
         f"Try {keys.lstrip()}{' ' * bool(keys)}{fix}."
         if fix
-        else f"Neither a smaller micro-batch nor recomputation is enough: {_more_ranks(plan, limit)}."
+        else f"Neither a smaller micro-batch nor recomputation is enough; {_more_ranks(plan, limit)}."
     )
     return (
         f"training.micro_batch_size ({config.training.micro_batch_size}) needs {format_bytes(worst.total)} on rank "
@@ -325,56 +309,47 @@ def fitting_overrides(plan: RunPlan, limit: float) -> str | None:
     if max(rank.weights + rank.gradients + rank.optimizer for rank in plan.memory) > limit:
         return None  # weights, gradients and optimizer state alone exceed the limit
     smaller = [n for n in range(size, 0, -1) if size % n == 0 or config.training.global_batch_size % n == 0]
-    kinds = {"none": ("none", "selective", "full"), "selective": ("selective", "full"), "full": ("full",)}[
-        config.training.recompute
-    ]
-    for recompute in kinds:
-        for number in smaller:
-            changed = copy.deepcopy(config)
-            changed.training.micro_batch_size, changed.training.recompute = number, recompute
-            if (number, recompute) == (size, config.training.recompute) or first_problem(
-                changed, plan.job.world_size
-            ) is not None:
-                continue
-            memory = rank_memory(replace(plan.job, config=changed), capacity=plan.capacity)
-            most = max(rank.total for rank in memory)
-            if most <= limit and not over_budget(memory, plan.capacity):
-                fix = [f"training.micro_batch_size={number}"] if number != size else []
-                fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
-                return f"{' '.join(fix)} ({format_bytes(most)})"
+    kinds = RECOMPUTE[RECOMPUTE.index(config.training.recompute) :]
+    for recompute, number in itertools.product(kinds, smaller):
+        fix = [f"training.micro_batch_size={number}"] if number != size else []
+        fix += [f"training.recompute={recompute}"] if recompute != config.training.recompute else []
+        changed = with_keys(config, {"training.micro_batch_size": number, "training.recompute": recompute})
+        if fix and first_problem(changed, plan.job.world_size) is None:
+            if memory := _if_it_fits(plan, changed, limit):
+                return f"{' '.join(fix)} ({format_bytes(max(rank.total for rank in memory))})"
     return _wider_context(plan, limit, kinds)
 
 
+def _if_it_fits(plan: RunPlan, config: Config, limit: float) -> list[RankMemory]:
+    """Return the memory of every rank with a changed config; [] if a rank exceeds `limit` or the budgets."""
+    memory = rank_memory(replace(plan.job, config=config), capacity=plan.capacity)
+    return memory if fits(memory, replace(plan.capacity, device=limit)) else []
+
+
 def _wider_context(plan: RunPlan, limit: float, kinds: Sequence[str]) -> str | None:
-    """Return overrides with a larger parallel.context that fits and as little recomputation as possible; None if there
-    are none."""
+    """Return a larger parallel.context that fits, with as little recomputation as possible; None without one."""
     config, own = plan.job.config, plan.job.config.parallel.context
     for recompute in kinds:
-        asked = copy.deepcopy(config)
-        asked.training.recompute = recompute
-        for changed in layouts(asked, plan.job.world_size):
+        for changed in layouts(with_keys(config, {"training.recompute": recompute}), plan.job.world_size):
             if changed.parallel.context <= own or changed.parallel.context % own:
                 continue
-            memory = rank_memory(replace(plan.job, config=changed), capacity=plan.capacity)
-            most = max(rank.total for rank in memory)
-            if most <= limit and not over_budget(memory, plan.capacity):
+            if memory := _if_it_fits(plan, changed, limit):
                 more = f" training.recompute={recompute}" if recompute != config.training.recompute else ""
-                return f"parallel.context={changed.parallel.context}{more} ({format_bytes(most)})"
+                most = format_bytes(max(rank.total for rank in memory))
+                return f"parallel.context={changed.parallel.context}{more} ({most})"
     return None
 
 
 def _more_ranks(plan: RunPlan, limit: float) -> str:
-    """Return the advice to offload optimizer state or experts, or to use more data-parallel or other ranks."""
+    """Return the advice to offload optimizer state or experts, or else to use more ranks."""
     job, config = plan.job, plan.job.config
     for target in ("host", "disk"):
-        changed = copy.deepcopy(config)
-        changed.optimizer.state_device = target
+        changed = with_keys(config, {"optimizer.state_device": target})
         if config.optimizer.state_device == "device" and first_problem(changed, job.world_size) is None:
-            memory = rank_memory(replace(plan.job, config=changed), capacity=plan.capacity)
-            most, on_host = max(rank.total for rank in memory), max(rank.host for rank in memory)
-            if most <= limit and not over_budget(memory, plan.capacity):
+            if memory := _if_it_fits(plan, changed, limit):
+                most, on_host = max(rank.total for rank in memory), max(rank.host for rank in memory)
                 sizes = f"{format_bytes(most)} of its device and {format_bytes(on_host)} of the host"
-                return f"with optimizer.state_device={target} each rank needs at most {sizes}"
+                return f"set optimizer.state_device={target}, so that each rank needs at most {sizes}"
     if fix := fitting_override(job, plan.capacity, limit):
         return fix
     for factor in (2, 4, 8, 16, 32, 64):
@@ -382,5 +357,5 @@ def _more_ranks(plan: RunPlan, limit: float) -> str:
         if config.optimizer.distributed and first_problem(config, ranks) is None:
             memory = rank_memory(replace(job, world_size=ranks), capacity=plan.capacity)
             if (most := max(rank.total for rank in memory)) <= limit:
-                return f"with {ranks} ranks each needs at most {format_bytes(most)}"
+                return f"start {ranks} ranks, each of which needs at most {format_bytes(most)}"
     return "use more ranks, with a larger parallel.tensor, parallel.pipeline or parallel.expert"

@@ -5,57 +5,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from configs import derived
-from configs.derived import context_heads, rank_sequence_rows
 from configs.schema import Config
-from models.blueprint.operation import (
-    BOOLEAN,
-    EXCHANGED_TOKENS,
-    FLOAT32,
-    MODEL,
-    OWN_PREDICTED,
-    OWN_TOKENS,
-    PEER_TOKENS,
-    PREDICTED,
-    SAMPLES,
-    SCALAR,
-    TOKENS,
-    Tensor,
-    axis_sizes,
-    unknown,
-)
+from models.blueprint import operation
+from models.blueprint.operation import Tensor, axis_sizes, unknown
 
 FP32, INT64 = 4, 8
 
 
 class Sizes:
-    """Counts elements and bytes of a config's tensors on one rank. Methods raise ValueError for an unknown kind of
-    rows, axis or dtype."""
+    """Counts elements and bytes of tensors on one rank. Raises ValueError for an unknown row kind, axis or dtype."""
 
     def __init__(self, config: Config, tile: int | None = None) -> None:
         """`tile`: count only this many of the rank's sequence rows; None: count all."""
         parallel = config.parallel
         self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
-        self.tokens = rank_sequence_rows(config)  # of all tensor ranks of one context rank
+        self.tokens = derived.rank_sequence_rows(config)  # of all tensor ranks of one context rank
         if tile is not None:
             self.tokens = tile * (parallel.tensor if parallel.sequence else 1)
-        self.exchanged_tokens = self.tokens * context_heads(config)
+        self.exchanged_tokens = self.tokens * derived.context_heads(config)
         self.own_tokens = self.tokens // parallel.tensor if parallel.sequence else self.tokens
         self.element = derived.element_size(config)
         self.ranks = axis_sizes(config)
-        peers = self.own_tokens * derived.expert_tensor_size(config)
         share = derived.predicted_share(config)
-        self.predicted, self.own_predicted = int(self.tokens * share), int(self.own_tokens * share)
+        self.predicted = int(self.tokens * share)
         self._rows_by_kind = {
-            TOKENS: self.tokens,
-            PREDICTED: self.predicted,
-            OWN_PREDICTED: self.own_predicted,
-            OWN_TOKENS: self.own_tokens,
-            PEER_TOKENS: peers,
-            SAMPLES: self.samples,
-            SCALAR: 1,
-            EXCHANGED_TOKENS: self.exchanged_tokens,
+            operation.TOKENS: self.tokens,
+            operation.PREDICTED: self.predicted,
+            operation.OWN_PREDICTED: int(self.own_tokens * share),
+            operation.OWN_TOKENS: self.own_tokens,
+            operation.PEER_TOKENS: self.own_tokens * derived.expert_tensor_size(config),
+            operation.SAMPLES: self.samples,
+            operation.SCALAR: 1,
+            operation.EXCHANGED_TOKENS: self.exchanged_tokens,
         }
-        self._bytes = {MODEL: self.element, FLOAT32: FP32, BOOLEAN: 1}
+        self._bytes = {operation.MODEL: self.element, operation.FLOAT32: FP32, operation.BOOLEAN: 1}
 
     def numbers(self, tensor: Tensor) -> int:
         """Return the number of elements of a tensor on this rank."""
@@ -63,9 +46,8 @@ class Sizes:
             unknown("Sizes", f"rows of {tensor.name}", tensor.row_kind)
         if tensor.axis is not None and tensor.axis not in self.ranks:
             unknown("Sizes", f"axis of {tensor.name}", tensor.axis)
-        return self._rows_by_kind[tensor.row_kind] * (
-            tensor.width if tensor.axis is None else tensor.width // self.ranks[tensor.axis]
-        )
+        width = tensor.width if tensor.axis is None else tensor.width // self.ranks[tensor.axis]
+        return self._rows_by_kind[tensor.row_kind] * width
 
     def bytes(self, tensor: Tensor) -> int:
         """Return the bytes of a tensor on this rank."""
@@ -97,9 +79,9 @@ def format_count(number: float) -> str:
 
 def format_table(headings: Sequence[str], table_rows: Sequence[Sequence[str]]) -> str:
     """Return the lines of a table with right-aligned columns."""
-    widths = [max(len(row[i]) for row in [headings, *table_rows]) for i in range(len(headings))]
-    lines = [
-        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [headings, *table_rows]
-    ]
-    return "\n".join(lines)
+    lines = [headings, *table_rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

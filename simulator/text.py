@@ -63,16 +63,8 @@ def write_timeline(plan: RunPlan) -> None:
 
 def text(plan: RunPlan) -> str:
     """Return the text of the whole plan, section by section."""
-    sections = [
-        _model(plan),
-        _layout(plan),
-        describe_context(plan),
-        _memory(plan),
-        _optimizer_state(plan),
-        format_expert_options(plan.expert_options, plan.memory),
-        _communication(plan),
-        _time(plan),
-    ]
+    sections = [_model(plan), _layout(plan), describe_context(plan), _memory(plan), _optimizer_state(plan)]
+    sections += [format_expert_options(plan.expert_options, plan.memory), _communication(plan), _time(plan)]
     sections += [idle.ready(plan.job.config), no_export(plan.unexportable)]
     return "\n\n".join(section for section in sections if section)
 
@@ -86,7 +78,6 @@ def _model(plan: RunPlan) -> str:
     job, config, vocab = plan.job, plan.job.config, plan.job.vocab_size
     padded, share = padded_vocab_size(vocab, config.parallel.tensor), plan.attended_share
     executed = executed_flops_per_token(config, padded, job.device, share, plan.shared)
-    tokens = config.training.global_batch_size * config.model.sequence_length
     flops = training_flops_per_token(config, vocab, share)
     square = "full attention square" if share is None else f"{share:.3g} of the attention square"
     lines = [
@@ -97,16 +88,13 @@ def _model(plan: RunPlan) -> str:
         f"  FLOPs per token    forward {format_count(forward_flops_per_token(config, vocab, share))}FLOP, training "
         f"{format_count(flops)}FLOP (of MFU); carried out {format_count(executed)}FLOP "
         f"({square}, recomputation, padding)",
-        f"  a step             {config.training.global_batch_size} samples, {tokens:,} tokens, "
-        f"{format_count(flops * tokens)}FLOP; {plan.micro_batches} micro-batch(es) of "
+        f"  a step             {config.training.global_batch_size} samples, {plan.tokens:,} tokens, "
+        f"{format_count(flops * plan.tokens)}FLOP; {plan.micro_batches} micro-batch(es) of "
         f"{config.training.micro_batch_size} on each rank",
     ]
     if config.data.documents == "separate":
-        if share is None:
-            known = (
-                "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
-            )
-        else:
+        known = "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
+        if share is not None:
             known = f"{share:.1%} of the pairs of one-document samples attend, by the corpus' lengths"
         lines.append(f"  separate documents {known}")
     return "\n".join(lines)
@@ -160,20 +148,11 @@ def _memory(plan: RunPlan) -> str:
     config, table_rows = plan.job.config, list[list[str]]()
     for stage in range(config.parallel.pipeline):
         worst = max((rank for rank in plan.memory if rank.stage == stage), key=lambda rank: rank.total)
+        by_kind = [format_size(getattr(worst, kind)) for kind in (*KINDS, "total")]
         mark = "<- most" if worst.stage == plan.worst.stage else ""
-        table_rows.append(
-            [
-                str(stage),
-                str(worst.rank),
-                *(format_size(getattr(worst, kind)) for kind in KINDS),
-                format_size(worst.total),
-                mark,
-            ]
-        )
-    lines = [
-        "Memory of a rank (the fullest of each stage):",
-        format_table(["stage", "rank", *KINDS, "total", ""], table_rows),
-    ]
+        table_rows.append([str(stage), str(worst.rank), *by_kind, mark])
+    lines = ["Memory of a rank (the fullest of each stage):"]
+    lines.append(format_table(["stage", "rank", *KINDS, "total", ""], table_rows))
     if host := max(rank.host_activations for rank in plan.memory):
         out, back = map(max, zip(*(rank.link_activations for rank in plan.memory), strict=True))
         lines.append(
@@ -211,7 +190,7 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _optimizer_state(plan: RunPlan) -> str:
-    """Return the lines on optimizer state on device, host and disk, each for the rank with most state there."""
+    """Return the lines about optimizer state on device, host and disk, each for the rank with the most."""
     found = [(rank, rank.arrangement) for rank in plan.memory if rank.arrangement is not None]
     if not found:
         return ""
@@ -252,7 +231,7 @@ def _optimizer_state(plan: RunPlan) -> str:
 
 
 def _engine(plan: RunPlan, arrangement: Arrangement) -> str:
-    """Describe the engine that updates the weights (device or host)."""
+    """Return the text about the engine that updates the weights (device or host)."""
     engine = plan.job.config.optimizer.engine
     if set(arrangement.targets) == {"device"}:
         return "weights are updated in place"
@@ -286,16 +265,14 @@ def _time(plan: RunPlan) -> str:
 
 
 def describe_context(plan: RunPlan) -> str:
-    """Return how a micro-batch's rows are sharded over context ranks, and a table of possible sizes; "" for short
-    samples on one rank."""
+    """Return the sharding of rows over context ranks and a table of sizes; "" for short samples on one rank."""
     config, shared = plan.job.config, plan.shared
     tokens = config.training.micro_batch_size * config.model.sequence_length
     if shared.context == 1 and tokens < LONG_TOKENS:
         return ""
     lines = _describe_sharing(plan, shared, tokens) if shared.context > 1 else []
     sizes = context_sizes(plan.job, plan.attended_share, plan.documents)
-    if len(sizes) > 1:
-        lines += _describe_sizes(plan, sizes)
+    lines += _describe_sizes(plan, sizes) if len(sizes) > 1 else []
     return "\n".join(lines)
 
 
@@ -324,16 +301,13 @@ def _describe_sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[st
 
 
 def _describe_sizes(plan: RunPlan, sizes: Sequence[ContextSize]) -> list[str]:
-    """Return a table of the sizes of context, and the size that exchanges the fewest bytes per FLOP."""
+    """Return a table of context sizes, and the size that exchanges the fewest bytes per FLOP."""
     timed = sizes[0].seconds is not None
-    headings = ["parallel.context", "heads", "rows", "sent a layer", "B/kFLOP", "a rank needs"]
-    table_rows = []
+    headings, table_rows = ["parallel.context", "heads", "rows", "sent a layer", "B/kFLOP", "a rank needs"], []
     fits = [each.context for each in sizes if each.memory <= plan.capacity.device]
     for each in sizes:
         row = [str(each.context), str(each.heads), f"{each.rank_rows:,}", format_size(each.sent), f"{each.ratio:.3g}"]
-        row.append(format_size(each.memory))
-        if each.seconds is not None:
-            row += [f"{seconds:.3g}" for seconds in each.seconds]
+        row += [format_size(each.memory), *(f"{seconds:.3g}" for seconds in each.seconds or ())]
         marks = ["this plan"] * (each.context == plan.job.config.parallel.context)
         marks += ["does not fit"] * (each.context not in fits)
         table_rows.append([*row, f"<- {', '.join(marks)}" if marks else ""])

@@ -48,23 +48,16 @@ class OffloadError(RuntimeError):
 
 
 class StepSnapshot:
-    """Copies of the state that forward and backward passes change besides gradients: random number states, the routers'
-    biases and token counts, and fp16's loss scale. `roll_back` restores them, so that a rejected step has no effect.
-
-    Otherwise later steps would depend on whether a batch was rejected now, or skipped because an earlier run had
-    recorded it.
-    """
+    """Copies of the state, other than gradients, that forward and backward passes change: random number states, the
+    routers' biases and token counts, and the fp16 loss scale. `roll_back` restores them, so that a rejected step has no
+    effect: later steps are the same whether this run rejects the batch or skips it because an earlier run did."""
 
     def __init__(self, buffers: Sequence[torch.Tensor], optimizer: Any):
         self._buffers = [(buffer, buffer.clone()) for buffer in buffers]
         self._random = {name: state.clone() for name, state in random_states().items()}
-        scalers = {
-            id(scaler): scaler
-            for member in members(optimizer)
-            if (scaler := getattr(member, "grad_scaler", None)) is not None
-        }
+        scalers = {getattr(member, "grad_scaler", None) for member in members(optimizer)} - {None}
         # The scale is a tensor that is replaced, never changed in place: keeping it costs no wait for the device.
-        self._scalers = [(scaler, dict(vars(scaler))) for scaler in scalers.values()]
+        self._scalers = [(scaler, dict(vars(scaler))) for scaler in scalers]
 
     @torch.no_grad()
     def roll_back(self) -> None:
@@ -76,8 +69,8 @@ class StepSnapshot:
 
     @torch.no_grad()
     def roll_back_routers(self) -> None:
-        """Restore only the routers' biases and counts, after a step whose fp16 gradients overflowed: it must not change
-        them, but the lowered loss scale stays."""
+        """Restore only the routers' biases and token counts. Used after a step whose fp16 gradients overflowed, because
+        such a step keeps only the lowered loss scale."""
         for buffer, before in self._buffers:
             buffer.copy_(before)
 
@@ -86,14 +79,14 @@ class Engine:
     """This rank's model chunks with their gradient buffers and optimizer, and the pipeline schedule that runs passes
     over the chunks.
 
-    `bare_chunks` are the chunks without Megatron's wrappers; `extra_losses` names the losses that are minimised in
+    `bare_chunks` are the chunks without Megatron's wrappers. `extra_losses` names the losses that are minimised in
     addition to the language-model loss. `offload_bytes` maps each memory strategy of the MoE layers to the host bytes
-    that one step needs with it.
+    that it needs in one step.
     """
 
     def __init__(self, config: Config, topology: Topology, vocab_size: int, device_capacity: float = math.inf):
-        """Build model, optimizer and schedule. A collective call. `device_capacity`: the most bytes of optimizer state
-        that the device may hold. Raises ConfigError."""
+        """Build model, optimizer and schedule. A collective call. `device_capacity`: the maximum bytes of optimizer
+        state on the device. Raises ConfigError."""
         open_budgets(config.memory)
         self.config, self.topology, self.vocab_size = config, topology, vocab_size
         self.host_link = HostLink(topology.device, config.parallel.timeout_seconds)
@@ -122,25 +115,21 @@ class Engine:
             settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in self.chunks])
         if derived.overlap_param_gather(config):
             settings.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in self.chunks])
-        exactly = derived.block_rows(config) is not None
-        self.norms = GradNorms(self.optimizer, self.bare_chunks, topology, exactly)
+        self.norms = GradNorms(self.optimizer, self.bare_chunks, topology, derived.block_rows(config) is not None)
         self.sums = StepSums()
         self._placements = [layer.placement for layer in self._moe_layers if layer.placement is not None]
         self.watch: RouterWatch | None = None
         if (moe := config.moe).num_experts is not None:
             get_moe_layer_wise_logging_tracker().clear()  # the process' own: an earlier run may have had other layers
-            coefficients = (moe.aux_loss_coeff, moe.sequence_aux_loss_coeff, moe.z_loss_coeff)
-            named = zip(("aux_loss", "sequence_aux_loss", "z_loss"), coefficients)
-            losses = [name for name, coefficient in named if coefficient > 0]
-            self.watch = RouterWatch(
-                self.bare_chunks, config.model.num_layers, moe.num_experts, losses, topology.device
-            )
+            names = ("aux_loss", "sequence_aux_loss", "z_loss")
+            used, num_layers = [name for name in names if getattr(moe, f"{name}_coeff") > 0], config.model.num_layers
+            self.watch = RouterWatch(self.bare_chunks, num_layers, moe.num_experts, used, topology.device)
         self.extra_losses = ["sentence_loss"] if config.model.sentence_head != "none" else []
         self._buffers = [buffer for chunk in self.bare_chunks for buffer in chunk.buffers()]
 
     @property
     def job(self) -> Job:
-        """The job whose model and optimizer this engine has."""
+        """The config, number of ranks, vocabulary size and device type that this engine was built for."""
         return Job(self.config, self.topology.world_size, self.vocab_size, self.topology.device.type)
 
     def load_weights(self, folder: Path) -> None:
@@ -151,31 +140,30 @@ class Engine:
         self.optimizer.reload_model_params()
 
     def synchronize(self) -> None:
-        """Wait until the last step has updated all weights, offloaded ones included. A collective call. Raises
-        OffloadError on every rank if the update failed on one."""
+        """Wait until the last step has updated all weights, including offloaded weights. A collective call. Raises
+        OffloadError on every rank if the update failed on any rank."""
         if (offload := offload_of(self.optimizer)) is not None:
             offload.synchronize()
             raise_together(offload.problem(), OffloadError)
 
     def frozen_weights(self) -> AbstractContextManager[None]:
-        """Return a context for reading the weights between steps: pending parameter gathers are finished and dropout is
-        off."""
+        """Return a context for reading the weights between steps, in which pending parameter gathers are finished and
+        dropout is off."""
         self.synchronize()
         return frozen_weights(self.chunks)
 
     def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
         """Prepare expert streaming, offload memory and expert placement for passes over `num_micro_batches`
         micro-batches."""
-        num_backwards = 0 if forward_only else num_micro_batches
         if self.experts is not None:
             self.experts.begin_passes(num_micro_batches, forward_only)
-        if num_backwards:
+        if not forward_only:
             if self.layer_inputs is not None:
                 self.layer_inputs.begin()
             needs = [self.offload_bytes.get(layer.plan.memory_strategy, 0) for layer in self._moe_layers]
             self.host_link.step.begin(max(needs, default=0))
         for placement in self._placements:
-            placement.begin_passes(num_backwards)
+            placement.begin_passes(0 if forward_only else num_micro_batches)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's loss multiplied by fp16's loss scale and divided by the number of data and context
@@ -185,16 +173,16 @@ class Engine:
         return scaled if ranks == 1 else scaled * (1.0 / ranks)  # one rank launches no kernel for it
 
     def on_host(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return this context-parallel rank's share of a data-parallel rank's micro-batch, as host tensors. May run in
-        the data loader's thread."""
+        """Return this context-parallel rank's shard of a micro-batch of its data-parallel rank, as host tensors. May
+        run in the data loader's thread."""
         return self.family.on_host(self.config, batch, self.topology.context)  # type: ignore[no-any-return]
 
     def snapshot(self) -> StepSnapshot:
-        """Copy the state that passes change besides gradients, so that a rejected step can be rolled back."""
+        """Copy the state, other than gradients, that passes change, so that a rejected step can be rolled back."""
         return StepSnapshot(self._buffers, self.optimizer)
 
     def close(self) -> None:
-        """Free the model, so that this process can train another one."""
+        """Free the model, so that this process can train a different model."""
         self.host_link.close()
         if (offload := offload_of(self.optimizer)) is not None:
             offload.close()

@@ -22,22 +22,21 @@ def bucket_sums(losses: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, 
     bucket = torch.bucketize(values.flatten(), edges, right=True)
     chosen = (bucket == torch.arange(num_buckets, device=values.device)[:, None]).double()
     counted = (mask > 0).flatten()
-    own = torch.where(
-        counted, losses.flatten().double(), 0.0
-    )  # the loss of a token that is not predicted may be any number
+    # The loss of a token that is not predicted may be any number.
+    own = torch.where(counted, losses.flatten().double(), 0.0)
     return torch.stack([own, counted.double()]) @ chosen.T
 
 
 class LossBuckets:
-    """Accumulates an evaluation's losses and token counts in `sums`, float64 [2, 2, n]: by position or length (BY),
-    then loss sum or token count, then bucket."""
+    """Accumulates an evaluation's losses and token counts in `sums`, float64 [2, 2, n]. The axes are: position or
+    length (BY); loss sum or token count; bucket."""
 
     def __init__(self, sequence_length: int, device: torch.device):
         self.num_buckets = sequence_length.bit_length() + 1
         self.sums = torch.zeros(len(BY), 2, self.num_buckets, dtype=torch.float64, device=device)
 
     def add(self, losses: torch.Tensor, batch: dict[str, torch.Tensor]) -> None:
-        """Add a micro-batch's loss of each token, fp32 [b, s]. Losses are grouped by length only if the batch has
+        """Add the loss of each token of a micro-batch, fp32 [b, s]. Losses are grouped by length only if the batch has
         segment lengths."""
         positions = batch["positions"] if "positions" in batch else position_ids(batch["tokens"])
         self.sums[0] += bucket_sums(losses, batch["loss_mask"], positions, self.num_buckets)
@@ -46,19 +45,17 @@ class LossBuckets:
 
 
 def with_lengths(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a host batch with each token's segment length added; the batch itself if its documents are
-    joined."""
+    """Return a copy of a host batch to which each token's segment length is added. Returns the batch itself if its
+    documents are joined."""
     if "positions" not in batch:
         return batch
     return {**batch, SEGMENT_LENGTHS: torch.from_numpy(segment_lengths(batch["positions"]))}
 
 
 def mean_losses(sums: torch.Tensor) -> dict[str, dict[str, float]]:
-    """Return mean losses as {"position" or "length": {bucket: loss}} from the sums over all ranks; empty buckets are
+    """Return mean losses as {"position" or "length": {bucket: loss}} from the sums over all ranks. Empty buckets are
     left out."""
-    found = {}
+    means = {}
     for by, (losses, counts) in zip(BY, sums.tolist(), strict=True):
-        means = {bucket_name(i): losses[i] / counts[i] for i in range(len(counts)) if counts[i]}
-        if means:
-            found[by] = means
-    return found
+        means[by] = {bucket_name(i): losses[i] / count for i, count in enumerate(counts) if count}
+    return {by: found for by, found in means.items() if found}

@@ -13,8 +13,8 @@ from training.engine import Engine
 
 @dataclass
 class Progress:
-    """A run's finished optimizer steps, the training samples they consumed, the state of step validation
-    (training/resilience/health.py), and each callback's state by its name."""
+    """Progress of a run: its finished optimizer steps, the training samples that they consumed, the state of step
+    validation (training/resilience/health.py), and each callback's state by the callback's name."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -24,16 +24,16 @@ class Progress:
 
 def state(engine: Engine, progress: Progress, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json: progress, model description and `facts` (the run's id and its
-    data)."""
+    training data)."""
     position = {"step": progress.step, "consumed_samples": progress.consumed_samples, "health": progress.health}
     callbacks = {"callbacks": progress.callbacks} if progress.callbacks else {}
     return {**facts, **position, **callbacks, **of_model(engine.job)}
 
 
 def load(engine: Engine, folder: Path) -> Progress:
-    """Load a checkpoint's weights and optimizer state into the engine, and its random number states if it was saved in
-    the same layout; return the progress. A collective call, also allowed after steps were taken. Raises ConfigError on
-    every rank if any rank cannot read its shard."""
+    """Load a checkpoint's weights and optimizer state into the engine, and return the progress. Random number states
+    are loaded if the layout is the one of the checkpoint. A collective call, also allowed between steps. Raises
+    ConfigError on every rank if any rank cannot read its shard."""
     layout = layout_of(engine.config, engine.topology.world_size)
     saved = checkpoint_state.load(engine.chunks, engine.optimizer, folder, layout)
     return Progress(saved["step"], saved["consumed_samples"], saved["health"], saved.get("callbacks", {}))

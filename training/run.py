@@ -13,6 +13,7 @@ from configs.schema import Config
 from parallel.topology import Topology
 from training.engine import Engine
 from training.progress import Progress
+from training.resilience import events
 from training.resilience.health import Health, SkippedSamples
 from training.step import StepResult
 
@@ -22,8 +23,8 @@ Metrics = dict[str, Any]
 @dataclass
 class Run:
     """The state of one training run on this rank, which callbacks read and change. `make_validation_loaders` maps the
-    name of a validation corpus (or HELD_OUT of data/loader.py) to a function that returns a loader starting at the
-    first sample."""
+    name of a validation corpus (or HELD_OUT of data/loader.py) to a function that returns a loader of the corpus from
+    its first sample."""
 
     config: Config
     topology: Topology
@@ -40,10 +41,8 @@ class Run:
     make_loader: Callable[[int], Any] | None = None  # a training loader that starts after this number of samples
     stop_reason: str | None = None  # why the run ends after this step, the same on every rank
     result: StepResult | None = None  # of the last step
-    claim: Claim | None = None  # rank 0's hold on run_dir
-    facts: dict[str, Any] = field(
-        default_factory=dict
-    )  # stored in checkpoints: the run's id, and what it was trained on
+    claim: Claim | None = None  # rank 0's lock on run_dir
+    facts: dict[str, Any] = field(default_factory=dict)  # stored in checkpoints: the run's id and its training data
 
     @property
     def run_dir(self) -> Path:
@@ -51,7 +50,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank (rank 0) writes the run's files and prints."""
+        """Whether this is rank 0, which prints and writes the run's files."""
         return self.topology.rank == 0
 
     @property
@@ -72,7 +71,7 @@ class Run:
             self.loader = self.make_loader(position)
 
     def take(self, result: StepResult) -> None:
-        """Count a finished step, and add its loss to the history of step validation."""
+        """Count a finished step, and add its loss to the losses that step validation compares with."""
         self.progress.step += 1
         self.progress.consumed_samples += self.config.training.global_batch_size
         self.health.taken(result.loss, self.progress.step, result.updated)
@@ -83,22 +82,28 @@ class Run:
         if self.is_main:
             print(line, flush=True)
 
+    def log_event(self, kind: str, text: str, **fields: Any) -> None:
+        """Print a line and record it as an event, on rank 0 only. The event's step is the number of finished steps,
+        unless `fields` has another `step`."""
+        if self.is_main:
+            events.log(self.run_dir, kind, text, **{"step": self.progress.step, **fields})
+
 
 class Callback:
     """Base class of a run's features outside the training loop, such as logging or checkpoints. Every rank calls every
-    hook, so a hook may communicate.
+    hook, so a hook may communicate, except `on_error`.
 
-    In a step, `before_step` is called first, then the forward and backward passes run, then `before_update`, the
-    optimizer and `after_step`. To sum numbers over ranks, a callback registers them with `run.engine.sums`: they share
-    the loss's all-reduce and cost no message of their own.
+    A step calls `before_step`, runs the forward and backward passes, calls `before_update`, runs the optimizer and
+    calls `after_step`. To sum numbers over ranks, a callback registers them with `run.engine.sums`, which adds them to
+    the all-reduce of the loss.
     """
 
-    name = ""  # of its state in checkpoints, if it has one; it must not change
-    follows: tuple[str, ...] = ()  # names of the classes whose callbacks, if present, are called before this one
+    name = ""  # of the callback's state in checkpoints, if it has a state; must not change between versions
+    follows: tuple[str, ...] = ()  # class names of the callbacks that, if present, are called before this one
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the callback's state for a checkpoint: small, JSON-serializable, independent of the layout; empty if
-        it has none. Only rank 0's state is written. The Checkpoints callback calls this in its `after_step`, so a
+        """Return the callback's state for a checkpoint: small, JSON-serializable and independent of the layout; {}
+        without a state. Only rank 0's state is written. The Checkpoints callback calls this in its `after_step`, so a
         callback whose state changes in every step must precede Checkpoints in the list."""
         return {}
 
@@ -110,7 +115,7 @@ class Callback:
         """Called once when all ranks have connected, before the model is built."""
 
     def on_claim(self, step: int) -> None:
-        """Called once when this job has locked the run's folder, with the step at which it starts or resumes."""
+        """Called once when this job has locked the run's folder. The job starts or resumes after step `step`."""
 
     def on_start(self, run: Run) -> None:
         """Called once, after resuming and before this process's first step."""
@@ -119,22 +124,22 @@ class Callback:
         """Called before each step, and again before a rejected step is repeated. May register sums for the step."""
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Called after the passes, before the weights change; `result` is on the host and the same on every rank. Not
-        called for a rejected step. Must not wait for the device, since a step allows only one such wait."""
+        """Called after the passes and before the weights change, but not for a rejected step. Must not wait for the
+        device, because a step allows only one such wait."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         """Called after each optimizer step, in the order of the list in training/callbacks. May add to the step's
-        metrics; callbacks that are called later see the additions."""
+        metrics, which later callbacks then see."""
 
     def on_rollback(self, run: Run) -> None:
-        """Called when the run has returned to the checkpoint of step `run.progress.step`."""
+        """Called when the run has rolled back to the checkpoint of step `run.progress.step`."""
 
     def on_stop(self, run: Run) -> None:
-        """Called once, in place of `on_end`, when the run stops before its last step because of `run.stop_reason`."""
+        """Called once, instead of `on_end`, when the run stops before its last step because of `run.stop_reason`."""
 
     def on_error(self, error: BaseException) -> None:
-        """Called when an exception ends training on this rank, before `close`. Must not communicate: other ranks may be
-        gone."""
+        """Called before `close` when an exception ends training on this rank. Must not communicate, because other ranks
+        may have ended."""
 
     def on_end(self, run: Run) -> None:
         """Called once when all steps are done."""
@@ -144,17 +149,15 @@ class Callback:
 
 
 def states_of(callbacks: Sequence[Callback]) -> dict[str, dict[str, Any]]:
-    """Return the states of all callbacks that have one, by the callback's name."""
+    """Return the states of all callbacks that have a state, by the callback's name."""
     found = [(callback.name, state) for callback in callbacks if (state := callback.state_dict())]
-    assert all(name for name, _ in found) and len(dict(found)) == len(found), (
-        f"names of callbacks with a state: {found}"
-    )
+    assert all(name for name, _ in found) and len(dict(found)) == len(found), f"names of stateful callbacks: {found}"
     return dict(found)
 
 
 def restore_callbacks(run: Run) -> None:
-    """Restore each callback's state from the loaded checkpoint, and log the names of states whose callback this run
-    lacks."""
+    """Restore each callback's state from the loaded checkpoint. Logs the states that belong to no callback of this
+    run."""
     states = dict(run.progress.callbacks)
     for callback in run.callbacks:
         if callback.name in states:

@@ -20,8 +20,8 @@ STATUS = "status.json"
 
 
 def write(run_dir: Path, state: str, step: int, text: str, **fields: Any) -> None:
-    """Write the run's state: `text` is a line for people, `step` the number of finished steps. Only one rank calls it.
-    Also works on a full disk if the file exists already. Raises WriteError."""
+    """Write the run's state to status.json: `text` is a line for people, `step` the number of finished steps. Only one
+    rank calls this. Works on a full disk if the file exists already. Raises WriteError."""
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     content = {"state": state, "step": step, "text": text, "time": time.time(), "launch": launch, **fields}
     files.write_text(run_dir / STATUS, json.dumps(content, indent=1) + "\n", in_place=True)
@@ -42,13 +42,9 @@ def now(run_dir: Path) -> dict[str, Any]:
     content, held = read(run_dir), record.read(run_dir)
     if content.get("state") != "running" or held is None or record.is_alive(held):
         return content
-    sign = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.heartbeat))
-    return {
-        **content,
-        "state": "died",
-        "step": max(content.get("step", 0), record.last_step(run_dir)),
-        "text": f"process {held.pid} on {held.host} ended without a message; its last heartbeat was at {sign}",
-    }
+    heartbeat = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.heartbeat))
+    text = f"process {held.pid} on {held.host} ended without a message; its last heartbeat was at {heartbeat}"
+    return {**content, "state": "died", "step": max(content.get("step", 0), record.last_step(run_dir)), "text": text}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,12 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
     def body() -> None:
         content = now(options.run_dir)
         if not content:
-            raise ConfigError(f"{options.run_dir} has no readable {STATUS}. Give the folder of a run that has started.")
-        print(
-            json.dumps(content)
-            if options.json
-            else visible(f"{content['state']} after step {content['step']}: {content['text']}")
-        )
+            path = options.run_dir / STATUS
+            raise ConfigError(f"{path} is missing or cannot be read. Give the run_dir of a run that has started.")
+        if options.json:
+            print(json.dumps(content))
+        else:
+            print(visible(f"{content['state']} after step {content['step']}: {content['text']}"))
 
     return command.run(body)
 

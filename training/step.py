@@ -36,14 +36,14 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class StepResult:
-    """Results of one step over the global batch, on the host and the same on every rank, except `own_losses`. `extra`
-    holds further losses and router metrics; `per_layer` lists router metrics of each MoE layer; `sums` maps a name that
-    a callback registered to its sum over all ranks."""
+    """Results of one step over the global batch. All except `own_losses` are on the host and equal on every rank.
+    `extra` holds further losses and router metrics; `per_layer` lists router metrics of each MoE layer; `sums` maps a
+    name that a callback registered to its sum over all ranks."""
 
     loss: float
     grad_norm: float  # before clipping; 0 where fp16 gradients overflowed
     learning_rate: float
-    overflowed: bool  # whether fp16 gradients overflowed on some rank: then the weights are not changed
+    overflowed: bool  # whether fp16 gradients overflowed on any rank; the weights then do not change
     finite: bool  # whether the gradients are finite, apart from an overflow
     own_losses: torch.Tensor  # this rank's sums, on its device
     predicted_tokens: int = 0
@@ -63,9 +63,9 @@ def train_step(engine: Engine, batches: Sequence[Batch], step: int) -> StepResul
 
 
 def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
-    """Run the forward and backward passes of step `step` (counted from 1) on this rank's micro-batches, and return the
-    results over all ranks. The weights do not change until `apply`. `Engine.snapshot` copies the other state that the
-    passes change."""
+    """Run the forward and backward passes of optimizer step `step` (counted from 1) on this rank's micro-batches, and
+    return the results over all ranks. The weights do not change until `apply`. `Engine.snapshot` copies the other state
+    that the passes change."""
     for chunk in engine.chunks:
         chunk.train()
     _clear_gradients(engine)
@@ -76,10 +76,8 @@ def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult
     overflow = prepare_gradients(engine.optimizer)
     own = engine.sums.take()
     addends = [_once(engine, losses), _once_a_job(engine, counts), engine.norms.squares(), *own.values()]
-    if overflow is not None:
-        addends.append(overflow)
-    if engine.watch is not None:
-        addends.append(engine.watch.take())
+    addends += [] if overflow is None else [overflow]
+    addends += [] if engine.watch is None else [engine.watch.take()]
     # The host reads all numbers of a step here.
     summed, counted, squares, *sums = _sum_over_ranks(engine, addends)
     grad_norm = engine.norms.take(squares)
@@ -118,8 +116,8 @@ def apply(engine: Engine, result: StepResult) -> None:
 
 
 def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
-    """Repeat the last step's forward and backward passes with the same dropout masks, for hooks that inspect them. Only
-    gradients change."""
+    """Repeat the last step's forward and backward passes with identical dropout masks, for hooks that inspect them.
+    Only gradients change."""
     snapshot = engine.snapshot()
     _clear_gradients(engine)
     begin_step(engine.optimizer, passive=True)
@@ -132,9 +130,8 @@ def run_again(engine: Engine, batches: Sequence[Batch]) -> None:
 def evaluate(
     engine: Engine, steps: Iterator[Sequence[Batch]], buckets: LossBuckets | None = None
 ) -> tuple[float, dict[str, float]]:
-    """Return the mean loss per predicted token over the global batches in `steps`, and the mean of each extra loss. If
-    `buckets` is given (GPT only), every token's loss is added to it, and afterwards it holds the sums over all
-    ranks."""
+    """Return the mean loss per predicted token over the global batches in `steps`, and the mean of each extra loss.
+    Adds every token's loss to `buckets` if given (GPT only), which then holds the sums over all ranks."""
     total, batches = _no_losses(engine), 0
     counts = torch.zeros(2, dtype=torch.float64, device=engine.topology.device)
     with engine.frozen_weights(), torch.no_grad():  # Megatron's schedule alone would still build the graph
@@ -153,8 +150,8 @@ def evaluate(
 
 
 def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
-    """Return the fp32 logits [batch, sequence, vocabulary slice] of this tensor-parallel rank; None before the last
-    pipeline stage."""
+    """Return this tensor-parallel rank's fp32 logits [batch, sequence, vocabulary slice]. Returns None on pipeline
+    stages before the last one."""
     context = engine.topology.context
     made: list[Batch] = []
 
@@ -189,9 +186,9 @@ def logits(engine: Engine, micro_batch: Batch) -> torch.Tensor | None:
 def _run(
     engine: Engine, batches: Sequence[Batch], *, forward_only: bool, buckets: LossBuckets | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run Megatron's schedule over the micro-batches. Returns this rank's sums of losses [loss, *extra], which are zero
-    before the last stage, and int64 [2] of the global batch: the number of predicted tokens and, for separate
-    documents, of attending token pairs. Both stay on the device, so that the host does not wait."""
+    """Run Megatron's schedule over the micro-batches. Returns two device tensors, so that the host does not wait: this
+    rank's loss sums [loss, *extra], which are zero before the last pipeline stage; and int64 [2] with the number of
+    predicted tokens in the global batch and, for separate documents, the number of attended token pairs."""
     config, topology = engine.config, engine.topology
     tokens = torch.stack([batch["loss_mask"].sum() for batch in batches]).sum().long()
     pairs = sum(attended_pairs(config, batch["positions"]) for batch in batches if "positions" in batch)
@@ -244,7 +241,7 @@ def _loss(
 
 
 def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-    """Return the gradient of the step's loss with respect to a micro-batch's sum of losses: the scale factors of the
+    """Return the gradient of the step's loss with respect to a micro-batch's loss sum: the scale factors of Megatron's
     schedule and of `_loss`, multiplied in the order of the backward pass."""
     one = engine.scale_loss(torch.ones((), device=scale.device)).reshape(())
     return one / num_micro_batches * engine.topology.context.size * scale
@@ -266,8 +263,8 @@ def _iterators(engine: Engine, batches: Sequence[Any]) -> Any:
 
 
 def _shape(engine: Engine, num_samples: int, length: int) -> dict[str, int]:
-    """Return a micro-batch's shape as arguments of Megatron's schedule. With context parallelism, all rows count as one
-    sample, whose length the schedule divides by the number of context ranks."""
+    """Return a micro-batch's shape as arguments of Megatron's schedule. With context parallelism, all sequence rows
+    form one sample, whose length the schedule divides by the number of context-parallel ranks."""
     if engine.topology.context.size == 1:
         return {"seq_length": length, "micro_batch_size": num_samples}
     return {"seq_length": num_samples * length, "micro_batch_size": 1}
@@ -311,7 +308,7 @@ def _sum_over_ranks(engine: Engine, addends: Sequence[torch.Tensor]) -> list[tor
 def _losses(
     engine: Engine, summed: torch.Tensor, tokens: torch.Tensor, num_micro_batches: int
 ) -> tuple[float, dict[str, float]]:
-    """Return the mean loss per predicted token, and each extra loss's mean per micro-batch, from the sums over all
+    """Return the mean loss per predicted token and the mean of each extra loss per micro-batch, from the sums over all
     ranks."""
     micro_batches = num_micro_batches * engine.topology.data.size
     extra = {name: float(summed[1 + i]) / max(micro_batches, 1) for i, name in enumerate(engine.extra_losses)}

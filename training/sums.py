@@ -1,4 +1,4 @@
-"""Sums over all ranks that share the loss's all-reduce, so that a step needs one message and one wait for the
+"""Sums over all ranks that share the all-reduce of the loss, so that a step needs one message and one wait for the
 device."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepSums:
         self._entries: dict[str, Entry] = {}
 
     def register(self, name: str, entry: Entry) -> None:
-        """From now on, sum the tensor that `entry()` returns over all ranks in every step, under this name."""
+        """Add a sum: from now on, every step sums the tensor that `entry()` returns over all ranks."""
         assert name not in self._entries, f"{name} is summed in every step already"
         self._entries[name] = entry
 

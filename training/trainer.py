@@ -24,8 +24,8 @@ from training.starting.run_builder import build_run
 
 
 class Trainer:
-    """Builds a run from its config, resumes it from a checkpoint if there is one, and takes its steps. `guard` and
-    `signals` may end the process and handle its signals: pass them only if the process runs nothing else. `choice`: the
+    """Builds a run from its config, resumes it from a checkpoint if there is one, and takes its steps. `guard` may end
+    the process and `signals` handles its signals: pass them only if the process runs nothing else. `choice`: the
     layout, if it was searched for."""
 
     def __init__(
@@ -46,8 +46,8 @@ class Trainer:
         self._thaws = False
 
     def fit(self) -> bool:
-        """Train up to `training.steps`, from the checkpoint that `checkpoint.resume` selects or from the start. Returns
-        True if all steps are done, False if the run stopped early and can be resumed."""
+        """Train up to step `training.steps`, from the start or from the checkpoint that `checkpoint.resume` selects.
+        Returns True if all steps are done, and False if the run stopped early and can be resumed."""
         with contextlib.ExitStack() as built:
             try:
                 run = build_run(self.config, self.callbacks, built)
@@ -56,7 +56,7 @@ class Trainer:
                     text = f"{run.run_dir} is finished: {done} steps are done. Raise training.steps to train longer."
                     run.log(text)
                     if run.is_main:
-                        status.write(run.run_dir, "finished", run.progress.step, text)
+                        status.write(run.run_dir, "finished", done, text)
                 else:
                     self._take_steps(run)
             except BaseException as error:
@@ -77,8 +77,8 @@ class Trainer:
         restore_callbacks(run)
         for callback in self.callbacks:
             callback.on_start(run)
-        # Objects that exist by now live to the end: a collection that visits them all takes 0.1 s, on some rank in some
-        # step. gc.unfreeze affects all frozen objects, so in a process that runs more than this, others' stay frozen.
+        # Objects that exist by now live to the end. A garbage collection that visits them all would take 0.1 s in some
+        # step of some rank. gc.unfreeze would also unfreeze objects that other code in this process has frozen.
         gc.collect()
         if self._alone or not gc.get_freeze_count():
             gc.freeze()
@@ -92,14 +92,11 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.after_step(run, metrics)
         for callback in self.callbacks:
-            if run.is_last_step:
-                callback.on_end(run)
-            else:
-                callback.on_stop(run)
+            (callback.on_end if run.is_last_step else callback.on_stop)(run)
 
     def train_step(self, run: Run) -> Metrics | None:
         """Take one optimizer step on this rank's micro-batches, and return its metrics. Returns None if the step was
-        rejected: then its batch is skipped, or the run has returned to a checkpoint."""
+        rejected: its batch is then skipped, or the run has rolled back to a checkpoint."""
         run.seek()
         start, waited = time.perf_counter(), run.loader.wait_seconds
         for callback in self.callbacks:

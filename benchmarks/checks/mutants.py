@@ -66,8 +66,8 @@ MUTANTS = [
         "the last token of a separate document predicts the next document",
         "data",
         "data/samples/gpt.py",
-        'labels[foreign], batch["loss_mask"][foreign] = IGNORED, 0.0',
-        "labels[foreign] = IGNORED",
+        'labels[foreign], batch["loss_mask"][foreign] = shared.IGNORED, 0.0',
+        "labels[foreign] = shared.IGNORED",
         ("data/test_separate_documents.py::test_documents_of_one_token_predict_nothing",),
     ),
     Mutant(
@@ -228,8 +228,8 @@ MUTANTS = [
         "moments begin again at each resume",
         "resume",
         "optim/state.py",
-        "float(steps), dtype=torch.float32, device=owned.main.device",
-        "0.0, dtype=torch.float32, device=owned.main.device",
+        "torch.tensor(float(steps), dtype=torch.float32, device=device)",
+        "torch.tensor(0.0, dtype=torch.float32, device=device)",
         ("optim/test_state.py::test_restored_state_steps_on_as_the_original",),
     ),
     Mutant(

@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from benchmarks.kit.facts import APERTUS, OFF, keys
@@ -107,8 +108,9 @@ PAIRS = [  # streamed, then resident
 class ApertusClock(StepClock):
     """A step of their trainer, whose exchanges send a row for each token and expert."""
 
+    @cached_property
     def _expert_calls(self) -> ExpertCalls:
-        calls = super()._expert_calls()
+        calls = super()._expert_calls
         load, ranks = calls.load, self.config.parallel.expert
         away_rows = load.assignments * (ranks - 1) // ranks
         calls.load = replace(load, token_rows=load.assignments, away_rows=away_rows)
@@ -123,8 +125,7 @@ class ChunkedClock(ApertusClock):
         work = self._work(name)
         if not work.forward.moe:
             return seconds
-        assert self._calls is not None
-        calls = self._calls.of(work, stage)
+        calls = self._expert_calls.of(work, stage)
         numbers = (self.config.moe.num_experts or 0) // self.config.parallel.expert * derived.expert_numel(self.config)
         coming = numbers * derived.element_size(self.config) / rates(self.hardware, self.job.world_size).up
         forward, backward = Reasons(seconds.forward), Reasons(seconds.backward)

@@ -419,6 +419,7 @@ def measure(config: Config) -> dict[str, Any]:
     from training.starting.dry_run import made_up_batches
     from training.step import train_step
 
+    gc.collect()  # an earlier run in this process may still have host memory, which would leave less for this one
     topology = topology_module.initialize(config)
     plan = make_plan(Job(config, topology.world_size, VOCAB_SIZE, topology.device.type))
     model = Engine(config, topology, VOCAB_SIZE, state_headroom(plan.memory[topology.rank], plan.capacity))

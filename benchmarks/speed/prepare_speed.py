@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 
 from configs.schema import DataConfig
-from data.corpus import Document, parse_corpus, plan_shards, read_span
+from data.corpus import parse_corpus, plan_shards, read_span
+from data.corpus.documents import Document
 from data.prepare import prepare
 from data.tokenizer import train_tokenizer
 

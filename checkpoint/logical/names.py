@@ -28,8 +28,7 @@ LAYER = re.compile(r"(?P<block>decoder|encoder)\.layers\.((?P<number>\d+)\.)?(?P
 
 @dataclass(frozen=True)
 class GlobalName:
-    """The parsed name of a global tensor: a logical weight, and the leading axes along which several such weights are
-    stacked."""
+    """The parsed name of a global tensor: the logical weights in it, and the axes along which they are stacked."""
 
     prefix: str  # "decoder.layers."; the number of a layer, a point and `rest` follow
     rest: str
@@ -38,7 +37,7 @@ class GlobalName:
 
     @property
     def num_axes(self) -> int:
-        """Number of leading axes, which count layers or experts."""
+        """Number of leading axes, along which layers or experts are stacked."""
         return self.has_layers + self.has_experts
 
     def name(self, index: tuple[int, ...]) -> str:
@@ -50,7 +49,7 @@ class GlobalName:
 
 
 def parse(key: str) -> GlobalName:
-    """Parse a checkpoint's tensor name as that of a weight or of a stack of weights."""
+    """Parse the name of a global tensor in a checkpoint, which is a logical weight or a stack of logical weights."""
     match = LAYER.fullmatch(key)
     if match is None:
         return GlobalName("", key, False, False)
@@ -65,7 +64,7 @@ def parse(key: str) -> GlobalName:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """The block of a logical weight that a box of a checkpoint contains: a matrix, stored row after row."""
+    """A block of a logical weight that is stored in a checkpoint, as a row-major matrix."""
 
     name: str
     shape: tuple[int, ...]  # of the whole weight, with the vocabulary's padding
@@ -74,17 +73,15 @@ class WeightBlock:
 
 
 def blocks_of(entry: Entry) -> Iterator[WeightBlock]:
-    """Yield the blocks of logical weights that a box of a checkpoint consists of; none if it contains something
-    else."""
+    """Yield the blocks of logical weights that a stored tensor consists of; none for a tensor that is no weight."""
     known = parse(entry.key)
-    axes = known.num_axes
-    box = (1,) * (len(entry.global_shape) - len(entry.shape)) + entry.shape
+    axes, box = known.num_axes, entry.box_shape
     inner, offset, shape = box[axes:], entry.offset[axes:], entry.global_shape[axes:]
     if len(inner) not in (1, 2):
         return
     num_rows, num_columns = (inner[0], 1) if len(inner) == 1 else inner
-    first = (offset[0], 0) if len(inner) == 1 else offset
-    block = (first[0], first[1], first[0] + num_rows, first[1] + num_columns)
+    row, column = (offset[0], 0) if len(inner) == 1 else offset
+    block = (row, column, row + num_rows, column + num_columns)
     size = math.prod(inner) * ITEM_BYTES[entry.dtype]
     for number, index in enumerate(itertools.product(*(range(n) for n in box[:axes]))):
         name = known.name(tuple(o + i for o, i in zip(entry.offset, index)))
@@ -92,12 +89,14 @@ def blocks_of(entry: Entry) -> Iterator[WeightBlock]:
 
 
 def without_padding(block: WeightBlock, shape: tuple[int, ...]) -> WeightBlock | None:
-    """Return a block without the rows that pad the vocabulary, or None if no row is left. `shape`: the weight's without
-    padding. Raises ValueError with a message for users if the shapes do not fit."""
+    """Return a block without the rows that pad the vocabulary, or None if no row is left. `shape`: of the weight
+    without padding. Raises ValueError with a message for users if the shapes do not fit."""
     if block.shape == shape:
         return block
     if block.name not in PADDED or block.shape[1:] != shape[1:] or block.shape[0] < shape[0]:
-        raise ValueError(f"{block.name} in shape {list(block.shape)}, but its config calls for {list(shape)}")
+        raise ValueError(
+            f"its files have {block.name} in shape {list(block.shape)}, but its config calls for {list(shape)}"
+        )
     end = min(block.box[2], shape[0])
     return replace(block, box=(*block.box[:2], end, block.box[3])) if end > block.box[0] else None
 
@@ -110,7 +109,7 @@ def lacking_weights(entries: Iterable[Entry], shapes: Mapping[str, tuple[int, ..
         try:
             kept = without_padding(block, shapes[block.name])
         except ValueError as error:
-            wrong[block.name] = f"its files have {error}"
+            wrong[block.name] = str(error)
             continue
         found.setdefault(block.name, []).extend([] if kept is None else [kept.box])
     for name, shape in shapes.items():

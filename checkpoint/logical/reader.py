@@ -26,9 +26,9 @@ PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def open_logical(path: Path, direct: bool = False) -> LogicalReader:
-    """Open a trained model's tensors; for a run, those of its newest good checkpoint, after checking every byte.
+    """Open the tensors of a trained model; of a run, those in its newest good checkpoint, after checking every byte.
     `direct`: bypass the kernel's page cache if the file system allows it. Raises ConfigError, before any tensor is
-    read, if a tensor is missing, duplicate, or of another shape than the model's."""
+    read, if a tensor is missing, is stored twice or has a wrong shape."""
     kind = manifest.kind_of_model(path)
     if kind == "checkpoint":
         return open_checkpoint(manifest.good_checkpoint_at(path), direct)
@@ -37,13 +37,13 @@ def open_logical(path: Path, direct: bool = False) -> LogicalReader:
 
 
 def open_checkpoint(folder: Path, direct: bool = False) -> LogicalReader:
-    """Open the tensors of a checkpoint that has been verified. Raises ConfigError like `open_logical`."""
+    """Open the tensors of a verified checkpoint. `direct`: bypass the kernel's page cache. Raises ConfigError."""
     return LogicalReader(of_checkpoint(folder, BounceBuffers() if direct else None))
 
 
 class LogicalReader(LogicalTensors):
-    """Reads a trained model's tensors, and describes the model with attributes of ModelSource. `folder` is the folder
-    that is read; for a run, its checkpoint's folder."""
+    """Reads the tensors of a trained model, and describes the model with the attributes of ModelSource. `folder`: the
+    folder with the tensors; for a run, the folder of its checkpoint."""
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__(source.folder, source.weights, logical_shapes(source.config, source.vocab_size))
@@ -54,14 +54,13 @@ class LogicalReader(LogicalTensors):
 
     @property
     def tokenizer(self) -> Path:
-        """The folder of the model's tokenizer, if it has one. Raises ConfigError if another tokenizer is stored
-        there."""
+        """The folder of the model's tokenizer, if any. Raises ConfigError if the folder contains a different one."""
         return self._tokenizer()
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An opened model folder: its logical weights, config, tokenizer and end tokens."""
+    """An open folder of a trained model: its logical weights, config, tokenizer and end tokens."""
 
     kind: str  # checkpoint, weights or huggingface
     folder: Path
@@ -78,7 +77,7 @@ class ModelSource:
 
 
 def of_checkpoint(path: Path, bounce: BounceBuffers | None) -> ModelSource:
-    """Open a checkpoint that has been verified. Raises ConfigError."""
+    """Open a verified checkpoint. Raises ConfigError."""
     config, vocab_size = load(path / manifest.CONFIG), int(read_state(path)["vocab_size"])
     boxes = BoxFiles(path, logical_shapes(config, vocab_size), bounce)
     return ModelSource(
@@ -133,7 +132,7 @@ def of_huggingface(path: Path, bounce: BounceBuffers | None) -> ModelSource:
 
 
 class BoxFiles:
-    """Opens a checkpoint's files, and finds the row blocks of the logical weights in `shapes`. Raises ConfigError."""
+    """Opens the files of a checkpoint, and finds the row blocks of logical weights in them. Raises ConfigError."""
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], bounce: BounceBuffers | None) -> None:
         self._files: list[ReadOnlyFile] = []
@@ -155,13 +154,14 @@ class BoxFiles:
                     if kept is not None:
                         blocks.setdefault(block.name, []).append(_row_block(kept, dtype, start, self._files[-1]))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"checkpoint {folder} cannot be read: {error}") from error
+            raise ConfigError(f"checkpoint {folder} cannot be read: {error}. {manifest.ADVICE}.") from error
         self.weights: dict[str, LogicalWeight] = {}
         for name, shape in shapes.items():
             found = blocks.get(name, [])
             kinds = {block.stored.dtype for block in found}
             if len(kinds) > 1:
-                raise ConfigError(f"checkpoint {folder} has {name} in several types: {sorted(map(str, kinds))}.")
+                several = sorted(map(str, kinds))
+                raise ConfigError(f"checkpoint {folder} has {name} in several types: {several}. {manifest.ADVICE}.")
             if found:
                 self.weights[name] = LogicalWeight(shape, kinds.pop(), tuple(found))
 

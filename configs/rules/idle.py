@@ -67,9 +67,7 @@ NEEDS = [
         "unless model.family is gpt: a sample of BERT never crosses documents",
     ),
     Needs(
-        ("model.sliding_window_from",),
-        lambda c: c.model.sliding_window is not None,
-        "if model.sliding_window is null",
+        ("model.sliding_window_from",), lambda c: c.model.sliding_window is not None, "if model.sliding_window is null"
     ),
     Needs(
         ("moe.group_score_top_k",),
@@ -88,7 +86,7 @@ NEEDS = [
     ),
 ]
 
-# Values that are only listed. `otherwise` follows "<key> (" in the line.
+# Values that are only listed, with the first reason that holds. `otherwise` follows "<key> (" in the line.
 READY = [
     Needs(
         tuple(name for name in _of("moe") if name != "moe.num_experts" and name not in NEEDS[0].keys),
@@ -100,38 +98,27 @@ READY = [
         lambda c: 0 in derived.moe_layer_pattern(c) or c.moe.ffn_hidden_size is None,
         "all layers have experts, whose width is moe.ffn_hidden_size",
     ),
-    Needs(("moe.expert_bias_rate",), lambda c: not derived.is_moe(c) or c.moe.expert_bias, "moe.expert_bias is false"),
-    Needs(
-        ("moe.drop_policy",),
-        lambda c: not derived.is_moe(c) or c.moe.capacity_factor is not None,
-        "moe.capacity_factor is null",
-    ),
+    Needs(("moe.expert_bias_rate",), lambda c: c.moe.expert_bias, "moe.expert_bias is false"),
+    Needs(("moe.drop_policy",), lambda c: c.moe.capacity_factor is not None, "moe.capacity_factor is null"),
     Needs(
         ("moe.weight_lag",),
-        lambda c: (
-            not derived.is_moe(c)
-            or (c.parallel.expert > 1 and not derived.plans_moe(c) and (derived.pipeline_degrees(c)[1] or 0) > 1)
-        ),
+        lambda c: c.parallel.expert > 1 and not derived.plans_moe(c) and (derived.pipeline_degrees(c)[1] or 0) > 1,
         "it needs parallel.expert above 1 and a fixed number of chunks (moe.backward_pipeline_degree) above 1",
     ),
     Needs(
         ("moe.memory_strategy",),
-        lambda c: not derived.is_moe(c) or c.parallel.expert > 1 or "communicate" not in c.moe.memory_strategy,
+        lambda c: c.parallel.expert > 1 or "communicate" not in c.moe.memory_strategy,
         "parallel.expert is 1, so no tokens are sent",
     ),
     Needs(
         ("moe.shard_weights", "moe.weight_slots"),
-        lambda c: not derived.is_moe(c) or c.moe.weights_device != "device",
+        lambda c: c.moe.weights_device != "device",
         "moe.weights_device is device",
     ),
-    Needs(
-        ("moe.placement.block_rows",),
-        lambda c: not derived.is_moe(c) or c.moe.placement.bitwise,
-        "moe.placement.bitwise is false",
-    ),
+    Needs(("moe.placement.block_rows",), lambda c: c.moe.placement.bitwise, "moe.placement.bitwise is false"),
     Needs(
         ("moe.placement.interval",),
-        lambda c: not derived.is_moe(c) or c.moe.placement.policy != "static",
+        lambda c: c.moe.placement.policy != "static",
         "moe.placement.policy is static: experts do not migrate",
     ),
     Needs(
@@ -174,11 +161,7 @@ READY = [
         lambda c: c.optimizer.state_device in ("disk", "auto") and c.memory.disk_dir is not None,
         "no optimizer state is stored in memory.disk_dir",
     ),
-    Needs(
-        ("memory.host_budget",),
-        derived.uses_host,
-        "optimizer state, activations and experts stay on the device",
-    ),
+    Needs(("memory.host_budget",), derived.uses_host, "optimizer state, activations and experts stay on the device"),
     Needs(
         ("sample.num_tokens", "sample.temperature", "sample.top_p"),
         lambda c: bool(c.sample.prompts),
@@ -199,26 +182,30 @@ READY = [
 ]
 
 
-def _idle(config: Config, table: list[Needs]) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for each key of a table that has no effect, but another value than its default."""
+def _idle(config: Config, table: list[Needs]) -> dict[str, str]:
+    """Return each key of `table` that has no effect although its value is not the default, with the first reason."""
+    found: dict[str, str] = {}
     for keys, holds, otherwise in table:
         if not holds(config):
-            yield from ((key, otherwise) for key in keys if get(config, key) != KEYS[key].default)
+            changed = (key for key in keys if get(config, key) != KEYS[key].default)
+            found |= {key: otherwise for key in changed if key not in found}
+    return found
 
 
 def idle(config: Config, world_size: int) -> Iterator[Problem]:
     """Yield a problem for each key of NEEDS whose value has no effect. The fix resets all of these keys."""
-    back: Fix = {key: KEYS[key].fresh_default() for key, _ in _idle(config, NEEDS)}
-    for key, otherwise in _idle(config, NEEDS):
+    found = _idle(config, NEEDS)
+    back: Fix = {key: KEYS[key].fresh_default() for key in found}
+    for key, otherwise in found.items():
         yield Problem(key, f"must be {show(back[key])} {otherwise}", back)
 
 
 def has_no_effect(key: str, config: Config) -> bool:
-    """Whether the value of a key has no effect in this configuration."""
+    """Return whether the value of a key has no effect in this configuration."""
     return any(key in needs.keys and not needs.holds(config) for needs in (*NEEDS, *READY))
 
 
 def ready(config: Config) -> str:
     """Return one line that lists the values without effect, or an empty string if there are none."""
-    found = [f"{key} ({why})" for key, why in _idle(config, READY)]
+    found = [f"{key} ({why})" for key, why in _idle(config, READY).items()]
     return f"without effect here: {'; '.join(found)}" if found else ""

@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterator
 
 from configs import derived
+from configs.keys import get
 from configs.rules.problem import WORLD_SIZE, Fix, Problem, divisors, multiples, must_divide, set_to
-from configs.schema import Config
+from configs.schema import KEYS, Config
+from configs.searched import LAYOUT_KEYS
 
 
 def tensor(config: Config, world_size: int) -> Iterator[Problem]:
@@ -29,7 +31,7 @@ def tensor(config: Config, world_size: int) -> Iterator[Problem]:
         yield from must_divide(tensor, ("model.sequence_length", model.sequence_length))
     if derived.is_moe(config) and parallel.tensor > 1 and not parallel.sequence:
         rule = (
-            f"must be true for an MoE model if parallel.tensor ({parallel.tensor}) is above 1 (Megatron-core needs it)"
+            f"must be true for an MoE model if parallel.tensor ({parallel.tensor}) is above 1: Megatron-core needs it"
         )
         yield Problem("parallel.sequence", rule, True, {"parallel.tensor": 1})
     if 0 in derived.moe_layer_pattern(config):
@@ -58,8 +60,7 @@ def context(config: Config, world_size: int) -> Iterator[Problem]:
         return
     fits = sorted(derived.allowed_context_heads(config), key=lambda n: (abs(n - heads), n))
     if context % heads:
-        rule = f"must divide parallel.context ({context})"
-        yield Problem("parallel.context_heads", rule, *fits, None)
+        yield Problem("parallel.context_heads", f"must divide parallel.context ({context})", *fits, None)
     elif not derived.shares_query_heads(config, heads):
         queries, keys = derived.heads_of_tensor_rank(config)
         rule = (
@@ -106,31 +107,20 @@ def pipeline(config: Config, world_size: int) -> Iterator[Problem]:
 
 def world(config: Config, world_size: int) -> Iterator[Problem]:
     parallel = config.parallel
-    names = ("tensor", "pipeline", "context", "expert")
     dense, expert = derived.model_parallel_size(config), derived.expert_model_parallel_size(config)
-    both = math.lcm(dense, expert)
     # Fixes change one size to a value that divides the world, else all sizes to 1, else the number of processes.
     smaller: list[Fix] = []
-    for name in sorted(names, key=lambda name: -getattr(parallel, name)):
+    for name in sorted(("tensor", "pipeline", "context", "expert"), key=lambda name: -getattr(parallel, name)):
         size = getattr(parallel, name)
         smaller += set_to(f"parallel.{name}", [d for d in divisors(world_size, size) if d != size])
-    alone: Fix = {
-        "tensor": 1,
-        "sequence": False,
-        "pipeline": 1,
-        "virtual_pipeline": None,
-        "context": 1,
-        "context_heads": None,
-        "expert": 1,
-        "expert_tensor": None,
-    }
-    alone = {f"parallel.{name}": value for name, value in alone.items() if getattr(parallel, name) != value}
-    launch = set_to(WORLD_SIZE, multiples(both, world_size))
-    product = "parallel.tensor * parallel.pipeline * parallel.context"
+    sizes = {key: KEYS[key].default for key in LAYOUT_KEYS if key.startswith("parallel.")}
+    alone: Fix = {key: value for key, value in sizes.items() if get(config, key) != value}
+    launch = set_to(WORLD_SIZE, multiples(math.lcm(dense, expert), world_size))
     if world_size % dense:
-        sizes = f"{parallel.tensor} * {parallel.pipeline} * {parallel.context} = {dense}"
-        yield Problem(WORLD_SIZE, f"must be divisible by {product} = {sizes}", *smaller, alone, *launch)
+        product = f"{parallel.tensor} * {parallel.pipeline} * {parallel.context} = {dense}"
+        rule = f"must be divisible by parallel.tensor * parallel.pipeline * parallel.context = {product}"
+        yield Problem(WORLD_SIZE, rule, *smaller, alone, *launch)
     if derived.is_moe(config) and world_size % expert:
-        sizes = f"{parallel.expert} * {derived.expert_tensor_size(config)} * {parallel.pipeline} = {expert}"
-        rule = f"must be divisible by parallel.expert * parallel.expert_tensor * parallel.pipeline = {sizes}"
+        product = f"{parallel.expert} * {derived.expert_tensor_size(config)} * {parallel.pipeline} = {expert}"
+        rule = f"must be divisible by parallel.expert * parallel.expert_tensor * parallel.pipeline = {product}"
         yield Problem(WORLD_SIZE, rule, *smaller, alone, *launch)

@@ -43,10 +43,7 @@ def model(config: Config, world_size: int) -> Iterator[Problem]:
         rotating = derived.head_dim(config) * model.rotary_fraction
         if rotating != int(rotating) or int(rotating) % 2:
             size = derived.head_dim(config)
-            rule = (
-                f"times the head dimension ({size}) must be an even integer, because rotary positions rotate pairs of "
-                "channels"
-            )
+            rule = f"times the head dimension ({size}) must be an even integer: rotary positions rotate channel pairs"
             yield Problem("model.rotary_fraction", rule, 1.0, 0.5, {"model.position_embedding": "learned"})
     if model.sliding_window_from >= model.num_layers:
         rule = f"must be less than model.num_layers ({model.num_layers}); else no layer would have the window"
@@ -113,10 +110,7 @@ def moe(config: Config, world_size: int) -> Iterator[Problem]:
         rule = f"must not exceed moe.num_experts ({experts})"
         yield Problem("moe.top_k", rule, *range(experts, 0, -1), {"moe.num_experts": moe.top_k})
     if moe.top_k == 1 and moe.router_score == "softmax" and moe.normalize_top_k:
-        rule = (
-            "must be false with moe.top_k=1 and moe.router_score=softmax: a single weight scaled to 1 gives the router "
-            "no gradient"
-        )
+        rule = "must be false with moe.top_k=1 and moe.router_score=softmax: a weight of 1 gives the router no gradient"
         yield Problem("moe.normalize_top_k", rule, False, {"moe.top_k": 2})
     if moe.top_k > 1 and moe.router_score == "sigmoid" and not moe.normalize_top_k:
         rule = "must be true with moe.router_score=sigmoid, whose weights Megatron-core always scales to a sum of 1"
@@ -208,9 +202,7 @@ def _placement(config: Config) -> Iterator[Problem]:
         rule = "must be warn if moe.placement.max_load is null, because there is no limit then"
         yield Problem("moe.placement.over_limit", rule, "warn")
     if placement.replay is not None and placement.policy in ("static", "auto"):
-        rule = (
-            f"must be null for moe.placement.policy={placement.policy}: plans do not record which calls have replicas"
-        )
+        rule = f"must be null for moe.placement.policy={placement.policy}: plans do not record calls with replicas"
         yield Problem("moe.placement.replay", rule, None, {"moe.placement.policy": "solve"})
     if is_static:
         return

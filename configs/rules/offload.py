@@ -53,15 +53,9 @@ def expert_weights(config: Config, world_size: int) -> Iterator[Problem]:
 def activations(config: Config, world_size: int) -> Iterator[Problem]:
     offload = config.training.activation_offload
     if offload != "none" and config.training.recompute != "full":
-        rule = (
-            f"needs training.recompute ({config.training.recompute}) to be full, which stores only the inputs of layers"
-        )
+        rule = f"needs training.recompute ({config.training.recompute}) to be full, which stores only layer inputs"
         yield Problem("training.activation_offload", rule, {"training.recompute": "full"}, "none")
     size = derived.layer_input_bytes(config)
     if not isinstance(offload, str) and offload * MIB < size:
-        yield Problem(
-            "training.activation_offload",
-            f"must be at least {size / MIB:.3g} MiB, the size of one layer's input",
-            "auto",
-            math.ceil(size / MIB),
-        )
+        rule = f"must be at least {size / MIB:.3g} MiB, the size of one layer's input"
+        yield Problem("training.activation_offload", rule, "auto", math.ceil(size / MIB))

@@ -10,7 +10,7 @@ from typing import Any
 
 from configs import hardware_files
 from configs.keys import Key, get
-from configs.rules.problem import Problem, set_to
+from configs.rules.problem import Problem
 from configs.schema import KEYS, Config
 from configs.show import nearest
 
@@ -39,7 +39,7 @@ def _legal_values(key: Key, value: Any) -> list[Any]:
 
 
 def wrong_validation_corpora(value: Any) -> str | None:
-    """Return the rule that a value of data.validation_corpora breaks, to follow it in a message, or None."""
+    """Return the rule that a value of data.validation_corpora breaks, to end an error message; None if legal."""
     if not isinstance(value, dict):
         return f"must be {KEYS['data.validation_corpora'].form}"
     for name, corpus in value.items():
@@ -80,22 +80,19 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
     if any(not 1 <= step <= steps for step in profile.steps):
         rule = f"must be a list of steps from 1 to training.steps ({steps})"
         yield Problem("training.profile.steps", rule, [min(10, steps)], [])
-    listed = isinstance(profile.ranks, list) and all(
-        type(rank) is int and 0 <= rank < world_size for rank in profile.ranks
-    )
-    if profile.ranks != "all" and not (listed and profile.ranks):
+    ranks = profile.ranks if isinstance(profile.ranks, list) else []
+    if profile.ranks != "all" and not (ranks and all(type(rank) is int and 0 <= rank < world_size for rank in ranks)):
         rule = f"must be all, or a list of ranks from 0 to {world_size - 1}"
         yield Problem("training.profile.ranks", rule, "all")
 
     offload = config.training.activation_offload
-    number = isinstance(offload, (int, float)) and not isinstance(offload, bool) and 0 < offload < math.inf
-    if offload not in ("none", "auto") and not number:
+    if offload not in ("none", "auto") and not _is_positive(offload):
         rule = f"must be {KEYS['training.activation_offload'].form}"
         yield Problem("training.activation_offload", rule, "none")
 
     degree = config.moe.pipeline_degree
-    if degree != "auto" and (not isinstance(degree, int) or isinstance(degree, bool) or degree < 1):
-        yield Problem("moe.pipeline_degree", "must be an integer of at least 1, or auto", "auto", 1)
+    if degree != "auto" and (type(degree) is not int or degree < 1):
+        yield Problem("moe.pipeline_degree", f"must be {KEYS['moe.pipeline_degree'].form}", "auto", 1)
 
     yield from _plan(config)
     layers, num_layers = config.moe.layers, config.model.num_layers
@@ -107,7 +104,7 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
                 "at least one 1"
             )
             yield Problem("moe.layers", rule, *([spread] if any(spread) and num_layers <= 16 else []), 1)
-    elif not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+    elif type(layers) is not int or layers < 1:
         rule = "must be an integer n of at least 1 (every n-th layer is MoE) or a list of 0 and 1, one per layer"
         yield Problem("moe.layers", rule, 1)
 
@@ -115,31 +112,27 @@ def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
 def _corpora(config: Config) -> Iterator[Problem]:
     corpus = config.data.corpus
     items = corpus if isinstance(corpus, list) else [] if isinstance(corpus, dict) else [corpus]
-    for item in items:
-        path, weight = (item.get("path"), item.get("weight", 1.0)) if isinstance(item, dict) else (item, 1.0)
-        unknown = set(item) - {"path", "weight"} if isinstance(item, dict) else set()
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and 0 < weight < math.inf
-        if not isinstance(path, str) or not path.strip() or not number or unknown:
-            items = []
-    if not items:
-        rule = "must be stdlib, a path, or a list of paths or of {path: a path, weight: a number above 0}"
-        yield Problem("data.corpus", rule, "stdlib")
-
+    if not items or not all(map(_is_corpus, items)):
+        yield Problem("data.corpus", f"must be {KEYS['data.corpus'].form}", "stdlib")
     if (wrong := wrong_validation_corpora(config.data.validation_corpora)) is not None:
-        yield Problem("data.validation_corpora", wrong, *set_to("data.validation_corpora", [{}]))
+        yield Problem("data.validation_corpora", wrong, {"data.validation_corpora": {}})
+
+
+def _is_corpus(item: Any) -> bool:
+    fields = item if isinstance(item, dict) else {"path": item}
+    path, weight = fields.get("path"), fields.get("weight", 1.0)
+    return isinstance(path, str) and bool(path.strip()) and _is_positive(weight) and fields.keys() <= {"path", "weight"}
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def _plan(config: Config) -> Iterator[Problem]:
     """Check the keys that concern a plan: plan, plan_world_size and hardware."""
-    if (
-        config.plan not in (False, True, "json", "search")
-        or isinstance(config.plan, (int, float))
-        and not isinstance(config.plan, bool)
-    ):
+    if not isinstance(config.plan, bool) and config.plan not in ("json", "search"):
         close = nearest(str(config.plan), ("json", "search"))
         yield Problem("plan", "must be true, false, json or search", *([close] if close else []), True)
-    if config.plan_world_size is not None and config.plan_world_size < 1:
-        yield Problem("plan_world_size", "must be at least 1, or null", 1, None)
     if config.plan_world_size is not None and config.plan is False:
         rule = "must be null without plan=true, because a run uses the processes that are started"
         yield Problem("plan_world_size", rule, {"plan": True}, None)

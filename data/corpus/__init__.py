@@ -14,28 +14,10 @@ All but .parquet files may be compressed. The name of a document consists of its
 file, so it does not depend on the folder of the corpus. This package does not import torch.
 """
 
-from data.corpus.compressed import unpack, unpacked_blocks
-from data.corpus.documents import BadLine, Document, Span, document_hash
+from data.corpus.compressed import unpack
+from data.corpus.documents import BadLine
 from data.corpus.read import read_span
-from data.corpus.sentences import has_a_sentence_a_line, head_of, split_sentences
 from data.corpus.shards import plan_shards
-from data.corpus.sources import File, Source, naming_validation, parse_corpus, parse_validation
+from data.corpus.sources import File, Source, parse_corpus, parse_validation
 
-__all__ = [
-    "BadLine",
-    "Document",
-    "File",
-    "Source",
-    "Span",
-    "document_hash",
-    "has_a_sentence_a_line",
-    "head_of",
-    "naming_validation",
-    "parse_corpus",
-    "parse_validation",
-    "plan_shards",
-    "read_span",
-    "split_sentences",
-    "unpack",
-    "unpacked_blocks",
-]
+__all__ = ["BadLine", "File", "Source", "parse_corpus", "parse_validation", "plan_shards", "read_span", "unpack"]

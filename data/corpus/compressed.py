@@ -15,8 +15,8 @@ from data.corpus.file_kinds import refuse_pointer
 
 
 def unpack(path: str, out: str, limit: int | None = None) -> None:
-    """Decompress a file, or about its first `limit` bytes, to the path `out`, atomically. The suffix of the file names
-    the format. Raises ConfigError with the file's name if the file is damaged."""
+    """Decompress a file, or about the first `limit` bytes of its content, to the path `out`, atomically. The file's
+    suffix determines the format. Raises ConfigError if the file is damaged."""
     temporary = f"{out}.tmp{os.getpid()}"
     written = 0
     try:
@@ -33,8 +33,8 @@ def unpack(path: str, out: str, limit: int | None = None) -> None:
 
 
 def unpacked_blocks(path: str) -> Iterator[bytes]:
-    """Yield the decompressed content of a file in blocks. Raises ConfigError with the file's name if the file is
-    damaged, or is a pointer (git-lfs, git-annex) to a file that was not fetched."""
+    """Yield the decompressed content of a file in blocks. Raises ConfigError if the file is damaged, or is a pointer
+    (git-lfs, git-annex) to a file that was not fetched."""
     import zstandard
 
     refuse_pointer(path)
@@ -43,12 +43,12 @@ def unpacked_blocks(path: str) -> Iterator[bytes]:
             yield from _blocks(path, source)
     except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, lzma.LZMAError, _BadBzip2) as error:
         raise ConfigError(
-            f"data.corpus: cannot decompress {path}: {error}. The file is damaged or truncated"
+            f"data.corpus: cannot decompress {path}: {error}. The file is damaged or truncated; download it again"
         ) from error
 
 
 class _BadBzip2(Exception):
-    """Damaged bzip2 data. For this, bz2 raises an OSError without errno; a failing disk raises one with errno."""
+    """Damaged bzip2 data. The library raises an OSError without errno for damage, and with errno for a failing disk."""
 
 
 def _blocks(path: str, source: BinaryIO) -> Iterator[bytes]:
@@ -71,7 +71,7 @@ def _blocks(path: str, source: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(source: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed content of all frames of a zstd file. (The library's own file reader takes a truncated
+    """Yield the decompressed content of all frames of a zstd file. (The library's own file reader mistakes a truncated
     frame for the end of the file.)"""
     import zstandard
 

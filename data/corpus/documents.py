@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, end) of the file `path`, or its row groups for Parquet. Error messages call the file `shown`."""
+    """Bytes [start, end) of the file `path`; for Parquet, row groups [start, end). Messages call the file `shown`."""
 
     path: str
     shown: str
@@ -23,7 +23,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a segment of a large document. begins, ends: whether it is the first segment, and the last one."""
+    """A document, or a segment of a large document. begins: it is the first segment; ends: it is the last segment."""
 
     name: str
     text: str
@@ -44,5 +44,5 @@ class BadLine:
 
 
 def document_hash(name: str) -> int:
-    """Return a stable 64-bit hash of a document's name, by which validation documents are chosen."""
+    """Return a stable 64-bit hash of a document's name, which decides whether the document is for validation."""
     return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")

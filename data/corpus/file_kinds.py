@@ -1,7 +1,5 @@
-"""Kinds of files: the format that a name implies, the files of a folder, and content that contradicts a file's name.
-
-Such content is a pointer to a file that was not fetched, a saved error page, or compressed data without the suffix.
-"""
+"""Kinds of files: the format that a name implies, the files of a folder, and content that contradicts a file's name: a
+pointer to a file that was not fetched, a saved error page, or compressed data without the suffix."""
 
 from __future__ import annotations
 
@@ -9,11 +7,13 @@ import os
 import re
 import shlex
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from base.errors import ConfigError
+from data.read_errors import unreadable
 
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 TEXT, LINES, WHOLE = "text", "jsonl", "file"
@@ -46,7 +46,7 @@ MDS_COMMAND = (
 
 
 def uncompressed(name: str) -> str:
-    """Return the name of a file without the suffix of its compression."""
+    """Return a file's name without the suffix of a compression: `a.txt` for `a.txt.gz`."""
     return next((name[: -len(suffix)] for suffix in COMPRESSED if name.lower().endswith(suffix)), name)
 
 
@@ -65,7 +65,7 @@ def suffix_of(name: str) -> str:
 
 @dataclass
 class Folder:
-    """The content of a folder: the files to read, the prefixes of token files, and the files that are left out."""
+    """The files in a folder, sorted into files to read, path prefixes of token files, and files that are left out."""
 
     files: list[Path] = field(default_factory=list)
     pairs: list[Path] = field(default_factory=list)
@@ -76,21 +76,17 @@ class Folder:
         self.left_out.setdefault(kind, []).append(name)
 
     def describe(self) -> str:
-        """Return how many files of each kind are read and left out; empty if all are of one kind and are read."""
-        read: dict[str, list[str]] = {}
-        for path in self.files:
-            if path in self.empty:
-                continue
-            read.setdefault(suffix_of(path.name), []).append(path.name)
+        """Describe how many files of each kind are read and left out; empty if all files are read and of one kind."""
+        read = Counter(suffix_of(path.name) for path in self.files if path not in self.empty)
         if self.pairs:
-            read[".bin/.idx pair" + "s" * (len(self.pairs) > 1)] = [path.name for path in self.pairs]
+            read[".bin/.idx pair" + "s" * (len(self.pairs) > 1)] = len(self.pairs)
         if len(read) < 2 and not self.left_out:
             return ""
-        taken = ", ".join(f"{len(names):,} {kind}" for kind, names in sorted(read.items())) or "nothing"
+        taken = ", ".join(f"{count:,} {kind}" for kind, count in sorted(read.items())) or "nothing"
         return f"it reads {taken}" + (f"; left out: {self.missing()}" if self.left_out else "")
 
     def missing(self) -> str:
-        """Return the number of files of each kind that are left out, with an example each; suffixes come last."""
+        """Describe the files that are left out: their number by kind, with an example each."""
         kinds = sorted(self.left_out.items(), key=lambda item: (item[0].startswith("."), -len(item[1]), item[0]))
         words = [
             f"{len(names):,} {kind} ({min(names)}{', ...' if len(names) > 1 else ''})"
@@ -101,7 +97,7 @@ class Folder:
 
 
 def scan_folder(root: Path) -> Folder:
-    """Return the content of a folder and its subfolders, in a fixed order. Does not follow links to folders."""
+    """Sort the files in a folder and its subfolders by kind, in a fixed order. Does not follow links to folders."""
     found = Folder()
     partners: dict[Path, set[str]] = {}
     for path in sorted(_paths(root, found)):
@@ -138,9 +134,8 @@ def scan_folder(root: Path) -> Folder:
 
 
 def dataset_command(names: Iterable[str], folder: str) -> str | None:
-    """Return a shell command that converts a saved dataset, recognized by the names of its files, to a format that is
-    read here. Knows the Arrow streams of `datasets.save_to_disk` and the MDS files of mosaicml-streaming; returns None
-    for others."""
+    """Return a shell command that converts a saved dataset to a supported format. Recognizes, by the files' names, the
+    Arrow streams of `datasets.save_to_disk` and the MDS files of mosaicml-streaming; else returns None."""
     names = list(names)
     if any(name.endswith(".arrow") for name in names):
         return f"python -c {shlex.quote(ARROW_COMMAND)} {shlex.quote(folder)} NEW_FOLDER"
@@ -166,7 +161,7 @@ def _paths(root: Path, found: Folder) -> Iterator[Path]:
 
 
 def _unusable(path: Path) -> str | None:
-    """Return the reason why a file cannot be read, independent of its name; None if it can be read."""
+    """Return why a file cannot be read, such as `broken link`, whatever its name; None if it can be read."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return "not a regular file"
@@ -227,17 +222,13 @@ def refuse_pointer(path: str) -> None:
 def refuse_another_kind(path: str, shown: str) -> None:
     """Raise ConfigError if the file at `path`, which the user calls `shown`, is compressed or not text."""
     head, _ = _head(path)
-    for mark, kind, suffix in PACKED:
+    packed = [(mark, f"compressed with {kind}", shown + suffix) for mark, kind, suffix in PACKED]
+    others = [(mark, f"{kind}, not text", os.path.splitext(shown)[0] + suffix) for mark, kind, suffix in OTHER_KINDS]
+    for mark, kind, name in packed + others:
         if head.startswith(mark) and not _is_text(head):
             raise ConfigError(
-                f"data.corpus: {shown} is compressed with {kind}. Rename it to have the right suffix: "
-                f"mv {shlex.quote(shown)} {shlex.quote(shown + suffix)}"
-            )
-    for mark, kind, suffix in OTHER_KINDS:
-        if head.startswith(mark) and not _is_text(head):
-            raise ConfigError(
-                f"data.corpus: {shown} is {kind}, not text. Rename it to have the right suffix: "
-                f"mv {shlex.quote(shown)} {shlex.quote(os.path.splitext(shown)[0] + suffix)}"
+                f"data.corpus: {shown} is {kind}. Rename it to have the right suffix: "
+                f"mv {shlex.quote(shown)} {shlex.quote(name)}"
             )
 
 
@@ -247,11 +238,11 @@ def _head(path: str) -> tuple[bytes, int]:
         with open(path, "rb") as file:
             return file.read(HEAD_BYTES), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror}") from error
+        raise unreadable(path, error) from error
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether bytes are UTF-8 without control characters. The last character may be cut off."""
+    """Return whether bytes are UTF-8 without control characters. The last character may be cut off."""
     try:
         text = head[:-3].decode("utf-8")
     except UnicodeDecodeError:

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from base.errors import ConfigError
 from data.corpus.documents import BadLine, Document, Span
 from data.corpus.file_kinds import PACKED, TEXT
-from data.corpus.text import BYTE_ORDER_MARK, REACH_BYTES, text_segments
+from data.corpus.text import BYTE_ORDER_MARK, REACH_BYTES, TextSegment, text_segments
 from data.corpus.text_fields import json_text, json_values, read_parquet
+from data.read_errors import unreadable
 
 BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
     (b"\xff\xfe\0\0", "UTF-32"),
@@ -23,7 +24,7 @@ NUL_FOR_TR = r"'\000'"
 
 
 def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
-    """Yield the documents of a span in order, and each line that cannot be used."""
+    """Yield the documents of a span of a file in order, and a BadLine for each line without usable text."""
     if span.format == "parquet":
         yield from read_parquet(span, text_key)
         return
@@ -34,14 +35,14 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
             content = file.read(span.end - span.start)
             at_end = not file.read(1)
     except OSError as error:
-        raise ConfigError(f"data.corpus: cannot read {span.path}: {error.strerror}") from error
+        raise unreadable(span.path, error) from error
     if span.format not in ("stdlib", "topics"):
         _refuse_other_encodings(span, content)
     if span.format == TEXT:
         lines = LineNumbers(span)
-        for begin, end, begins, ends in text_segments(content, before, span.start, at_end, span.rule):
-            name = span.name if span.rule == "file" else f"{span.name}@{span.start + begin}"
-            yield from _decode(span, name, content[begin:end], begin, content, lines, begins, ends)
+        for segment in text_segments(content, before, span.start, at_end, span.rule):
+            name = span.name if span.rule == "file" else f"{span.name}@{span.start + segment.begin}"
+            yield from _decode(span, name, content, segment, lines)
         return
     if span.start == 0:
         content = content.removeprefix(BYTE_ORDER_MARK)
@@ -68,40 +69,33 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
         if text.strip():
             yield Document(span.name, text)
     else:
-        yield from _decode(span, span.name, content, 0, content, LineNumbers(span))
+        yield from _decode(span, span.name, content, TextSegment(0, len(content), True, True), LineNumbers(span))
 
 
 def _decode(
-    span: Span,
-    name: str,
-    raw: bytes,
-    offset: int,
-    content: bytes,
-    lines: LineNumbers,
-    begins: bool = True,
-    ends: bool = True,
+    span: Span, name: str, content: bytes, segment: TextSegment, lines: LineNumbers
 ) -> Iterator[Document | BadLine]:
-    """Yield the document or segment in `raw`, which begins at byte `offset` of `content`. Lines that are not UTF-8 are
-    yielded as BadLine and left out of the text."""
+    """Yield a document, or a segment of a document, that a segment of `content` contains. A line that is not UTF-8 is
+    left out of its text and yielded as BadLine."""
+    raw = content[segment.begin : segment.end]
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         kept = []
-        first = content.count(b"\n", 0, offset)
+        first = content.count(b"\n", 0, segment.begin)
         for i, line in enumerate(raw.split(b"\n")):
             try:
                 kept.append(line.decode("utf-8"))
             except UnicodeDecodeError as error:
-                yield BadLine(
-                    span.shown, lines.at(first + i), f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
-                )
+                reason = f"not UTF-8 ({error.reason} at byte {error.start} of the line)"
+                yield BadLine(span.shown, lines.at(first + i), reason)
         text = "\n".join(kept)
-    if text.strip() or not (begins and ends):
-        yield Document(name, text, begins, ends)
+    if text.strip() or not (segment.begins and segment.ends):
+        yield Document(name, text, segment.begins, segment.ends)
 
 
 def _refuse_other_encodings(span: Span, content: bytes) -> None:
-    """Raise ConfigError, with a command that converts the file, if a text is UTF-16 or UTF-32 or contains NUL bytes."""
+    """Raise ConfigError, with a command that converts the file, if the text is UTF-16, UTF-32 or contains NUL bytes."""
     nul = content.find(b"\0")
     if nul < 0 and span.start:
         return
@@ -133,14 +127,14 @@ def _shell_line(path: str, command: list[str]) -> str:
 
 
 class LineNumbers:
-    """Line numbers in the file for the lines of a span. The first call of `at` counts the lines before the span."""
+    """The line numbers that the lines of a span have in its file. The first lookup counts the lines before the span."""
 
     def __init__(self, span: Span):
         self._span = span
         self._before: int | None = None
 
     def at(self, index: int) -> int:
-        """Return the line number in the file, from 1, of the line with this index in the span, from 0."""
+        """Return the number in the file, counted from 1, of the span's line `index`, counted from 0."""
         if self._before is None:
             self._before, position = 0, 0
             with open(self._span.path, "rb") as file:

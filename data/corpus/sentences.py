@@ -16,7 +16,7 @@ LEAST_LINES, LEAST_ENDING, MOST_INSIDE = 3, 0.8, 0.35
 
 
 def split_sentences(text: str, by_line: bool) -> list[str]:
-    """Cut a text into sentences. Joined, they are the text again.
+    """Cut a text into sentences, which give the text again when they are joined.
 
     Prose is cut after ., ! or ? before a capital letter, and at empty lines. Code and files with one sentence per line
     (`by_line`) are cut after each line. A sentence longer than MAX_SENTENCE_CHARACTERS is cut at spaces, so that no
@@ -48,8 +48,8 @@ def head_of(path: str) -> str:
 
 
 def has_a_sentence_a_line(head: str) -> bool:
-    """Whether a text has one sentence per line, the format that BERT's tools need: most lines end as sentences do, and
-    few contain the end of another sentence."""
+    """Return whether a text has one sentence per line, as BERT's tools need: most lines end like a sentence, and few
+    contain the end of another sentence."""
     lines = [line for line in map(str.strip, head.split("\n")) if line]
     ending = sum(LAST_OF_A_LINE.search(line) is not None for line in lines)
     inside = sum(len(INSIDE_A_LINE.findall(line)) for line in lines)

@@ -12,18 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import ConfigError
-from data.corpus.file_kinds import (
-    ARCHIVES,
-    COMPRESSED,
-    KNOWN,
-    TEXT,
-    dataset_command,
-    format_of,
-    scan_folder,
-    suffix_of,
-    uncompressed,
-)
+from data.corpus import file_kinds
 from data.indexed import IndexedTokens
+from data.read_errors import unreadable
 
 # Left out of the standard library: packages of others, files that are unreadable on purpose, and generated files.
 STDLIB_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "encoded_modules", "lib-dynload"}
@@ -33,7 +24,7 @@ GENERATED_CODEC = b"generated from"
 
 @dataclass(frozen=True)
 class File:
-    """A file of a corpus, with the size and time that it had when it was found."""
+    """A file of a corpus, with its size in bytes and its modification time when the corpus was listed."""
 
     path: str
     name: str  # relative to the source and without the suffix of a compression, so that it is stable
@@ -43,12 +34,12 @@ class File:
 
     @property
     def compression(self) -> str | None:
-        return next((suffix for suffix in COMPRESSED if self.path.lower().endswith(suffix)), None)
+        return next((suffix for suffix in file_kinds.COMPRESSED if self.path.lower().endswith(suffix)), None)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One term of the blend: files that are concatenated, or (`megatron`) the path prefix of existing token files."""
+    """A source of a blend: files that are concatenated, or the path prefix `megatron` of existing token files."""
 
     name: str
     weight: float | None  # None: proportional to size
@@ -59,24 +50,23 @@ class Source:
 
     @property
     def has_text_files(self) -> bool:
-        """Whether the source has text files, whose documents data.documents_in_text defines."""
-        return any(file.format == TEXT for file in self.files)
+        """True if the source has text files, which data.documents_in_text divides into documents."""
+        return any(file.format == file_kinds.TEXT for file in self.files)
 
     @property
     def is_stdlib(self) -> bool:
-        """Whether the source consists of the standard library only."""
+        """True if the source is Python's standard library."""
         return bool(self.files) and all(file.format in ("stdlib", "topics") for file in self.files)
 
     def identity(self) -> list[Any]:
-        """Return the paths, sizes and modification times of the source's files, which determine its content."""
+        """Return path, size and modification time of each file of the source, which identify its content."""
         return [self.megatron, [[file.path, file.name, file.format, file.size, file.mtime_ns] for file in self.files]]
 
 
 def parse_corpus(corpus: Any) -> list[Source]:
-    """Return the sources of `data.corpus`: "stdlib", a path, a list of these, or a list of {path, weight}.
+    """Return the sources of a `data.corpus`: "stdlib", a path, a list of these, or a list of {path, weight}.
 
-    A list without weights is one source, in which the share of each item is its size. Raises ConfigError with the key
-    and the path.
+    A list without weights is one source, in which each item has a share according to its size. Raises ConfigError.
     """
     items = list(corpus) if isinstance(corpus, Sequence) and not isinstance(corpus, str) else [corpus]
     if not items:
@@ -85,7 +75,8 @@ def parse_corpus(corpus: Any) -> list[Source]:
     with_weight = [weight is not None for _, weight in entries]
     if any(with_weight) and not all(with_weight):
         raise ConfigError(
-            f"data.corpus={corpus} must give a weight to every source, or to none (the weights are then the sizes)"
+            f"data.corpus={corpus} gives a weight to some sources only. Give a weight to every source, or to none (the "
+            "weights are then the sizes)"
         )
     sources = [source for path, weight in entries for source in _open_source(path, weight)]
     if any(with_weight):
@@ -99,7 +90,7 @@ def parse_corpus(corpus: Any) -> list[Source]:
 
 
 def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
-    """Return the sources of each corpus in `data.validation_corpora`, by name. Raises ConfigError."""
+    """Return the sources of each corpus in `data.validation_corpora`, by the corpus's name. Raises ConfigError."""
     found = {}
     for name, corpus in corpora.items():
         with naming_validation(name):
@@ -109,7 +100,7 @@ def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """Replace data.corpus by the key of a validation corpus in any ConfigError of the `with` block."""
+    """In a ConfigError of the `with` block, replace `data.corpus` with the key of the validation corpus `name`."""
     try:
         yield
     except ConfigError as error:
@@ -126,9 +117,7 @@ def _parse_item(item: Any) -> tuple[str, float | None]:
                 f"data.corpus: the weight of {item['path']} ({weight!r}) must be a number above 0, for example 0.5"
             )
         return str(item["path"]), weight
-    raise ConfigError(
-        f"data.corpus: {item!r} is not a source; a source is stdlib, a path, or {{path: ..., weight: 0.5}}"
-    )
+    raise ConfigError(f"data.corpus: {item!r} is not a source. Give stdlib, a path, or {{path: PATH, weight: 0.5}}")
 
 
 def _open_source(path: str, weight: float | None) -> list[Source]:
@@ -145,7 +134,7 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
     if full.is_dir():
         # The text of a folder is one source. Each pair of token files in a folder is a source, whose share of the
         # folder's weight is proportional to its size.
-        found = scan_folder(full)
+        found = file_kinds.scan_folder(full)
         note = found.describe()
         notes = (f"data.corpus={path}: {note}",) if note else ()
         if found.files:
@@ -153,16 +142,16 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
             return [Source(full.name, weight, path, files, notes=notes)]
         if not found.pairs:
             holds = f"; it contains {found.missing()}" if found.left_out else ""
-            command = dataset_command((name for names in found.left_out.values() for name in names), path)
+            command = file_kinds.dataset_command((name for names in found.left_out.values() for name in names), path)
             advice = "" if command is None else f". Convert the dataset, for example with: {command}"
             raise ConfigError(
-                f"data.corpus={path}: the folder contains no file that can be read{holds}. Supported are "
-                f"{KNOWN}{advice}"
+                f"data.corpus={path}: the folder contains no file that can be read{holds}. It may contain "
+                f"{file_kinds.KNOWN}{advice}"
             )
         sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]
         if not sum(sizes):
             raise ConfigError(
-                f"data.corpus={path}: the token files of the folder are empty. Give token files with tokens"
+                f"data.corpus={path}: all token files in the folder are empty. Give token files with tokens"
             )
         return [
             Source(
@@ -177,12 +166,15 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
         ]
     if full.suffix in (".bin", ".idx"):
         raise ConfigError(
-            f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx do not both exist"
+            f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx do not both exist. "
+            "Restore the missing file"
         )
-    if not format_of(full.name):
-        module = ARCHIVES.get(suffix_of(path))
+    if not file_kinds.format_of(full.name):
+        module = file_kinds.ARCHIVES.get(file_kinds.suffix_of(path))
         advice = "" if module is None else f". Unpack it, for example with: python -m {module} -e {path} FOLDER"
-        raise ConfigError(f"data.corpus={path}: files of this kind cannot be read. Supported are {KNOWN}{advice}")
+        raise ConfigError(
+            f"data.corpus={path}: files of this kind cannot be read. Give one of {file_kinds.KNOWN}{advice}"
+        )
     return [Source(full.name, weight, path, (_file(full, full.name),))]
 
 
@@ -190,23 +182,21 @@ def _file(path: Path, name: str, kind: str | None = None) -> File:
     try:
         stat = path.stat()
     except OSError as error:
-        raise ConfigError(f"data.corpus: cannot read {path}: {error.strerror}") from error
-    return File(str(path), uncompressed(name), kind or str(format_of(path.name)), stat.st_size, stat.st_mtime_ns)
+        raise unreadable(path, error) from error
+    kind = kind or str(file_kinds.format_of(path.name))
+    return File(str(path), file_kinds.uncompressed(name), kind, stat.st_size, stat.st_mtime_ns)
 
 
 def _stdlib_files() -> Iterator[File]:
-    """Yield the source files of the running Python's library in a fixed order: 30 MB, half of it without tests."""
+    """Yield the source files of Python's standard library in a fixed order: 30 MB, half of them tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in STDLIB_SKIPPED_FOLDERS]
-        found += [
-            Path(folder) / name for name in names if name.endswith(".py") and not STDLIB_SKIPPED_FILES.search(name)
-        ]
+        names = [name for name in names if name.endswith(".py") and not STDLIB_SKIPPED_FILES.search(name)]
+        found += [Path(folder, name) for name in names]
     if not found:
-        raise ConfigError(
-            f"data.corpus=stdlib: {root} contains no Python source files. Give the path of a text instead"
-        )
+        raise ConfigError(f"data.corpus=stdlib: {root} contains no Python source files. Give a text: data.corpus=PATH")
     for path in sorted(found):
         name = path.relative_to(root).as_posix()
         if name.startswith("encodings/") and GENERATED_CODEC in path.open("rb").read(300):

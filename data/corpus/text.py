@@ -40,8 +40,7 @@ ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\A|\n)[ \t\r\f\v]*\n\Z")
 
 
 class TextSegment(NamedTuple):
-    """Bytes [begin, end) of a span's content, with two flags: a document begins at `begin`, and a document ends at
-    `end`."""
+    """Bytes [begin, end) of a span's content, and whether a document begins at `begin` and ends at `end`."""
 
     begin: int
     end: int
@@ -50,7 +49,7 @@ class TextSegment(NamedTuple):
 
 
 def next_border(content: Any, position: int, rule: str) -> int:
-    """Return the first border between cells at or after `position`."""
+    """Return the byte offset of the first border between cells of a text at or after `position`."""
     stop = min(position + REACH_BYTES, len(content))
     for pattern in BORDERS[rule]:
         found = pattern.search(content, position - (pattern is not BEFORE_SPACE), stop)
@@ -62,15 +61,14 @@ def next_border(content: Any, position: int, rule: str) -> int:
 
 
 def text_segments(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[TextSegment]:
-    """Yield the documents of a span, or segments of large documents, in order.
+    """Yield the documents of a span of a text file, or segments of large documents, in order.
 
-    content: the file's bytes from `start` on, which is a border. before: at least the REACH_BYTES before them. at_end:
-    whether the content reaches the end of the file.
+    content: the file's bytes from the border `start` on. before: at least the REACH_BYTES before `start`. at_end: the
+    content reaches the end of the file.
     """
     targets = range(-(start % CELL_BYTES) + CELL_BYTES, len(content), CELL_BYTES)
-    last = (
-        start + len(content)
-    ) // CELL_BYTES * CELL_BYTES - start  # target position of the border at the end of the content
+    # Target position of the border at the end of the content.
+    last = (start + len(content)) // CELL_BYTES * CELL_BYTES - start
     inner = [next_border(content, target, rule) for target in targets if at_end or target != last]
     borders = [0, *(border for border in inner if border < len(content)), len(content)]
     for begin, end in pairwise(borders):
@@ -97,7 +95,7 @@ def _ends_line(content: bytes, before: bytes, position: int) -> bool:
 
 
 def _is_inside(content: bytes, before: bytes, position: int, rule: str) -> bool:
-    """Whether the border at `position` is inside a document, rather than between two."""
+    """Return whether the border at `position` is inside a document, rather than between two documents."""
     if rule == "file":
         return True
     if rule == "line":

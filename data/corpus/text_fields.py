@@ -22,7 +22,7 @@ SHARES_OF_A_TEXT = frozenset(
 
 
 def json_text(line: bytes, text_key: str) -> tuple[str, str]:
-    """Return (text, "") for a line of JSON, or ("", reason) if the line has no usable text."""
+    """Return (text, "") for a line of JSON, or ("", reason) if the line contains no usable text."""
     try:
         row = json.loads(line)
     except UnicodeDecodeError as error:
@@ -42,7 +42,7 @@ def _row_text(row: Any, text_key: str) -> tuple[str, str]:
 
 
 def is_one_value(path: str) -> bool:
-    """Whether a .json file, judged by its first line, is one array or object rather than JSON lines."""
+    """Return whether a .json file contains one array or object rather than JSON lines, judging by its first line."""
     with open(path, "rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
         more = bool(file.read(1))
@@ -54,8 +54,8 @@ def is_one_value(path: str) -> bool:
 
 
 def json_values(content: bytes, text_key: str) -> Iterator[tuple[int, int, str, str]]:
-    """Yield (number, line from 0, text, reason) for each object of a JSON array, or of a sequence of JSON values. The
-    reason tells why a text is missing. The first position that is not JSON ends the file."""
+    """Yield (number, line counted from 0, text, reason) for each object of a JSON array or a sequence of JSON values.
+    The reason says why the text is missing. Stops at the first position that is not JSON."""
     line = position = number = 0
     try:
         source = content.decode("utf-8")
@@ -89,7 +89,7 @@ def _skip_spaces(text: str, position: int) -> int:
 
 
 def _list_advice(row: Any) -> str:
-    """Return advice with a command that extracts the rows from an object such as {"data": [...]}."""
+    """Return advice for an object such as {"data": [...]}: a command that extracts its rows; else an empty string."""
     if not isinstance(row, dict):
         return ""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -102,8 +102,8 @@ def _list_advice(row: Any) -> str:
 def _other_key(row: dict[str, Any], parquet: str | None = None) -> str:
     """Return advice on which field or column to read, from a row that lacks data.text_key.
 
-    It proposes the field with the longest text. If the text is spread over several fields, as questions and answers
-    are, it proposes a command that joins them. parquet: the name of the file if it is a Parquet file.
+    Proposes the field with the longest text, or a command that joins several fields, such as questions and answers.
+    parquet: the name of the file if it is a Parquet file.
     """
     texts = {key: value for key, value in row.items() if isinstance(value, str) and LETTER.search(value)}
     # Including fields that are empty in this row, as the input of an instruction often is.
@@ -146,19 +146,19 @@ def open_parquet(path: str) -> Any:
         return pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"data.corpus: {path} is not a readable Parquet file: {str(error).splitlines()[0]}"
+            f"data.corpus: {path} is not a readable Parquet file: {str(error).splitlines()[0]}. Download it again"
         ) from error
 
 
 def read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
-    """Yield the document, or the reason for its absence, of each row of a Parquet span. Raises ConfigError."""
+    """Yield a Document, or a BadLine with the reason, for each row in a span of a Parquet file. Raises ConfigError."""
     file = open_parquet(span.path)
     if text_key not in file.schema_arrow.names:
         first = next(file.iter_batches(batch_size=1), None)
+        advice = _other_key(first.to_pylist()[0], span.shown) if first is not None and first.num_rows else ""
         raise ConfigError(
             f"data.text_key={text_key} is not a column of {span.shown}; the columns are "
-            f"{', '.join(file.schema_arrow.names)}"
-            + (_other_key(first.to_pylist()[0], span.shown) if first is not None and first.num_rows else "")
+            f"{', '.join(file.schema_arrow.names)}{advice or '. Name the column with the text'}"
         )
     row = sum(file.metadata.row_group(i).num_rows for i in range(span.start))
     for group in range(span.start, span.end):
@@ -169,7 +169,7 @@ def read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
 
 
 def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
-    """Yield the values of a row group's column; text that is not UTF-8 as bytes. Raises ConfigError for damage."""
+    """Yield the values of a column of a row group; text that is not UTF-8 as bytes. Raises ConfigError if damaged."""
     import pyarrow
     from pyarrow import types
 
@@ -186,7 +186,8 @@ def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
         values = (column.cast(pyarrow.large_binary()) if is_text else column).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(
-            f"data.corpus: row group {group} of {span.shown} cannot be read: {str(error).splitlines()[0]}"
+            f"data.corpus: row group {group} of {span.shown} cannot be read: {str(error).splitlines()[0]}. Download "
+            "the file again"
         ) from error
     for value in values:
         if is_text and value is not None:

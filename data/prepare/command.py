@@ -39,8 +39,8 @@ keys (as for train.py):
 
 
 def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
-    """Return the data settings, model family and sequence length (None if not given) that `key=value` arguments set.
-    Raises ConfigError with the key."""
+    """Parse `key=value` arguments, and return data settings, model family and sequence length (None if not given).
+    Raises ConfigError."""
     import difflib
 
     from omegaconf import OmegaConf
@@ -64,7 +64,10 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
         merged = OmegaConf.merge(defaults, OmegaConf.from_dotlist(arguments))
         data = OmegaConf.to_object(merged.data)
     except (OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"{' '.join(arguments)}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"the arguments ({' '.join(arguments)}) cannot be used: {str(error).splitlines()[0]}. `python -m "
+            "data.prepare --help` lists the keys with values that work"
+        ) from error
     assert isinstance(data, DataConfig)
     length = merged.model.sequence_length
     if length is not None and (type(length) is not int or length < 1):
@@ -73,7 +76,7 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prepare data as the command-line arguments request. Returns the exit status."""
+    """Prepare data as the command-line arguments request, and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if {"-h", "--help", "help"} & set(arguments):
         print(HELP)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data.corpus import Source, has_a_sentence_a_line, head_of
+from data.corpus import Source
 from data.corpus.file_kinds import TEXT
+from data.corpus.sentences import has_a_sentence_a_line, head_of
 from data.indexed import IndexedTokens
 from data.prepare.prepared import PreparedData
 from data.tokenizer import Tokenizer
@@ -18,7 +19,7 @@ MOST_ENDS = 20_000  # documents whose last token is read
 
 
 def written_out(name: str, counts: dict[int, int], tokenizer: Tokenizer) -> str:
-    """Return the note on special tokens whose names occur in a corpus. counts: occurrences by token id."""
+    """Return a note about special tokens whose names occur in a corpus. counts: number of occurrences by token id."""
     names = tokenizer.control_tokens()
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     shown = ", ".join(f"{names.get(token, token)!r} {count:,}" for token, count in most[:SHOWN_TOKENS])
@@ -33,11 +34,8 @@ def written_out(name: str, counts: dict[int, int], tokenizer: Tokenizer) -> str:
 
 
 def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | None:
-    """Return the note on documents in token files that do not end with the tokenizer's end token; None if all documents
-    do.
-
-    Counts the last tokens of all documents, or of MOST_ENDS evenly chosen documents.
-    """
+    """Return a note if documents in token files do not end with the tokenizer's end token, else None. Reads the last
+    tokens of at most MOST_ENDS documents, evenly chosen."""
     lengths, bounds = tokens.sequence_lengths, tokens.document_bounds
     through = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])[bounds]
     last = bounds[1:][np.diff(through) > 0] - 1  # the last sequence of each document that has a token
@@ -71,10 +69,10 @@ def other_ends(name: str, tokens: IndexedTokens, tokenizer: Tokenizer) -> str | 
         )
     text = f"{found[most]:,} of {of} of {name} end with {shown(most)}, and {right:,} with {wanted}: "
     if most not in tokenizer.special_ids():
-        return f"{text}the former is plain text, so a model cannot learn where a text ends. {without}"
+        return f"{text}token {most} is plain text, so a model cannot learn where a text ends. {without}"
     return (
-        f"{text}a model learns to end texts with the former, but generation stops only at the latter. Use the "
-        f"tokenizer that created the files, or name the former as eos_token in {tokenizer.end_file}"
+        f"{text}a model learns to end texts with token {most}, but generation stops only at the end token. Use the "
+        f"tokenizer that created the files, or set eos_token to {tokenizer.token_piece(most)!r} in {tokenizer.end_file}"
     )
 
 
@@ -84,7 +82,7 @@ LEAST_SHARE = 0.1  # least share of the text files' bytes for which a note is pr
 
 
 def fitting_rule(path: str) -> tuple[str, str] | None:
-    """Return the value of data.documents_in_text that fits a file, and the evidence; None if none stands out."""
+    """Return the value of data.documents_in_text that clearly fits a text file best, and the reason; else None."""
     head, size = head_of(path), os.path.getsize(path)
     read = len(head.encode("utf-8"))
     lines = head.split("\n")
@@ -147,9 +145,9 @@ SHOWN_REASONS = 3
 
 
 def no_documents(name: str, num_bad: int, bad: list[str]) -> str:
-    """Return the error message for a corpus without documents: the first different reasons, with file and line."""
+    """Return the error message for a corpus without documents. bad: bad lines, of which the message names a few."""
     if not num_bad:
-        return f"data.corpus: {name} contains no text"
+        return f"data.corpus: {name} contains no text. Give a corpus with text"
     by_reason: dict[str, str] = {}
     for line in bad:
         by_reason.setdefault(line.split(": ", 1)[-1], line)

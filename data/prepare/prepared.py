@@ -1,4 +1,4 @@
-"""Prepared data in the form that training gets, and the key by which finished work is found."""
+"""Prepared data as training receives it, and the key by which finished work is found."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import hashlib
 import json
 import platform
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from configs.schema import DataConfig
 from data.corpus import Source
 from data.identity import Identity
 from data.overlap import Texts
+from data.tokenizer import Tokenizer
 
 FORMAT_VERSION = 2  # part of every key: raise it if the same inputs give different files
 
 
 @dataclass
 class TokenFile:
-    """One term of a blend: the documents of `<prefix>.bin` that are in `split` (all, train or validation)."""
+    """The documents of `<prefix>.bin` in a split (all, train or validation), with their weight in the blend."""
 
     prefix: str
     weight: float
@@ -32,8 +35,8 @@ class TokenFile:
 class PreparedData:
     """The data of a run: its token files, and the facts about them that training and the user need.
 
-    train, valid: the terms of the blends, whose weights sum to 1. validation: the token files of each validation
-    corpus, which contain all of its documents.
+    train, valid: token files of the two blends, whose weights sum to 1. validation: token files with all documents of
+    each validation corpus.
     """
 
     tokenizer_path: str
@@ -52,7 +55,7 @@ class PreparedData:
     identity: Identity = field(default_factory=dict)  # of the content (data/identity.py)
 
     def add_validation(self, name: str, corpus: PreparedData) -> None:
-        """Add a validation corpus, which was prepared as if all of its documents were for training."""
+        """Add a validation corpus, all of whose documents were prepared as training documents."""
         self.validation[name] = corpus.train
         self.identity.setdefault("validation", {})[name] = corpus.identity["sources"]
         self.num_bad_lines += corpus.num_bad_lines
@@ -60,23 +63,27 @@ class PreparedData:
         self.bad_lines_files += corpus.bad_lines_files
         self.notes += [f"data.validation_corpora.{name}: {note}" for note in corpus.notes]
 
+    def add_identity(self, source: Source, documents: int, splits: dict[str, Any], **facts: Any) -> None:
+        """Add a source to `identity`. splits: the entries `train` and `valid`. facts: other entries."""
+        python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
+        names = {"name": source.given, "weight": source.weight, "documents": documents}
+        others = {"files": None, "python": python, "text": None, "documents_in_text": None, **facts}
+        self.identity["sources"].append({**names, **splits, **others})
 
-def source_identity(
-    source: Source,
-    num_documents: int,
-    train: Any,
-    valid: Any,
-    files: dict[str, str] | None,
-    text: str | None = None,
-    rule: str | None = None,
-) -> dict[str, Any]:
-    """Return the entry of a source in a run's identity (data/identity.py)."""
-    python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
-    names = {"name": source.given, "weight": source.weight, "documents": num_documents}
-    found = {**names, "train": train, "valid": valid, "files": files, "python": python, "text": text}
-    return {**found, "documents_in_text": rule}
+
+@dataclass(frozen=True)
+class Preparation:
+    """The settings for preparing sources. rebuild_damaged: create damaged token files again."""
+
+    config: DataConfig
+    family: str
+    tokenizer: Tokenizer
+    cache: Path
+    documents_in_text: str
+    show_progress: bool = False
+    rebuild_damaged: bool = False
 
 
 def cache_key(*items: Any) -> str:
-    """Return the key under which finished work for these inputs is stored: 16 hexadecimal digits."""
+    """Return the key (16 hexadecimal digits) under which the result for JSON-compatible inputs is stored."""
     return hashlib.sha256(json.dumps([FORMAT_VERSION, *items]).encode()).hexdigest()[:16]

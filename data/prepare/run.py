@@ -11,11 +11,11 @@ from base.errors import ConfigError
 from configs.rules.values import wrong_validation_corpora
 from configs.schema import DataConfig
 from data import overlap
-from data.corpus import Source, naming_validation, parse_corpus, parse_validation
+from data.corpus import Source, parse_corpus, parse_validation
+from data.corpus.sources import naming_validation
 from data.corpus.text import RULES
-from data.indexed import IndexedTokens
-from data.prepare.prepared import PreparedData, TokenFile
-from data.prepare.token_files import add_megatron, add_tokenized, finished, token_files
+from data.prepare.prepared import Preparation, PreparedData, TokenFile
+from data.prepare.token_files import add_megatron, add_tokenized, finished
 from data.prepare.trained_tokenizer import find_tokenizer, tokenizer_path
 from data.tokenizer import load_tokenizer
 
@@ -31,11 +31,11 @@ def prepare(
 ) -> PreparedData:
     """Create the tokenizer and the token files for `config`, or find them finished. family: gpt or bert.
 
-    Any number of processes may call this at once with the same arguments; only the one that works shows progress.
+    Several processes may call this at once with the same arguments; only the process that works shows progress.
     documents_in_text: the rule of the resumed run; None uses the configuration's. rebuild_damaged: create damaged token
-    files again, which are an error otherwise. Raises ConfigError for a wrong setting, file or cache, and for terms of
-    data.corpus that contain the same text; RuntimeError if a worker process dies; TimeoutError if another process does
-    not finish within data.timeout_seconds.
+    files again rather than raise an error. Raises ConfigError for a wrong setting, file or cache, and for
+    sources of data.corpus that contain the same text; RuntimeError if a worker process dies; TimeoutError if another
+    process does not finish within data.timeout_seconds.
     """
     _check(config, family)
     rule = config.documents_in_text if documents_in_text is None else documents_in_text
@@ -51,12 +51,9 @@ def prepare(
     if family == "bert":
         _ = tokenizer.cls, tokenizer.sep, tokenizer.mask  # raise the error now rather than in the workers
 
-    def add(to: PreparedData, some: list[Source], settings: DataConfig, documents: str) -> None:
+    def add(to: PreparedData, some: list[Source], job: Preparation) -> None:
         for source in some:
-            if source.megatron:
-                add_megatron(to, source, settings, family, tokenizer, cache)
-            else:
-                add_tokenized(to, source, settings, family, tokenizer, cache, documents, show_progress, rebuild_damaged)
+            (add_megatron if source.megatron else add_tokenized)(to, source, job)
 
     prepared = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
     has_text_files = any(source.has_text_files for some in (sources, *of_validation.values()) for source in some)
@@ -67,14 +64,15 @@ def prepare(
         )
     split = {"rule": SPLIT_RULE, "fraction": config.validation_fraction}
     prepared.identity = {"tokenizer": tokenizer.digest, "split": split, "sources": []}
-    add(prepared, sources, config, rule)
+    add(prepared, sources, Preparation(config, family, tokenizer, cache, rule, show_progress, rebuild_damaged))
     prepared.notes += overlap.check_terms(prepared.texts, cache)
     whole = dataclasses.replace(config, validation_fraction=0.0)
+    job = Preparation(whole, family, tokenizer, cache, config.documents_in_text, show_progress, rebuild_damaged)
     for name, corpus in of_validation.items():
         validation = PreparedData(tokenizer.path, tokenizer.vocab_size, family)
         validation.identity = {"split": {"rule": "hash", "fraction": 0.0}, "sources": []}
         with naming_validation(name):
-            add(validation, corpus, whole, config.documents_in_text)
+            add(validation, corpus, job)
         prepared.add_validation(name, validation)
         prepared.notes += overlap.check_validation(name, validation.texts, prepared.texts, cache)
     for files in (prepared.train, prepared.valid, *prepared.validation.values()):
@@ -85,20 +83,17 @@ def prepare(
 
 
 def find_prepared(config: DataConfig, family: str) -> list[TokenFile] | None:
-    """Return the terms of the blend that a new run trains on; None if `prepare` has not finished. Creates and checks no
+    """Return the token files that a new run would train on; None if they are not all prepared. Creates and checks no
     files. Raises ConfigError for a missing corpus or tokenizer."""
     sources, cache = parse_corpus(config.corpus), Path(config.cache_dir).expanduser().absolute()
     path = tokenizer_path(config, sources, cache, config.documents_in_text)
     if config.tokenizer == "sentencepiece" and not path.exists():
         return None
     tokenizer = load_tokenizer(path, tried=config.tokenizer == "sentencepiece")
+    job = Preparation(config, family, tokenizer, cache, config.documents_in_text)
     found = list[TokenFile]()
     for source in sources:
-        if source.megatron:
-            tokens = IndexedTokens(source.megatron)
-            own: list[TokenFile] | None = [token_files(source, tokens, config.validation_fraction)["train"]]
-        else:
-            own = finished(source, config, family, tokenizer, cache)
+        own = finished(source, job)
         if own is None:
             return None
         found += [file for file in own if file.num_tokens]

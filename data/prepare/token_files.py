@@ -12,43 +12,31 @@ import numpy as np
 from base.checksums import read_summed
 from base.errors import ConfigError
 from base.files import writing_into
-from configs.schema import DataConfig
 from data import lock
 from data.corpus import Source
 from data.digest import digest_of, file_digest
 from data.indexed import IndexedTokens, documents
 from data.overlap import Texts
 from data.prepare.notes import other_ends, written_out
-from data.prepare.prepared import PreparedData, TokenFile, cache_key, source_identity
+from data.prepare.prepared import Preparation, PreparedData, TokenFile, cache_key
 from data.prepare.tokenize_source import tokenize_source
 from data.split import split_index
-from data.tokenizer import Tokenizer
 
 SUMMARY_KEYS = ("tokens", "documents", "bytes", "bad_lines", "first_bad_lines", "sizes", "digests")  # of done.json
 
 
-def add_tokenized(
-    prepared: PreparedData,
-    source: Source,
-    config: DataConfig,
-    family: str,
-    tokenizer: Tokenizer,
-    cache: Path,
-    documents_in_text: str,
-    show_progress: bool,
-    rebuild_damaged: bool,
-) -> None:
+def add_tokenized(prepared: PreparedData, source: Source, job: Preparation) -> None:
     """Add a source of text to `prepared`. Creates its token files if they are missing."""
-    folder = _folder(source, config, family, tokenizer, cache, documents_in_text)
-    done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
+    folder = _folder(source, job)
+    done = _find_done(folder, job, job.rebuild_damaged)
     if done is None:
         folder.mkdir(parents=True, exist_ok=True)
-        with lock.hold(folder / "lock", config.timeout_seconds):
-            done = _find_done(folder, cache, config.timeout_seconds, rebuild_damaged)
+        with lock.hold(folder / "lock", job.config.timeout_seconds):
+            done = _find_done(folder, job, job.rebuild_damaged)
             if done is None:
                 with writing_into(folder):  # finished shards stay for the next run
-                    tokenize_source(source, config, family, tokenizer, folder, cache, documents_in_text, show_progress)
-                done = _find_done(folder, cache, config.timeout_seconds, False)
+                    tokenize_source(source, job, folder)
+                done = _find_done(folder, job, False)
                 assert done is not None
     for split, name in ((prepared.train, "train"), (prepared.valid, "valid")):
         split += _token_file(folder, done, name, source)
@@ -58,20 +46,11 @@ def add_tokenized(
         name: {"tokens": done["tokens"][name], "digest": digest_of(digests[f"{name}.bin"], digests[f"{name}.idx"])}
         for name in ("train", "valid")
     }
-    prepared.identity["sources"].append(
-        source_identity(
-            source,
-            done["documents"],
-            splits["train"],
-            splits["valid"],
-            None,
-            done["text"],
-            documents_in_text if source.has_text_files else None,
-        )
-    )
+    rule = job.documents_in_text if source.has_text_files else None
+    prepared.add_identity(source, done["documents"], splits, text=done["text"], documents_in_text=rule)
     control_tokens = {int(token): count for token, count in done["control_tokens"].items()}
     if control_tokens:
-        prepared.notes.append(written_out(source.name, control_tokens, tokenizer))
+        prepared.notes.append(written_out(source.name, control_tokens, job.tokenizer))
     prepared.notes += [*source.notes, *done["advice"]]
     prepared.num_documents += done["documents"]
     prepared.num_bytes += done["bytes"]
@@ -81,40 +60,39 @@ def add_tokenized(
         prepared.bad_lines_files.append(str(folder / "bad_lines.txt"))
 
 
-def finished(
-    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
-) -> list[TokenFile] | None:
-    """Return the token files of a source's training documents without reading them; None if they do not exist yet."""
-    folder = _folder(source, config, family, tokenizer, cache, config.documents_in_text)
+def finished(source: Source, job: Preparation) -> list[TokenFile] | None:
+    """Return the token files of a source's training documents, without reading tokens; None if not yet prepared."""
+    if source.megatron:
+        return [token_files(source, IndexedTokens(source.megatron), job.config.validation_fraction)["train"]]
+    folder = _folder(source, job)
     done = _summary(folder)
     return None if done is None else _token_file(folder, done, "train", source)
 
 
 def _token_file(folder: Path, done: dict[str, Any], name: str, source: Source) -> list[TokenFile]:
-    """Return the token file `name` (train or valid) of finished work as a list; [] if it has no tokens."""
+    """Return a list with the token file `name` (train or valid) of a prepared source; [] if the file has no tokens."""
     num_tokens = done["tokens"][name]
     prefix, weight = str(folder / name), num_tokens if source.weight is None else source.weight
     return [TokenFile(prefix, weight, num_tokens)] if num_tokens else []
 
 
-def _folder(
-    source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path, documents_in_text: str
-) -> Path:
-    """Return the folder for the token files of a source."""
+def _folder(source: Source, job: Preparation) -> Path:
+    """Return the folder in the cache for the token files of a source."""
+    config, tokenizer = job.config, job.tokenizer
     tokenizer_hash = hashlib.sha256(tokenizer.core_bytes()).hexdigest()
     named: list[Any] = [] if tokenizer.named_eod is None else [tokenizer.named_eod]
     if tokenizer.rules:
         named.append(tokenizer.rules)
-    inputs = [source.identity(), tokenizer_hash, family, config.text_key, config.validation_fraction, *named]
+    inputs = [source.identity(), tokenizer_hash, job.family, config.text_key, config.validation_fraction, *named]
     if source.has_text_files:
-        inputs.append(documents_in_text)
+        inputs.append(job.documents_in_text)
     name = re.sub(r"[^A-Za-z0-9._-]", "_", source.name)[:40]
-    return cache / "tokens" / f"{name}-{family}-{cache_key(*inputs)}"
+    return job.cache / "tokens" / f"{name}-{job.family}-{cache_key(*inputs)}"
 
 
-def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool) -> dict[str, Any] | None:
-    """Return the summary of finished work, with the current digests of its files; None if the work must be done. A
-    damaged file raises ConfigError, or with `rebuild_damaged` counts as missing."""
+def _find_done(folder: Path, job: Preparation, rebuild_damaged: bool) -> dict[str, Any] | None:
+    """Return the summary of a prepared source, with the current digests of its files; None if it must be prepared. A
+    damaged file counts as missing with `rebuild_damaged`, else raises ConfigError."""
     done = _summary(folder)
     if done is None:
         return None
@@ -123,18 +101,13 @@ def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool)
         path = folder / name
         actual = path.stat().st_size if path.exists() else None
         if actual == size:
-            done["digests"][name] = file_digest(path, cache, timeout)
+            done["digests"][name] = file_digest(path, job.cache, job.config.timeout_seconds)
             if done["digests"][name] == written[name]:
                 continue
         if rebuild_damaged:
             return None
-        found = (
-            "is missing"
-            if actual is None
-            else f"has {actual} bytes, not {size}"
-            if actual != size
-            else "has other content"
-        )
+        found = "has other content" if actual == size else f"has {actual} bytes, not {size}"
+        found = "is missing" if actual is None else found
         raise ConfigError(
             f"data.cache_dir: file {path} was damaged after it was written: it {found}. Delete {folder}, or run "
             "`python -m data.prepare` with the same data settings to create it again"
@@ -149,7 +122,7 @@ def _find_done(folder: Path, cache: Path, timeout: float, rebuild_damaged: bool)
 
 
 def _summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of finished work, or None if there is none."""
+    """Return the summary (done.json) of a prepared source, or None if it is missing or damaged."""
     try:
         done = read_summed(folder / "done.json")
     except (FileNotFoundError, ValueError):  # missing or damaged: the work is done again
@@ -161,11 +134,10 @@ SCANNED_AT_ONCE = 1 << 22
 SCANNED_TOKENS = 1 << 28  # tokens of a user's file that are read to check whether it fits the tokenizer
 
 
-def add_megatron(
-    prepared: PreparedData, source: Source, config: DataConfig, family: str, tokenizer: Tokenizer, cache: Path
-) -> None:
+def add_megatron(prepared: PreparedData, source: Source, job: Preparation) -> None:
     """Add a source of the user's token files to `prepared`. Raises ConfigError if they do not fit the tokenizer."""
     assert source.megatron
+    config, tokenizer = job.config, job.tokenizer
     tokens = IndexedTokens(source.megatron)
     scanned = range(0, min(len(tokens.tokens), SCANNED_TOKENS), SCANNED_AT_ONCE)
     largest = max((int(tokens.tokens[begin : begin + SCANNED_AT_ONCE].max()) for begin in scanned), default=0)
@@ -175,29 +147,26 @@ def add_megatron(
             f"has only {tokenizer.vocab_size} tokens. Give the tokenizer that created the file"
         )
     # Documents of BERT are sentences without an end token.
-    note = other_ends(source.megatron, tokens, tokenizer) if family == "gpt" else None
+    note = other_ends(source.megatron, tokens, tokenizer) if job.family == "gpt" else None
     if note is not None:
         prepared.notes.append(note)
-    files = {
-        suffix: file_digest(f"{source.megatron}.{suffix}", cache, config.timeout_seconds) for suffix in ("bin", "idx")
-    }
+    paths = {suffix: f"{source.megatron}.{suffix}" for suffix in ("bin", "idx")}
+    files = {suffix: file_digest(path, job.cache, config.timeout_seconds) for suffix, path in paths.items()}
     split = prepared.identity["split"]
     splits = {}
     found = token_files(source, tokens, split["fraction"])
-    for blend, name in ((prepared.train, "train"), (prepared.valid, "validation")):
-        splits[name] = {"tokens": found[name].num_tokens, "digest": digest_of(files, name, split)}
+    for blend, key, name in ((prepared.train, "train", "train"), (prepared.valid, "valid", "validation")):
+        splits[key] = {"tokens": found[name].num_tokens, "digest": digest_of(files, name, split)}
         if found[name].num_tokens:
             blend.append(found[name])
     prepared.notes += source.notes
     num_documents = max(len(tokens.document_bounds) - 1, 0)
     prepared.num_documents += num_documents
-    prepared.identity["sources"].append(
-        source_identity(source, num_documents, splits["train"], splits["validation"], files)
-    )
+    prepared.add_identity(source, num_documents, splits, files=files)
 
 
 def token_files(source: Source, tokens: IndexedTokens, fraction: float) -> dict[str, TokenFile]:
-    """Return the terms of both splits (train, validation) for a user's token files; a term may have no tokens."""
+    """Return the token files for train and validation, by split, into which a user's token file is divided."""
     assert source.megatron
     index = (tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds))
     *index_of_split, held_out = split_index(*index, fraction)

@@ -18,12 +18,12 @@ import xxhash
 from base.checksums import write_summed
 from base.errors import ConfigError
 from base.files import sync, write_text
-from configs.schema import DataConfig
 from data import overlap
 from data.corpus import Source, plan_shards
 from data.digest import file_digest
 from data.indexed import token_dtype, write_index
 from data.prepare.notes import SHOWN_BAD_LINES, advice, no_documents
+from data.prepare.prepared import Preparation
 from data.prepare.worker_pool import run_jobs
 from data.split import DocumentSplit, cut_document, cut_position, split_documents
 from data.tokenizer import Tokenizer
@@ -32,18 +32,10 @@ COPIED_TOKENS = 1 << 22  # tokens that are copied at once
 MOST_TOKENS = 2**31 - 1  # tokens of a sequence, whose length has 32 bits in an .idx file
 
 
-def tokenize_source(
-    source: Source,
-    config: DataConfig,
-    family: str,
-    tokenizer: Tokenizer,
-    folder: Path,
-    cache: Path,
-    documents_in_text: str,
-    show_progress: bool,
-) -> None:
+def tokenize_source(source: Source, job: Preparation, folder: Path) -> None:
     """Decompress the files of a source, tokenize the shards that are missing, and merge all shards into `folder`. Only
     one process at a time may call this for a folder."""
+    config, tokenizer = job.config, job.tokenizer
     shards_dir, unpacked_dir = folder / "parts", folder / "unpacked"
     shards_dir.mkdir(exist_ok=True)
     unpacked_dir.mkdir(exist_ok=True)
@@ -51,16 +43,13 @@ def tokenize_source(
         leftover.unlink(missing_ok=True)
 
     packed = {file.path: str(unpacked_dir / f"{i:06d}") for i, file in enumerate(source.files) if file.compression}
-    settings = {"tokenizer": tokenizer.path, "text_key": config.text_key, "family": family}
+    settings = {"tokenizer": tokenizer.path, "text_key": config.text_key, "family": job.family}
     workers = config.num_workers or len(os.sched_getaffinity(0))
-    jobs = [
-        {"unpack": path, "out": out, "size": os.path.getsize(path)}
-        for path, out in packed.items()
-        if not os.path.exists(out)
-    ]
-    run_jobs(jobs, settings, workers, config.timeout_seconds, "unpacking", 0, show_progress)
+    to_unpack = [(path, out) for path, out in packed.items() if not os.path.exists(out)]
+    jobs = [{"unpack": path, "out": out, "size": os.path.getsize(path)} for path, out in to_unpack]
+    run_jobs(jobs, settings, workers, config.timeout_seconds, "unpacking", 0, job.show_progress)
 
-    shards = plan_shards(source.files, packed, documents_in_text)
+    shards = plan_shards(source.files, packed, job.documents_in_text)
     if not shards:
         raise ConfigError(no_documents(source.name, 0, []))
     outs = [shards_dir / f"{i:06d}.npz" for i in range(len(shards))]
@@ -68,19 +57,19 @@ def tokenize_source(
     missing = [i for i, out in enumerate(outs) if not out.exists()]
     jobs = [{"spans": [astuple(span) for span in shards[i]], "out": str(outs[i]), "size": sizes[i]} for i in missing]
     ready = sum(sizes) - sum(sizes[i] for i in missing)
-    run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, show_progress)
+    run_jobs(jobs, settings, workers, config.timeout_seconds, "tokenizing", ready, job.show_progress)
 
-    index = read_index(outs, family, source.name)
+    index = read_index(outs, job.family, source.name)
     split = split_documents(index.hashes, index.tokens(), config.validation_fraction, source.is_stdlib, index.texts)
     (folder / "done.json").unlink(missing_ok=True)
-    done = _merge(outs, index, folder, tokenizer, family, split)
+    done = _merge(outs, index, folder, tokenizer, job.family, split)
     if not done["documents"]:
         shutil.rmtree(folder)
         raise ConfigError(no_documents(source.name, done["bad_lines"], done["first_bad_lines"]))
     done["text"] = xxhash.xxh3_128_hexdigest(index.texts.tobytes())  # independent of the tokens and the split
-    done["advice"] = advice(source, packed, documents_in_text, done["documents"])
+    done["advice"] = advice(source, packed, job.documents_in_text, done["documents"])
     done["sizes"] |= overlap.write_texts(folder, index.texts, split.held_out, split.cuts)
-    done["digests"] = {name: file_digest(folder / name, cache, config.timeout_seconds) for name in done["sizes"]}
+    done["digests"] = {name: file_digest(folder / name, job.cache, config.timeout_seconds) for name in done["sizes"]}
     write_summed(folder / "done.json", done)
     shutil.rmtree(shards_dir)
     shutil.rmtree(unpacked_dir)
@@ -88,7 +77,7 @@ def tokenize_source(
 
 @dataclass
 class DocumentIndex:
-    """The index of all documents of a source.
+    """The lengths and hashes of all documents of a source.
 
     lengths int32 [n]: tokens of each sequence. counts int64 [d]: sequences of each document. hashes uint64 [d]: of the
     documents' names. texts uint64 [d]: hashes of the documents' texts.
@@ -113,8 +102,8 @@ class DocumentIndex:
 
 
 def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
-    """Return the index of all documents in the shards of a source, with documents joined that span shards. Raises
-    ConfigError for a document that is too long."""
+    """Return the index of all documents in a source's shards. Documents that span shards are joined. Raises ConfigError
+    for a document that is too long."""
     lengths, counts, hashes = [np.zeros(0, np.int32)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
     texts = [np.zeros(0, np.uint64)]
     text_hash = xxhash.xxh3_64()  # of the text so far of a document that spans several shards
@@ -149,14 +138,12 @@ def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
         counts.append(own_counts)
         hashes.append(own_hashes)
         texts.append(own_texts)
-    all_lengths, all_counts = np.concatenate(lengths), np.concatenate(counts)
-    return DocumentIndex(
-        all_lengths, all_counts, np.concatenate(hashes), np.concatenate(texts), num_bytes, bad, control
-    )
+    join = np.concatenate
+    return DocumentIndex(join(lengths), join(counts), join(hashes), join(texts), num_bytes, bad, control)
 
 
 class ShardTokens:
-    """The concatenated tokens of all shards, which are read on demand."""
+    """The concatenated tokens of a source's shards, which are read on demand."""
 
     def __init__(self, shards: list[Path], dtype: type[np.generic]):
         self._files = [shard.with_suffix(".bin") for shard in shards]
@@ -185,7 +172,7 @@ class ShardTokens:
 def _merge(
     shards: list[Path], index: DocumentIndex, folder: Path, tokenizer: Tokenizer, family: str, split: DocumentSplit
 ) -> dict[str, Any]:
-    """Write the documents to the token files of train and valid. Returns the summary, with the files' sizes."""
+    """Write the documents of all shards to the token files of train and valid. Returns the summary for done.json."""
     dtype = token_dtype(tokenizer.vocab_size)
     tokens = ShardTokens(shards, dtype)
     assert len(tokens) == index.lengths.sum(dtype=np.int64), folder

@@ -14,7 +14,7 @@ from base import progress
 from base.errors import ConfigError
 from configs.schema import DataConfig
 from data import lock
-from data.corpus import Document, File, Source, plan_shards, read_span, unpack
+from data.corpus import BadLine, File, Source, plan_shards, read_span, unpack
 from data.prepare.notes import SHOWN_BAD_LINES, no_documents
 from data.prepare.prepared import cache_key
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -27,20 +27,15 @@ def tokenizer_path(config: DataConfig, sources: list[Source], cache: Path, docum
     if config.tokenizer != "sentencepiece":
         return Path(config.tokenizer).expanduser().absolute()
     text_sources = [source for source in sources if source.files]
-    chosen = any(source.has_text_files for source in text_sources)
-    key = cache_key(
-        [source.identity() for source in text_sources],
-        config.vocab_size,
-        config.text_key,
-        *([documents_in_text] if chosen else []),
-    )
+    rule = [documents_in_text] if any(source.has_text_files for source in text_sources) else []
+    key = cache_key([source.identity() for source in text_sources], config.vocab_size, config.text_key, *rule)
     return cache / "tokenizers" / f"sentencepiece-{config.vocab_size}-{key}.model"
 
 
 def find_tokenizer(
     config: DataConfig, sources: list[Source], cache: Path, documents_in_text: str, show_progress: bool
 ) -> Tokenizer:
-    """Open the configured tokenizer; train it first if necessary."""
+    """Open the configured tokenizer, after training it if necessary."""
     path = tokenizer_path(config, sources, cache, documents_in_text)
     if config.tokenizer != "sentencepiece":
         return load_tokenizer(path)
@@ -71,8 +66,8 @@ def find_tokenizer(
 def _training_texts(
     files: list[File], names: str, text_key: str, documents_in_text: str, scratch: Path
 ) -> Iterator[str]:
-    """Yield the documents of randomly chosen spans of the corpus, with a fixed seed, in all about
-    TRAINING_SAMPLE_BYTES. Raises ConfigError if there are no documents."""
+    """Yield the documents of random spans of the corpus, about TRAINING_SAMPLE_BYTES in all, drawn with a fixed seed.
+    Raises ConfigError if there are no documents."""
     num_bad, bad, any_text = 0, [], False
     with tempfile.TemporaryDirectory(dir=scratch, prefix="sample-") as folder:
         plain = [file for file in files if not file.compression]
@@ -95,11 +90,11 @@ def _training_texts(
                 break
             budget -= span.size
             for item in read_span(span, text_key):
-                if isinstance(item, Document):
-                    any_text = True
-                    yield item.text
-                else:
+                if isinstance(item, BadLine):
                     num_bad += 1
                     bad += [str(item)] if num_bad <= SHOWN_BAD_LINES else []
+                else:
+                    any_text = True
+                    yield item.text
         if not any_text:
             raise ConfigError(no_documents(names, num_bad, bad))

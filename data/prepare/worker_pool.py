@@ -15,19 +15,14 @@ from base import progress
 from base.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+Message = dict[str, Any]  # sent to a worker as JSON
 
 
 def run_jobs(
-    jobs: list[dict[str, Any]],
-    settings: dict[str, Any],
-    num_workers: int,
-    timeout: float,
-    verb: str,
-    ready: int,
-    show_progress: bool,
+    jobs: list[Message], settings: Message, num_workers: int, timeout: float, verb: str, ready: int, shown: bool
 ) -> None:
-    """Run jobs in worker processes. ready: bytes that were finished earlier, for the progress bar. Raises an error if a
-    job fails, or if a worker dies or hangs."""
+    """Run jobs in worker processes, each of which receives `settings` first. The progress bar begins at `ready` bytes.
+    shown: show the bar. Raises an error if a job fails, or if a worker dies or hangs."""
     if not jobs:
         return
     # One thread per worker, since there is a worker per core.
@@ -38,7 +33,7 @@ def run_jobs(
     selector = selectors.DefaultSelector()
     total = ready + sum(job["size"] for job in jobs)
     try:
-        with progress.bar(total, verb, ready, show_progress) as bar:
+        with progress.bar(total, verb, ready, shown) as bar:
             for _ in range(min(num_workers, len(jobs))):
                 command = [sys.executable, "-m", "data.worker"]
                 process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -53,7 +48,8 @@ def run_jobs(
                 events = selector.select(timeout)
                 if not events:
                     raise TimeoutError(
-                        f"{verb}: no worker finished a shard within {timeout} s. Raise data.timeout_seconds"
+                        f"{verb}: no worker finished a shard within {timeout} s (data.timeout_seconds). Raise "
+                        "data.timeout_seconds"
                     )
                 for key, _ in events:
                     process = key.data
@@ -70,7 +66,7 @@ def run_jobs(
         _end(processes)
 
 
-def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
+def _send(process: subprocess.Popen[bytes], message: Message) -> None:
     assert process.stdin
     with contextlib.suppress(BrokenPipeError):  # a dead worker is noticed when its answer is read
         process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -78,7 +74,8 @@ def _send(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
 
 
 def _finished_job(process: subprocess.Popen[bytes], verb: str) -> int:
-    """Return the number of the job that a worker has finished. Raises its error, or RuntimeError if it died."""
+    """Return the number of the job that a worker has finished. Raises the job's error, or RuntimeError if the worker
+    died."""
     assert process.stdout
     line = process.stdout.readline()
     if not line:
@@ -95,7 +92,7 @@ def _finished_job(process: subprocess.Popen[bytes], verb: str) -> int:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the worker processes; after an error, without waiting for them."""
+    """End the worker processes. After an error, do not wait for their jobs."""
     for process in processes:
         for stream in (process.stdin, process.stdout):
             with contextlib.suppress(OSError):

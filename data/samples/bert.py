@@ -8,19 +8,7 @@ import numpy as np
 
 from base.errors import ConfigError
 from data.prepare import TokenFile
-from data.samples.shared import (
-    IGNORED,
-    SAMPLE,
-    SAMPLE_ORDER,
-    Blend,
-    Epochs,
-    Locates,
-    check_files,
-    of_split,
-    open_tokens,
-    permutation,
-    random_of,
-)
+from data.samples import shared
 from data.tokenizer import Tokenizer
 
 
@@ -30,8 +18,7 @@ def segment_documents(
     """Cut documents into runs of consecutive sentences ("segments") of about `target` tokens.
 
     sequence_lengths [n], document_bounds [d + 1] -> first sentence and end (exclusive) of each segment, int64 [k]. A
-    sentence is in segment (its token offset in the document) // target, so the segments cover the document and never
-    cross its end.
+    sentence at token offset `i` of its document is in segment `i // target`, so segments never cross documents.
     """
     lengths = np.asarray(sequence_lengths, dtype=np.int64)
     bounds = np.asarray(document_bounds, dtype=np.int64)
@@ -48,13 +35,13 @@ def segment_documents(
 
 
 class _BertFile:
-    """The segments of a token file, which each epoch visits in a different order."""
+    """The segments of a token file, which each epoch uses in a different order."""
 
     def __init__(self, file: TokenFile, number: int, target: int, least_tokens: int, seed: int, shuffle: bool):
-        self.seed, self.number, self.shuffle = seed, number, shuffle
-        indexed = open_tokens(file)
+        self.shuffle = shuffle
+        indexed = shared.open_tokens(file)
         self.tokens = indexed.tokens
-        starts, lengths, bounds, in_split = of_split(file, indexed)
+        starts, lengths, bounds, in_split = shared.of_split(file, indexed)
         self.firsts, self.lasts = segment_documents(lengths, bounds, target)
         # The start of each sentence, in tokens; one more entry for the end.
         self.sentence_starts = np.concatenate([starts, [len(self.tokens)]])
@@ -68,7 +55,9 @@ class _BertFile:
                 f"data.corpus: {file.prefix}.bin ({file.split}) has {len(self.tokens)} tokens in {len(lengths)} "
                 f"sentences, but a BERT sample needs a segment of at least {least_tokens} tokens. Give more text"
             )
-        self.epochs = Epochs(lambda epoch: permutation(seed, SAMPLE_ORDER, number, epoch, self.num_samples))
+        self.epochs = shared.Epochs(
+            lambda epoch: shared.permutation(seed, shared.SAMPLE_ORDER, number, epoch, self.num_samples)
+        )
 
     def segment(self, i: int) -> int:
         """Return the number of the segment that sample i consists of."""
@@ -84,8 +73,7 @@ class _BertFile:
         return self.tokens[begin:end].astype(np.int64)
 
     def other_document(self, segment: int, draw: float) -> int | None:
-        """Return a random segment of another document than that of `segment`, chosen uniformly by `draw` in [0, 1);
-        None if there is only one document."""
+        """Return a segment of a different document, chosen uniformly by `draw` in [0, 1); None if there is none."""
         document = self.documents[segment]
         begin, end = np.searchsorted(self.documents, [document, document + 1])
         others = self.num_samples - int(end - begin)
@@ -115,16 +103,15 @@ class BertSamples:
         short_sequence_probability: float = 0.1,
         shuffle: bool = True,
     ):
-        check_files(files)
-        for name, value in (
-            ("mask_probability", mask_probability),
-            ("short_sequence_probability", short_sequence_probability),
-        ):
-            if not 0 <= value <= 1 or (name == "mask_probability" and value == 0):
-                raise ConfigError(
-                    f"data.{name}={value} must be a probability, for example "
-                    f"{0.15 if name == 'mask_probability' else 0.1}"
-                )
+        shared.check_files(files)
+        if not 0 < mask_probability <= 1:
+            raise ConfigError(
+                f"data.mask_probability={mask_probability} must be a probability above 0, for example 0.15"
+            )
+        if not 0 <= short_sequence_probability <= 1:
+            raise ConfigError(
+                f"data.short_sequence_probability={short_sequence_probability} must be a probability, for example 0.1"
+            )
         self.pairs = sentence_head != "none"
         self.sentence_head, self.seed, self.sequence_length = sentence_head, seed, sequence_length
         self.max_text_tokens = sequence_length - (3 if self.pairs else 2)  # without [CLS] and [SEP]
@@ -142,23 +129,25 @@ class BertSamples:
         self.ordinary = np.setdiff1d(
             np.arange(self.vocab_size), [*tokenizer.special_ids(), self.cls, self.sep, self.mask, self.pad]
         )
-        self.files = [
-            _BertFile(file, number, self.max_text_tokens, least, seed, shuffle) for number, file in enumerate(files)
-        ]
-        self.blend: Locates = Blend([file.weight for file in files])
+        target = self.max_text_tokens
+        self.files = [_BertFile(file, number, target, least, seed, shuffle) for number, file in enumerate(files)]
+        self.blend: shared.Locates = shared.Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return a batch: tokens (masked), labels, types int64 [b, s]; loss_mask float32 [b, s]; padding_mask bool [b,
-        s], True for real tokens; with a sentence head also sentence_label int64 [b]."""
+        """Return the batch with the samples `indices`: tokens (masked), labels, types int64 [b, s]; loss_mask float32
+        [b, s]; padding_mask bool [b, s], True for real tokens; with a sentence head, sentence_label int64 [b]."""
         shape = (len(indices), self.sequence_length)
-        tokens = np.full(shape, self.pad, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
-        types = np.zeros(shape, dtype=np.int64)
-        loss_mask = np.zeros(shape, dtype=np.float32)
-        padding_mask = np.zeros(shape, dtype=bool)
+        batch: dict[str, np.ndarray] = {
+            "tokens": np.full(shape, self.pad, dtype=np.int64),
+            "labels": np.full(shape, shared.IGNORED, dtype=np.int64),
+            "loss_mask": np.zeros(shape, dtype=np.float32),
+            "types": np.zeros(shape, dtype=np.int64),
+            "padding_mask": np.zeros(shape, dtype=bool),
+        }
+        tokens, labels, loss_mask, types, padding_mask = batch.values()
         sentence_label = np.zeros(len(indices), dtype=np.int64)
         for row, i in enumerate(indices):
-            random = np.random.Generator(random_of(self.seed, SAMPLE, i))
+            random = np.random.Generator(shared.random_of(self.seed, shared.SAMPLE, i))
             texts, sentence_label[row] = self._texts(i, random)
             original = np.concatenate([[self.cls], *(ids for text in texts for ids in (text, [self.sep]))])
             n = len(original)
@@ -170,23 +159,14 @@ class BertSamples:
             maskable = np.ones(n, dtype=bool)
             maskable[[0, len(texts[0]) + 1, n - 1]] = False
             tokens[row, :n], predicted = self._mask(original, maskable, random)
-            labels[row, :n] = np.where(predicted, original, IGNORED)
+            labels[row, :n] = np.where(predicted, original, shared.IGNORED)
             loss_mask[row, :n] = predicted
             padding_mask[row, :n] = True
             types[row, len(texts[0]) + 2 : n] = 1
-        batch: dict[str, np.ndarray] = {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "types": types,
-            "padding_mask": padding_mask,
-        }
-        if self.pairs:
-            batch["sentence_label"] = sentence_label
-        return batch
+        return {**batch, "sentence_label": sentence_label} if self.pairs else batch
 
     def _texts(self, i: int, random: np.random.Generator) -> tuple[list[np.ndarray], int]:
-        """Return the tokens of the one or two texts of sample i, cut to fit the sample, and the sentence label."""
+        """Return the tokens of the one or two texts in sample i, cut to fit, and the sentence label."""
         number, position = self.blend.locate(i)
         file = self.files[number]
         segment = file.segment(position)
@@ -217,8 +197,8 @@ class BertSamples:
     def _mask(
         self, original: np.ndarray, maskable: np.ndarray, random: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the masked tokens [n], and which tokens are predicted, bool [n]: whole words, on average a fraction
-        mask_probability of the tokens."""
+        """Mask whole words, on average a share mask_probability of the tokens. Returns the masked tokens [n], and which
+        of them are predicted, bool [n]."""
         begins = self.starts[original]
         begins[1:] |= self.ends[original[:-1]] | ~maskable[:-1]
         begins |= ~maskable

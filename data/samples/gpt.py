@@ -12,30 +12,18 @@ import numpy as np
 from base.errors import ConfigError
 from data.indexed import documents
 from data.prepare import TokenFile
-from data.samples.shared import (
-    DOCUMENT_ORDER,
-    IGNORED,
-    SAMPLE_ORDER,
-    Blend,
-    Epochs,
-    Locates,
-    check_files,
-    of_split,
-    open_tokens,
-    permutation,
-)
+from data.samples import shared
 
 
 class _GPTFile:
-    """The windows over one token file."""
+    """The samples of one token file: windows over its documents."""
 
     def __init__(self, file: TokenFile, number: int, sequence_length: int, seed: int, shuffle: bool):
-        self.file = file
         self.sequence_length = sequence_length
         self.seed, self.number, self.shuffle = seed, number, shuffle
-        indexed = open_tokens(file)
+        indexed = shared.open_tokens(file)
         self.tokens = indexed.tokens
-        *index, wanted = of_split(file, indexed)
+        *index, wanted = shared.of_split(file, indexed)
         starts, lengths = documents(*index)
         wanted &= lengths > 0
         self.starts, self.lengths = starts[wanted], lengths[wanted]
@@ -47,19 +35,19 @@ class _GPTFile:
                 f"model.sequence_length + 1 = {sequence_length + 1}. Give more text, or for the validation split raise "
                 f"data.validation_fraction, or set model.sequence_length={max(1, (total - 1) // 2)}"
             )
-        self.epochs = Epochs(self._epoch)
+        self.epochs = shared.Epochs(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return, for an epoch, the start of each document in the epoch's order, the documents' ends in their
-        concatenation, and the order of the samples."""
+        """Return the starts of the documents in an epoch's order, their ends when concatenated in this order, and the
+        order of the samples."""
         if not self.shuffle:
             return self.starts, np.cumsum(self.lengths), None
-        documents = permutation(self.seed, DOCUMENT_ORDER, self.number, epoch, len(self.lengths))
-        samples = permutation(self.seed, SAMPLE_ORDER, self.number, epoch, self.num_samples)
+        documents = shared.permutation(self.seed, shared.DOCUMENT_ORDER, self.number, epoch, len(self.lengths))
+        samples = shared.permutation(self.seed, shared.SAMPLE_ORDER, self.number, epoch, self.num_samples)
         return self.starts[documents], np.cumsum(self.lengths[documents]), samples
 
     def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of sample i of the file, int64 [sequence_length + 1], and its segments' lengths."""
+        """Return the tokens of the file's sample i, int64 [sequence_length + 1], and the lengths of its segments."""
         epoch, position = divmod(i, self.num_samples)
         starts, ends, samples = self.epochs.get(epoch)
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length
@@ -76,7 +64,7 @@ class _GPTFile:
 
 
 class GPTSamples:
-    """Windows of sequence_length + 1 tokens over documents, concatenated in an order that each epoch shuffles anew.
+    """Windows of sequence_length + 1 tokens over documents, concatenated in a different random order in each epoch.
 
     shuffle=False, for validation: the order of the files, from the start. separate: documents do not attend to each
     other (data.documents); the windows are the same. Raises ConfigError if there is too little data for one sample, if
@@ -92,21 +80,19 @@ class GPTSamples:
         vocab_size: int | None = None,
         separate: bool = False,
     ):
-        check_files(files)
+        shared.check_files(files)
         self.vocab_size, self.separate = vocab_size, separate
         self.files = [_GPTFile(file, number, sequence_length, seed, shuffle) for number, file in enumerate(files)]
-        self.blend: Locates = Blend([file.weight for file in files])
+        self.blend: shared.Locates = shared.Blend([file.weight for file in files])
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
-        """Return a batch: tokens and labels int64 [b, s], loss_mask float32 [b, s].
+        """Return the batch with the samples `indices`: tokens and labels int64 [b, s], loss_mask float32 [b, s].
 
-        Separate documents also have positions int64 [b, s], which start at 0 in every segment, and the last token of a
-        document has no label.
+        If documents are separate, also positions int64 [b, s], which start at 0 in every segment; then the last token
+        of a document has no label.
         """
-        windows = []
-        for i in indices:
-            file, position = self.blend.locate(i)
-            windows.append(self.files[file].window(position))
+        located = map(self.blend.locate, indices)
+        windows = [self.files[file].window(position) for file, position in located]
         both = np.stack([tokens for tokens, _ in windows])
         if self.vocab_size is not None and int(both.max()) >= self.vocab_size:
             raise ConfigError(
@@ -122,6 +108,6 @@ class GPTSamples:
                 [np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n) for n in (lengths for _, lengths in windows)]
             )
             foreign = positions[:, 1:] == 0  # the label is the first token of another document
-            labels[foreign], batch["loss_mask"][foreign] = IGNORED, 0.0
+            labels[foreign], batch["loss_mask"][foreign] = shared.IGNORED, 0.0
             batch["positions"] = positions[:, :-1].copy()
         return batch

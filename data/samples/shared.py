@@ -20,23 +20,23 @@ DOCUMENT_ORDER, SAMPLE_ORDER, SAMPLE = range(3)
 
 
 def random_of(seed: int, purpose: int, *index: int) -> np.random.Philox:
-    """Return the random bit generator for one purpose at an index, such as an epoch or a sample."""
+    """Return a random bit generator that depends on the seed, the purpose and an index, such as a sample's number."""
     return np.random.Philox(np.random.SeedSequence([seed, purpose, *index]))
 
 
 def permutation(seed: int, purpose: int, file: int, epoch: int, n: int) -> np.ndarray:
-    """Return a random permutation of range(n), int64 [n], from raw bits: equal for every version of numpy."""
+    """Return a random permutation of range(n), int64 [n], which is equal in every version of numpy."""
     return np.argsort(random_of(seed, purpose, file, epoch).random_raw(n), kind="stable")
 
 
 class Locates(Protocol):
-    """A map from sample i to a file and to the number of a sample in that file."""
+    """An object that maps sample i of a blend to a file and to the number of a sample in that file."""
 
     def locate(self, i: int) -> tuple[int, int]: ...
 
 
 class Blend:
-    """The map from sample i of a blend to a file and to the number of a sample in that file; its pattern repeats."""
+    """A blend of files by weight: maps sample i to a file and to a sample of that file, in a repeated pattern."""
 
     def __init__(self, weights: Sequence[float]):
         shares = np.asarray(weights, dtype=np.float64) / sum(weights) * BLEND_PERIOD
@@ -78,7 +78,7 @@ class Epochs:
 
 
 def open_tokens(file: TokenFile) -> IndexedTokens:
-    """Open a token file. Raises ConfigError if the file is not the same one that this run opened before."""
+    """Open a token file. Raises ConfigError if the file was replaced since this run first opened it."""
     indexed = IndexedTokens(file.prefix)
     file.opened = file.opened or indexed.fingerprints
     if indexed.fingerprints != file.opened:
@@ -90,7 +90,8 @@ def open_tokens(file: TokenFile) -> IndexedTokens:
 
 
 def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return starts [n], lengths [n], document bounds [d + 1] of a token file, and which are in its split, bool [d]."""
+    """Return starts [n], lengths [n] and document bounds [d + 1] of a token file, and whether each document is in the
+    file's split, bool [d]."""
     index = (indexed.sequence_starts, np.asarray(indexed.sequence_lengths), np.asarray(indexed.document_bounds))
     if file.split == "all":
         return *index, np.ones(max(len(index[2]) - 1, 0), dtype=bool)
@@ -99,7 +100,7 @@ def of_split(file: TokenFile, indexed: IndexedTokens) -> tuple[np.ndarray, np.nd
 
 
 def check_files(files: Sequence[TokenFile]) -> None:
-    """Raise ConfigError if a split has no token files."""
+    """Raise ConfigError if `files`, the token files of a split, is empty."""
     if not files:
         raise ConfigError(
             "data.validation_fraction: this split of the corpus has no documents. Raise data.validation_fraction, or "

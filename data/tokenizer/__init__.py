@@ -3,19 +3,8 @@
 The processes that tokenize a corpus import this package, so it imports neither torch nor transformers.
 """
 
-from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP, Tokenizer
+from data.tokenizer.base import Tokenizer
 from data.tokenizer.train import train_tokenizer
 from data.tokenizer.trial import expected_vocab_size, load_tokenizer, tokenizer_digest
 
-__all__ = [
-    "CLS",
-    "EOD",
-    "MASK",
-    "PAD",
-    "SEP",
-    "Tokenizer",
-    "expected_vocab_size",
-    "load_tokenizer",
-    "tokenizer_digest",
-    "train_tokenizer",
-]
+__all__ = ["Tokenizer", "expected_vocab_size", "load_tokenizer", "tokenizer_digest", "train_tokenizer"]

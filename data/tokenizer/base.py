@@ -15,6 +15,7 @@ import numpy as np
 from base.errors import ConfigError
 from configs.tokenizer_files import JSON, core_file
 
+OTHER = "Give another tokenizer, or data.tokenizer=sentencepiece to train one"  # the way out of many errors
 REPLACEMENT = "\ufffd"  # stands for bytes that are not text
 SPACE = "\u2581"  # sentencepiece writes spaces as this character (and reads it back as a space)
 PAD, EOD, CLS, SEP, MASK = "<pad>", "</s>", "[CLS]", "[SEP]", "[MASK]"
@@ -29,8 +30,7 @@ class Tokenizer(ABC):
 
     `pad`, `eod` and, for BERT, `cls`, `sep` and `mask` are token ids; the last three raise ConfigError if the tokenizer
     has no such token. `bos` is the id of the token with which the tokenizer begins texts, if it names one; training
-    does not use it, because each document follows `eod`. `before_text` is the id from which the first token of a text
-    is predicted.
+    does not use `bos`, because each document follows `eod`.
     """
 
     path: str
@@ -49,11 +49,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_array(self, text: str) -> np.ndarray:
-        """Return the token ids of `text`, int32 [n], for training, prompts and scores.
-
-        Adds no special tokens. The name of a special token in the text becomes that token only if the tokenizer's files
-        request it, as in transformers.
-        """
+        """Return the token ids of a text, int32 [n], without added special tokens. The name of a special token in the
+        text becomes this token only if the tokenizer's files request that, as in transformers."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -61,34 +58,34 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_piece(self, token: int) -> str:
-        """Return the entry of the vocabulary for a token id."""
+        """Return the text of a token id in the vocabulary."""
 
     @abstractmethod
     def _find(self, names: Iterable[str]) -> int | None:
-        """Return the id of the first of these names that is in the vocabulary, or None."""
+        """Return the id of the first name that is in the vocabulary, or None."""
 
     @abstractmethod
     def _surfaces(self) -> list[bytes | None]:
-        """Return the bytes of text that each token stands for, including a leading space; None for special tokens."""
+        """Return the bytes of text that each token represents, including a leading space; None for special tokens."""
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Return bytes that determine the ids of every text, apart from the roles of special tokens."""
+        """Return bytes that determine the token ids of every text. They do not cover the roles of special tokens."""
 
     def rule_texts(self) -> list[str]:
-        """Return the texts that the tokenizer's rules search for: patterns, and strings that they replace."""
+        """Return the patterns and strings that the tokenizer searches for in a text."""
         return []
 
     def notes(self) -> list[str]:
-        """Return notes for the user on how the tokenizer's files are read."""
+        """Return notes for the user about how the tokenizer's files are interpreted."""
         return list(self.reading_notes)
 
     def kept_files(self) -> dict[str, str] | None:
-        """Return the files in which a run stores the tokenizer, by name; None if it copies the files unchanged."""
+        """Return the texts of the files in which a run stores the tokenizer, by name; None to copy its own files."""
         return None
 
     def core_bytes(self) -> bytes:
-        """Return the content of the file that determines the tokens, in the form that a run stores."""
+        """Return the content of the file that determines the tokens, as a run stores the file."""
         kept = self.kept_files()
         return kept[JSON].encode() if kept is not None else (core_file(Path(self.path)) or Path(self.path)).read_bytes()
 
@@ -101,33 +98,33 @@ class Tokenizer(ABC):
 
     @property
     def before_text(self) -> int:
-        """The token id from which a text's first token is predicted: `bos`, or `eod` without it, as in lm-eval."""
+        """The id of the token from which a text's first token is predicted: `bos` if set, else `eod`, as in lm-eval."""
         return self.eod if self.bos is None else self.bos
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text` as a list, without special tokens."""
+        """Return the token ids of a text as a list, without added special tokens."""
         return self.encode_array(text).tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a text that generation continues, with the special tokens that transformers adds."""
+        """Return the token ids of a prompt for generation, with the special tokens that transformers adds."""
         return self.encode(text)
 
     def encode_masked(self, text: str) -> list[int]:
-        """Return the token ids of `text` with the mask token for each [MASK], and no other special token."""
+        """Return the token ids of a text, in which [MASK] becomes the mask token, without other special tokens."""
         first, *rest = [self.encode(span) for span in text.split(MASK)]
         return first + [token for ids in rest for token in (self.mask, *ids)]
 
     def control_tokens(self) -> dict[int, str]:
-        """Return the names that become special tokens in a text, by token id, except the name of the unknown token."""
+        """Return, by token id, the names that become special tokens in a text, except that of the unknown token."""
         return {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        """Return the files, as a dict from name to text, with which transformers gives the same tokens for a model of
-        this family. Raises NotConvertible if there are none."""
+        """Return the text of each file, by name, with which transformers gives the same tokens for a model of this
+        family. Raises NotConvertible if there are no such files."""
         return {}
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of several texts. Faster than single calls if the texts are short."""
+        """Return the token ids of several texts, faster than by single calls if the texts are short."""
         return [self.encode(text) for text in texts]
 
     def _role(self, role: str) -> int:
@@ -135,7 +132,7 @@ class Tokenizer(ABC):
         if found is None:
             raise ConfigError(
                 f"data.tokenizer={self.path}: the tokenizer has no {role} token (one of "
-                f"{', '.join(MASK_NAMES[role])}), which BERT needs. data.tokenizer=sentencepiece trains one that has it"
+                f"{', '.join(MASK_NAMES[role])}), which BERT needs. {OTHER}"
             )
         return found
 
@@ -152,31 +149,25 @@ class Tokenizer(ABC):
         return self._role("mask")
 
     def special_ids(self) -> np.ndarray:
-        """Return the ids of tokens that stand for no text, ascending."""
+        """Return the ids of the tokens that represent no text, in ascending order."""
         return np.flatnonzero([surface is None for surface in self._surfaces()])
 
     def line_ends(self) -> np.ndarray:
-        """Return whether each token ends a line, apart from trailing spaces: bool [vocab_size]."""
-        return np.array(
-            [surface is not None and surface.rstrip(b" \t").endswith(b"\n") for surface in self._surfaces()], dtype=bool
-        )
+        """Return whether each token ends a line, ignoring spaces after the line's end: bool [vocab_size]."""
+        ends = (text is not None and text.rstrip(b" \t").endswith(b"\n") for text in self._surfaces())
+        return np.array(list(ends), dtype=bool)
 
     def word_starts(self) -> np.ndarray:
         """Return whether each token begins a word (starts with a space or symbol, or is special): bool [vocab_size]."""
         return np.array([surface is None or not _is_letter(surface[:1]) for surface in self._surfaces()], dtype=bool)
 
     def word_ends(self) -> np.ndarray:
-        """Return whether the token after each token always begins a word, because the token ends with a space or symbol
-        or is special: bool [vocab_size].
-
-        A token of a single space does not count: it begins a word whose letters are separate tokens.
-        """
-        surfaces = self._surfaces()
-        return np.array(
-            [surface is None or (surface != b" " and not _is_letter(surface[-1:])) for surface in surfaces], dtype=bool
-        )
+        """Return whether each token ends a word (ends with a space or symbol, or is special): bool [vocab_size]. The
+        token of a single space does not count, since it begins a word whose letters are separate tokens."""
+        ends = (text is None or (text != b" " and not _is_letter(text[-1:])) for text in self._surfaces())
+        return np.array(list(ends), dtype=bool)
 
 
 def _is_letter(byte: bytes) -> bool:
-    """Whether a byte can be inside a word: a letter, a digit, `_`, or a byte of a non-ASCII character."""
+    """Return whether a byte can be inside a word: a letter, a digit, `_`, or a byte of a non-ASCII character."""
     return bool(byte) and (byte[0] >= 0x80 or byte.isalnum() or byte == b"_")

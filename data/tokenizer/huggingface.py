@@ -13,7 +13,7 @@ import numpy as np
 
 from base.errors import ConfigError
 from configs.tokenizer_files import JSON, SETTINGS, tokenizer_files
-from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, PAD_NAMES, SPACE, Tokenizer
+from data.tokenizer.base import EOD_NAMES, MASK, MASK_NAMES, OTHER, PAD_NAMES, SPACE, Tokenizer
 from data.tokenizer.formats.spec import byte_level_alphabet
 from data.tokenizer.probes import MOST_RUNS
 from data.tokenizer.settings import CONFIG, FLAGS, Settings, first_line, read_settings, refuse_unknown_end, token_name
@@ -22,7 +22,7 @@ from data.tokenizer.word_encoder import WordEncoder, word_encoder
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer from a Hugging Face `tokenizer.json`, or from a folder with this file."""
+    """A tokenizer that is stored as a Hugging Face `tokenizer.json`."""
 
     def __init__(self, path: str | Path):
         import tokenizers
@@ -39,7 +39,7 @@ class HuggingFaceTokenizer(Tokenizer):
                 self._model = tokenizers.Tokenizer.from_str(json.dumps(self._spec, ensure_ascii=False))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(
-                f"data.tokenizer={path}: {file} is not a Hugging Face tokenizer.json: {first_line(error)}"
+                f"data.tokenizer={path}: {file} is not a Hugging Face tokenizer.json: {first_line(error)}. {OTHER}"
             ) from error
         self._model.no_truncation()
         self._model.no_padding()
@@ -49,9 +49,8 @@ class HuggingFaceTokenizer(Tokenizer):
         if not ids:
             raise ConfigError(f"data.tokenizer={path}: {file} has no tokens. Give a tokenizer with a vocabulary")
         self.vocab_size = max(ids) + 1
-        eod = self._named("eos_token")
-        usual = self._find(EOD_NAMES)
-        eod = usual if eod is None else eod
+        named, usual = self._named("eos_token"), self._find(EOD_NAMES)
+        eod = usual if named is None else named
         if eod is None:
             raise ConfigError(
                 f"data.tokenizer={path}: the tokenizer has no end-of-document token. It needs one of "
@@ -117,13 +116,13 @@ class HuggingFaceTokenizer(Tokenizer):
         ]
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
-        """Return the file, the text of its tokenizer.json, and the folder's settings. Raises ConfigError."""
+        """Return the tokenizer's file, its text as a tokenizer.json, and its settings. Raises ConfigError."""
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             return file, file.read_text(encoding="utf-8"), read_settings(file.parent)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"data.tokenizer={path}: {file} is not a Hugging Face tokenizer.json: {first_line(error)}"
+                f"data.tokenizer={path}: {file} is not a Hugging Face tokenizer.json: {first_line(error)}. {OTHER}"
             ) from error
 
     def encode_array(self, text: str) -> np.ndarray:
@@ -145,8 +144,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @contextlib.contextmanager
     def _named_errors(self, text: str) -> Iterator[None]:
-        """Turn any error of the library in the `with` block, for example a pattern that takes too long, into a
-        ConfigError that names the tokenizer and the text. (The library's PanicException is not an Exception.)"""
+        """Turn an error of the library in the `with` block, such as a pattern that takes too long, into a ConfigError
+        with the tokenizer and the text. (The library's PanicException is not an Exception.)"""
         try:
             yield
         except BaseException as error:
@@ -154,12 +153,12 @@ class HuggingFaceTokenizer(Tokenizer):
                 raise
             raise ConfigError(
                 f"data.tokenizer={self.path}: the tokenizers library cannot encode the text {text[:40]!r} "
-                f"({len(text)} characters): {first_line(error)}. Give another tokenizer"
+                f"({len(text)} characters): {first_line(error)}. {OTHER}"
             ) from error
 
     @cached_property
     def _with_mask(self) -> Any:
-        """A copy of the library's tokenizer that finds the mask token in a text even if it finds no special tokens."""
+        """A copy of the library's tokenizer that also recognizes the name of the mask token in a text."""
         import tokenizers
 
         spec = json.loads(self._model.to_str())
@@ -209,11 +208,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def kept_files(self) -> dict[str, str] | None:
         if not self._dropout:
             return None
-        settings = {name: file for name, file in tokenizer_files(Path(self.path)).items() if name in SETTINGS}
-        return {
-            **{name: file.read_text(encoding="utf-8") for name, file in settings.items()},
-            **self._without_dropout(),
-        }
+        files = tokenizer_files(Path(self.path)).items()
+        settings = {name: file.read_text(encoding="utf-8") for name, file in files if name in SETTINGS}
+        return {**settings, **self._without_dropout()}
 
     def _without_dropout(self) -> dict[str, str]:
         return {JSON: json.dumps(self._spec, ensure_ascii=False)} if self._dropout else {}
@@ -236,13 +233,12 @@ class HuggingFaceTokenizer(Tokenizer):
         notes = super().notes()
         if self._dropout:
             notes.append(f"{self.path} has dropout {self._dropout}, which would make tokens random; it is ignored")
-        if text is None:
-            return notes
-        other = (
-            f"{self.path} is read as its tokenizer.json says, but transformers 5 reads it as {name}, with other tokens "
-            f"for {text[:20]!r}"
-        )
-        return [*notes, other]
+        if text is not None:
+            notes.append(
+                f"{self.path} is read as its tokenizer.json says, but transformers 5 reads it as {name}, with other "
+                f"tokens for {text[:20]!r}"
+            )
+        return notes
 
     @cached_property
     def _words(self) -> WordEncoder | None:
@@ -282,7 +278,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _names_type(spec: Any, kind: str) -> bool:
-    """Whether `spec`, a section of a tokenizer.json, contains an object whose `type` is `kind`."""
+    """Return whether a section of a tokenizer.json contains an object whose `type` is `kind`."""
     if isinstance(spec, dict):
         return spec.get("type") == kind or any(_names_type(value, kind) for value in spec.values())
     return isinstance(spec, list) and any(_names_type(value, kind) for value in spec)

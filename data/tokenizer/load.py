@@ -8,18 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import ConfigError
-from configs.tokenizer_files import (
-    BYTE_PAIRS,
-    JSON,
-    MODEL,
-    TEKKEN,
-    TIKTOKEN,
-    WORD_PIECES,
-    core_file,
-    format_of,
-    formats_in,
-)
-from data.tokenizer.base import Tokenizer
+from configs import tokenizer_files
+from data.tokenizer.base import OTHER, Tokenizer
 from data.tokenizer.formats.rank_files import tekken, tiktoken
 from data.tokenizer.formats.spec import Converted
 from data.tokenizer.formats.word_lists import byte_pairs, word_pieces
@@ -35,8 +25,8 @@ EXPECTED = (
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open a tokenizer from a file, or from a folder with one: `tokenizer.json`, sentencepiece `.model`, or a format of
-    data/tokenizer/formats. Raises ConfigError with the key."""
+    """Open a tokenizer from a file, or from a folder with such a file: tokenizer.json, a sentencepiece .model, or a
+    format of data/tokenizer/formats. Raises ConfigError."""
     try:
         tokenizer = _opened(path)
     except ConfigError:
@@ -48,16 +38,15 @@ def open_tokenizer(path: str | Path) -> Tokenizer:
     if tokenizer.vocab_size > MOST_TOKENS:
         raise ConfigError(
             f"data.tokenizer={path}: its largest token id ({tokenizer.vocab_size - 1}) must be below {MOST_TOKENS}, "
-            "because a model has an embedding for each id up to it"
+            f"because a model has an embedding for each id up to it. {OTHER}"
         )
     return tokenizer
 
 
 def cannot_be_read(path: str | Path, error: BaseException) -> ConfigError:
-    """Return the ConfigError for an unexpected error while a tokenizer is read."""
-    return ConfigError(
-        f"data.tokenizer={path} cannot be read as a tokenizer: {type(error).__name__}: {first_line(error)[:300]}"
-    )
+    """Return the ConfigError for an unexpected error of the library that reads the tokenizer at `path`."""
+    reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+    return ConfigError(f"data.tokenizer={path} cannot be read as a tokenizer: {reason}. {OTHER}")
 
 
 def _opened(path: str | Path) -> Tokenizer:
@@ -71,19 +60,19 @@ def _opened(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"data.tokenizer={path} is neither a file nor a folder. Give a file or folder with {EXPECTED}"
         )
-    core = core_file(full)
+    core = tokenizer_files.core_file(full)
     if core is None:
-        several = next(iter(formats_in(full).values()), [])
+        several = next(iter(tokenizer_files.formats_in(full).values()), [])
         there = ", ".join(file.name for file in several or sorted(full.iterdir())[:8]) or "nothing"
         raise ConfigError(
             f"data.tokenizer={path}: the folder contains {there}. "
             + ("Name one of these files instead of the folder" if several else f"It must contain {EXPECTED}")
         )
-    kind = format_of(core)
-    if kind == JSON:
+    kind = tokenizer_files.format_of(core)
+    if kind == tokenizer_files.JSON:
         return HuggingFaceTokenizer(full)
-    tokenizer = SentencePieceTokenizer(core) if kind == MODEL else ConvertedTokenizer(core)
-    others = [file.name for files in formats_in(full).values() for file in files if file != core]
+    tokenizer = SentencePieceTokenizer(core) if kind == tokenizer_files.MODEL else ConvertedTokenizer(core)
+    others = [file.name for files in tokenizer_files.formats_in(full).values() for file in files if file != core]
     if full.is_dir() and others:
         note = f"{core} is the tokenizer; {', '.join(others)} in the same folder is ignored"
         tokenizer.reading_notes = [note, *tokenizer.reading_notes]
@@ -91,19 +80,19 @@ def _opened(path: str | Path) -> Tokenizer:
 
 
 READERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
-    BYTE_PAIRS: byte_pairs,
-    WORD_PIECES: word_pieces,
-    TEKKEN: tekken,
-    TIKTOKEN: tiktoken,
+    tokenizer_files.BYTE_PAIRS: byte_pairs,
+    tokenizer_files.WORD_PIECES: word_pieces,
+    tokenizer_files.TEKKEN: tekken,
+    tokenizer_files.TIKTOKEN: tiktoken,
 }
 
 
 class ConvertedTokenizer(HuggingFaceTokenizer):
-    """A tokenizer in another format (`READERS`), converted to a tokenizer.json in memory. Raises ConfigError."""
+    """A tokenizer in a format of `READERS`, converted to a tokenizer.json in memory."""
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
         file = Path(path)
-        converted = READERS[format_of(file)](file, read_settings(file.parent).values)
+        converted = READERS[tokenizer_files.format_of(file)](file, read_settings(file.parent).values)
         # transformers would apply the rules of a class that the settings name
         settings = {**converted.settings, "tokenizer_class": "PreTrainedTokenizerFast"}
         for key in ("added_tokens_decoder", "add_bos_token", "add_eos_token", "auto_map"):  # they are in the spec
@@ -114,4 +103,4 @@ class ConvertedTokenizer(HuggingFaceTokenizer):
 
     def kept_files(self) -> dict[str, str]:
         text = json.dumps(self._spec, ensure_ascii=False)
-        return {JSON: text, CONFIG: json.dumps(self._settings.values, indent=2) + "\n"}
+        return {tokenizer_files.JSON: text, CONFIG: json.dumps(self._settings.values, indent=2) + "\n"}

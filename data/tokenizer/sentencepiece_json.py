@@ -20,10 +20,10 @@ CONFIG_ROLES = {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK
 
 
 def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
-    """Return the contents of tokenizer.json and tokenizer_config.json for the sentencepiece model at `path`, by name.
+    """Convert the sentencepiece model at `path` to the texts of tokenizer.json and tokenizer_config.json, by name.
 
-    With `family` bert, a text gets [CLS] and [SEP] around it and may contain [MASK]; otherwise no text of a prompt
-    becomes a special token. Raises NotConvertible if the model has no equivalent tokenizer.json.
+    If `family` is bert, [CLS] and [SEP] are put around a text, and [MASK] in a text is the mask token; otherwise no
+    part of a text becomes a special token. Raises NotConvertible if the model has no equivalent tokenizer.json.
     """
     from tokenizers import AddedToken, processors
 
@@ -81,24 +81,23 @@ def read_model(path: Path) -> Any:
 
 
 def _check(proto: Any, symbols: list[str], unused: int) -> Any:
-    """Return the function that converts a model of this type. Raises NotConvertible if there is none."""
+    """Return the function that converts a model of this type. Raises NotConvertible if the model is not supported."""
     trainer = proto.trainer_spec
     kinds = {trainer.UNIGRAM: _unigram, trainer.BPE: _byte_pairs}
     if trainer.model_type not in kinds:
         raise NotConvertible("its type is neither Unigram nor BPE")
     if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
         raise NotConvertible("it writes spaces in an unusual way")
-    for symbol in symbols:
-        if SPACE in symbol or " " in symbol:
-            raise NotConvertible(f"its piece {symbol!r} contains a space")
-    for p in proto.pieces:
-        if p.type == unused:
-            raise NotConvertible(f"its piece {p.piece!r} is marked as unused")
+    if spaced := [symbol for symbol in symbols if SPACE in symbol or " " in symbol]:
+        raise NotConvertible(f"its piece {spaced[0]!r} contains a space")
+    if left_out := [p.piece for p in proto.pieces if p.type == unused]:
+        raise NotConvertible(f"its piece {left_out[0]!r} is marked as unused")
     return kinds[trainer.model_type]
 
 
 def _compare(path: Path, proto: Any, tokenizer: Any, symbols: list[str]) -> None:
-    """Raise NotConvertible if both give different tokens for a probe text, except splits of equal likelihood."""
+    """Raise NotConvertible if the model and `tokenizer` give different tokens for a probe text. Splits of equal
+    likelihood may differ."""
     import sentencepiece
 
     by_score = proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM
@@ -132,15 +131,14 @@ NEXT_TO_OTHERS = r"(?<=[^\x00-\x7f])(?=[\s\S])|(?<=[\s\S])(?=[^\x00-\x7f])|(?<=\
 
 
 class NotConvertible(ValueError):
-    """A sentencepiece model has no equivalent tokenizer.json. The message is a clause with the reason."""
+    """Raised if a sentencepiece model has no equivalent tokenizer.json. The message is a clause with the reason."""
 
 
 class Symbols:
     """The user-defined symbols of a model: strings that are never cut and never changed.
 
-    The tokenizers library can cut a text at such symbols, too, but then treats the spans between symbols as separate
-    texts, each with its own prefix. So if a model adds a prefix or removes spaces, a single stand-in character
-    represents each symbol.
+    The tokenizers library also cuts texts at such symbols, but treats the spans between symbols as separate texts, each
+    with its own prefix. If a model adds a prefix or removes spaces, a stand-in character replaces each symbol instead.
     """
 
     def __init__(self, symbols: Sequence[str], whole_text: bool):
@@ -172,18 +170,18 @@ class Symbols:
 
 
 def needs_whole_text(proto: Any) -> bool:
-    """Whether the changes that the model makes to a text depend on where the text begins and ends."""
+    """Return whether a model changes the beginning or the end of a text."""
     return bool(proto.normalizer_spec.add_dummy_prefix or proto.normalizer_spec.remove_extra_whitespaces)
 
 
 def keeps_text(proto: Any) -> bool:
-    """Whether the tokens of a model spell the text character by character, as with the models trained here."""
+    """Return whether a model is Unigram and tokenizes texts unchanged, like the models trained here."""
     changed = proto.normalizer_spec.precompiled_charsmap or needs_whole_text(proto)
     return proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM and not changed
 
 
 def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
-    """Return the normalizers that change a text as the model does, apart from its spaces. Raises NotConvertible."""
+    """Return the normalizers that change a text like the model, except for spaces. Raises NotConvertible."""
     from tokenizers import Regex, normalizers
 
     spec = proto.normalizer_spec
@@ -208,7 +206,7 @@ def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
 
 
 def _decoders(proto: Any, symbols: Symbols) -> tuple[list[Any], list[Any]]:
-    """Return the decoders that undo the normalizers, as two lists: those before bytes are joined, and those after."""
+    """Return the decoders that undo the normalizers: a list for before bytes are joined, and a list for afterwards."""
     from tokenizers import decoders
 
     first = [decoders.Replace(stand_in, symbol) for symbol, stand_in in symbols.stand_ins.items()]
@@ -242,8 +240,7 @@ def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
         byte_fallback=proto.trainer_spec.byte_fallback,
     )
     tokenizer = tokenizers.Tokenizer(model)
-    steps = [*_normalizers(proto, symbols), normalizers.Replace(" ", SPACE)]
-    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.normalizer = normalizers.Sequence([*_normalizers(proto, symbols), normalizers.Replace(" ", SPACE)])
     first, last = _decoders(proto, symbols)
     together = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*first, *together, *last])
@@ -287,8 +284,7 @@ def _unigram(proto: Any, symbols: Symbols) -> Any:
     steps += [normalizers.Replace(old, new) for old, new in STAND_INS.items()]
     tokenizer.normalizer = normalizers.Sequence(steps)
     before, after = _decoders(proto, symbols)
-    together = [decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*before, *first, *together, *last, *after])
+    tokenizer.decoder = decoders.Sequence([*before, *first, decoders.ByteFallback(), decoders.Fuse(), *last, *after])
     return tokenizer
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from base.errors import ConfigError
 from configs.tokenizer_files import JSON
-from data.tokenizer.base import CLS, EOD_NAMES, MASK, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
+from data.tokenizer.base import CLS, EOD_NAMES, MASK, OTHER, PAD, PAD_NAMES, REPLACEMENT, SEP, SPACE, Tokenizer
 from data.tokenizer.formats.spec import around
 from data.tokenizer.sentencepiece_json import NotConvertible, keeps_text, read_model, tokenizer_json
 from data.tokenizer.settings import CONFIG, first_line, read_settings, refuse_unknown_end, token_name
@@ -32,7 +32,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._model = sentencepiece.SentencePieceProcessor(model_file=self.path)
         except (OSError, RuntimeError) as error:
             raise ConfigError(
-                f"data.tokenizer={self.path} is not a sentencepiece model: {first_line(error)}"
+                f"data.tokenizer={self.path} is not a sentencepiece model: {first_line(error)}. {OTHER}"
             ) from error
         self.vocab_size = self._model.vocab_size()
         settings = read_settings(Path(path).parent)
@@ -45,7 +45,7 @@ class SentencePieceTokenizer(Tokenizer):
         if found is None:
             raise ConfigError(
                 f"data.tokenizer={self.path}: the tokenizer has no end-of-document token. It needs one of "
-                f"{', '.join(EOD_NAMES)}"
+                f"{', '.join(EOD_NAMES)}. {OTHER}"
             )
         self.eod, self.named_eod = found, None if found == usual else found
         pad = self._model.pad_id()
@@ -60,8 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _lossless(self) -> bool:
-        """Whether U+2581 in a text is encoded as its three bytes and so decoded to itself, as with the models trained
-        here. sentencepiece itself takes the character for a space, and other models are used in that way."""
+        """True if U+2581 in a text is encoded as its three bytes, and so decoded to itself, as in the models trained
+        here. With other models, sentencepiece decodes the character to a space."""
         return all(map(self._model.is_byte, self._space_ids)) and keeps_text(read_model(Path(self.path)))
 
     def encode_array(self, text: str) -> np.ndarray:

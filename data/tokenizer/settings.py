@@ -34,7 +34,7 @@ class Settings:
         return folder / self.files.get("eos_token", CONFIG)
 
     def named(self) -> dict[str, Any]:
-        """Return the special tokens that have a role or another name, by that name; each is a text or an object."""
+        """Return the special tokens that have a role or another name, by this name; each is a text or an object."""
         named = {
             key: value
             for key, value in self.values.items()
@@ -94,14 +94,14 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is not JSON: {first_line(error)}") from error
+        raise ConfigError(f"{file} is not JSON: {first_line(error)}. Download it again") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} must contain a JSON object")
+        raise ConfigError(f"{file} must contain a JSON object. Download it again")
     return content
 
 
 def refuse_unknown_end(tokenizer: str, settings: Settings, vocabulary: str, known: bool) -> None:
-    """Raise ConfigError if the settings name an eos_token that no file gives an id. transformers would add it as a new
+    """Raise ConfigError if the settings name an eos_token that has no id in any file. transformers would add a new
     token, which no trained model has."""
     name = token_name(settings.values.get("eos_token"))
     if name and not known:

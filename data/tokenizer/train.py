@@ -29,11 +29,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
     """Train a lossless sentencepiece model on a bounded sample of `texts` and write it to `out`, atomically.
 
     Returns a note for the user, or an empty string if the vocabulary is as requested. The model is Unigram rather than
-    BPE: it encodes source code 3 to 4 times as fast, with 2% more tokens. The result is deterministic for the same
-    texts and serves GPT and BERT: it has pad, end-of-document, [CLS], [SEP] and [MASK] symbols. If there is little
-    text, the vocabulary is smaller than `vocab_size`. If the vocabulary is too small for all characters, the most
-    frequent ones get tokens, and others are encoded as bytes. Raises ConfigError for a vocab_size that is too small or
-    too large, and for a corpus without text.
+    BPE: it encodes source code 3 to 4 times as fast, with 2% more tokens. Equal texts give an equal model. GPT and BERT
+    can use it: it has pad, end-of-document, [CLS], [SEP] and [MASK] symbols. Little text gives a vocabulary smaller
+    than `vocab_size`. If the vocabulary is too small for all characters, the most frequent characters get tokens, and
+    others are encoded as bytes. Raises ConfigError for a wrong vocab_size, and for a corpus without text.
     """
     if not MIN_TRAINED_VOCAB <= vocab_size <= MAX_TRAINED_VOCAB:
         raise ConfigError(
@@ -71,7 +70,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, out: str | Path) -> s
                 "on the corpus. Give a tokenizer: data.tokenizer=PATH"
             ) from error
         raise ConfigError(
-            f"data.vocab_size={vocab_size}: sentencepiece could not train on this corpus: {first_line(error)}"
+            f"data.vocab_size={vocab_size}: sentencepiece could not train on this corpus: {first_line(error)}. Give "
+            "another data.vocab_size, or a tokenizer: data.tokenizer=PATH"
         ) from error
     size = len(_vocabulary(model))
     if size != vocab_size:
@@ -125,7 +125,8 @@ def _vocabulary(model: bytes) -> list[str]:
 
 
 def _sample_lines(texts: Iterable[str]) -> list[str]:
-    """Return random lines, with a fixed seed: at most MAX_TRAINING_SENTENCES and MAX_TRAINING_CHARACTERS."""
+    """Return random lines of the texts, drawn with a fixed seed: at most MAX_TRAINING_SENTENCES lines of together
+    MAX_TRAINING_CHARACTERS."""
     lines = []
     for text in texts:
         for line in text.replace(SPACE, " ").split("\n"):

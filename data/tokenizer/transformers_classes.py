@@ -29,7 +29,7 @@ OF_MODEL = {
 
 
 def class_of(settings: dict[str, Any], folder: Path) -> str:
-    """Return the name of the tokenizer class that transformers uses for a folder; an empty string if none is named."""
+    """Return the name of the tokenizer class that transformers uses for a folder; an empty string if unknown."""
     try:
         model = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     except (OSError, ValueError, AttributeError):  # not a folder of a model
@@ -39,7 +39,7 @@ def class_of(settings: dict[str, Any], folder: Path) -> str:
 
 
 def differing_text(spec: dict[str, Any], settings: dict[str, Any], name: str) -> str | None:
-    """Return a probe text for which class `name` gives other tokens than the tokenizer.json `spec`, or None."""
+    """Return a text that transformers' class `name` and the tokenizer.json `spec` tokenize differently, or None."""
     import tokenizers
 
     changed = _changed(spec, settings, name)
@@ -51,7 +51,7 @@ def differing_text(spec: dict[str, Any], settings: dict[str, Any], name: str) ->
 
 
 def _changed(spec: dict[str, Any], settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the sections of tokenizer.json that the class replaces, with the class's own content."""
+    """Return the sections of a tokenizer.json that transformers' class `name` replaces, with the class's content."""
     model = spec["model"]
     prefix = bool(settings.get("add_prefix_space"))
     own = {

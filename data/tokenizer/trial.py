@@ -22,7 +22,7 @@ from typing import Any
 from base.errors import ConfigError
 from configs.schema import Config
 from configs.tokenizer_files import tokenizer_files
-from data.tokenizer.base import Tokenizer
+from data.tokenizer.base import OTHER, Tokenizer
 from data.tokenizer.load import cannot_be_read, open_tokenizer
 from data.tokenizer.probes import PROBES, runs_of
 
@@ -31,7 +31,6 @@ CPU_SECONDS, PER_MEGABYTE = 5, 4  # limit per tokenizer, twice what the largest 
 MEMORY_GIB = 2  # of address space
 BUSY = 10  # seconds of wall time per second of CPU time, on a machine that does other work
 IDLE_SECONDS = 60.0
-OTHER = "Give another tokenizer, or data.tokenizer=sentencepiece to train one"
 SERVE = "from data.tokenizer import trial; trial.serve()"
 
 _lock = threading.Lock()
@@ -40,7 +39,7 @@ _good: set[str] = set()  # tokenizers that passed, each as names, sizes and time
 
 
 def load_tokenizer(path: str | Path, tried: bool = False) -> Tokenizer:
-    """Open a tokenizer from a file or a folder, after a trial unless it was `tried`. Raises ConfigError."""
+    """Open a tokenizer from a file or a folder, after a trial in another process unless `tried`. Raises ConfigError."""
     if not tried:
         full = Path(path)
         files = [*tokenizer_files(full).values(), (full if full.is_dir() else full.parent) / "config.json"]
@@ -61,8 +60,8 @@ def tokenizer_digest(path: str | Path, tried: bool = False) -> str:
 
 
 def expected_vocab_size(config: Config) -> int:
-    """Return the vocabulary size that a run will have, before its corpus is prepared: that of the model, of the given
-    tokenizer, or of the tokenizer to be trained."""
+    """Return the vocabulary size of a run whose corpus is not prepared yet: model.vocab_size if set, else the size of
+    the given tokenizer or of the tokenizer to be trained."""
     if config.model.vocab_size is not None:
         return config.model.vocab_size
     if config.data.tokenizer == "sentencepiece":
@@ -71,8 +70,8 @@ def expected_vocab_size(config: Config) -> int:
 
 
 def _answer(question: dict[str, Any]) -> str:
-    """Return the problem that the trial process finds in a tokenizer, in one line; an empty string if there is none.
-    Raises OSError if the process does not answer."""
+    """Send a request to the trial process. Returns the problem that it finds, in one line, or an empty string. Raises
+    OSError if the process does not answer."""
     limit = BUSY * question["seconds"]
     with _lock:
         for _ in range(2):  # an idle process may have ended just now
@@ -129,7 +128,7 @@ def serve() -> None:
 
 
 def _tried(question: dict[str, Any]) -> str:
-    """Return the problem that a fork of this process finds in a tokenizer, within limits; an empty string if none."""
+    """Try a tokenizer in a fork of this process with limits. Returns the problem found, or an empty string."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -165,7 +164,7 @@ def _tried(question: dict[str, Any]) -> str:
 
 
 def _readable(file: Any, seconds: float) -> bool:
-    """Whether `file` has data to read, or has ended, within `seconds`. (`select` accepts no descriptor above 1023.)"""
+    """Return whether `file` has data or has ended within `seconds`. (`select` accepts no descriptor above 1023.)"""
     poll = select.poll()
     poll.register(file, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
@@ -179,7 +178,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _use(path: str) -> str:
-    """Call all methods of a tokenizer that a run calls. Returns the problem, or an empty string if there is none."""
+    """Call all methods of a tokenizer that a run calls. Returns the problem found, or an empty string."""
     try:
         tokenizer: Any = open_tokenizer(path)
         texts = [*PROBES, *runs_of(tokenizer.rule_texts())]

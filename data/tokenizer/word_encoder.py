@@ -31,7 +31,7 @@ NORMALIZER = {
 
 
 class WordEncoder:
-    """An encoder that caches the ids of words. `word_encoder` creates it."""
+    """An encoder that looks up the token ids of known words, and lets the library encode each new word once."""
 
     def __init__(self, model: Any, words: str, symbols: list[str], most_characters: int):
         self._model = model
@@ -42,7 +42,7 @@ class WordEncoder:
         self._ids: dict[str, bytes] = {}  # as int32, which are joined faster than lists
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Return the ids of `text`, int32 [n], without special tokens; None if the library must encode the text."""
+        """Return the token ids of a text, int32 [n], without special tokens; None if the library must encode it."""
         if len(text) > self._most_characters or any(symbol in text for symbol in self._symbols):
             return None
         if not 0 < len(self._ids) < MOST_WORDS:
@@ -64,7 +64,7 @@ class WordEncoder:
 
 
 def word_encoder(model: Any, spec: dict[str, Any]) -> WordEncoder | None:
-    """Return the word-by-word encoder for a `tokenizers.Tokenizer`, whose tokenizer.json is `spec`; None if its ids
+    """Return the word-by-word encoder for a `tokenizers.Tokenizer` with the tokenizer.json `spec`; None if its ids
     could differ from the library's."""
     unigram = spec["model"]
     if unigram.get("type") != "Unigram" or set(unigram) - {"type", "unk_id", "vocab", "byte_fallback"}:

@@ -20,7 +20,7 @@ from models.pointwise.rotary import HOST, angles, inverse_frequencies
 
 
 class Attention:
-    """Grouped-query attention over the cache. In Megatron's weight, a group's rows are r queries, key, value."""
+    """Grouped-query attention over the cache. Megatron's weight has, for each group, r queries, key and value."""
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
         self.layer, self.slides = layer, bool(derived.window_pattern(config)[layer])
@@ -120,7 +120,7 @@ class DecoderRotary:
         self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 
     def switches(self, lengths: Sequence[int]) -> bool:
-        """Return whether the last token made one of the texts so long that its rotary frequencies change."""
+        """Return whether the newest token changes the rotary frequencies of a text. lengths: tokens per text."""
         return self.switches_at is not None and self.switches_at + 1 in lengths
 
     def at(
@@ -146,7 +146,7 @@ class DecoderRotary:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-    """Apply the rotary embedding to the first channels of `x` [..., d]: as many channels as `cos` and `sin` have."""
+    """Apply the rotary embedding to the first channels of `x` [..., d], to the number that `cos` and `sin` have."""
     assert cos is not None and sin is not None
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     size = cos.size(-1)

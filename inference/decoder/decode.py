@@ -22,10 +22,10 @@ from parallel.topology import Topology
 
 @dataclass(frozen=True)
 class TextBatch:
-    """A batch of texts for one forward pass: int64 tokens `[b, s]`, in which tokens of text i from `lengths[i]` on are
+    """A batch of texts for one forward pass: int64 tokens `[b, s]`, in row i the `lengths[i]` tokens of a text, then
     padding.
 
-    cache: receives the keys and values. prompts: numbers of the texts among all prompts, for the record of routing.
+    cache: receives the keys and values. prompts: indices of the texts among all prompts, for recorded routing.
     """
 
     tokens: torch.Tensor
@@ -42,13 +42,13 @@ class TextBatch:
 
 
 class Decoder(Transformer):
-    """Continues and scores texts with a GPT. The constructor raises ConfigError for a model of another family."""
+    """A GPT that continues and scores texts. The constructor raises ConfigError for a different model family."""
 
     def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
         if config.model.family != "gpt":
             raise ConfigError(
-                f"model.family ({config.model.family}) does not continue text: it fills in masked words. Try python -m "
-                "inference.fill_mask."
+                f"model.family ({config.model.family}) must be gpt to continue or score text. Try python -m "
+                "inference.fill_mask, which predicts masked words."
             )
         super().__init__(source, config, topology, vocab_size)
         self._window = config.model.sliding_window
@@ -66,8 +66,8 @@ class Decoder(Transformer):
         return cls(source, config, topology, vocab_size)
 
     def prefill_all(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
-        """Run the model on batches of texts in one forward pass, fill their empty caches, and return the logits after
-        each text's last token, fp32 `[b, V]` per batch."""
+        """Run one forward pass over batches of texts and fill their empty caches; return the logits after each text's
+        last token, fp32 `[b, V]` per batch."""
         self._reserve_for(batches, generates=True)
         steps = [self._first_step(batch) for batch in batches]
         found = self._run([batch.tokens for batch in batches], steps)
@@ -83,8 +83,8 @@ class Decoder(Transformer):
         return logits
 
     def decode_all(self, batches: Sequence[tuple[torch.Tensor, Cache]]) -> list[torch.Tensor]:
-        """Append one token, int64 `[b]`, to the texts of each cache, in one forward pass, and return the logits after
-        the new tokens, fp32 `[b, V]` per cache."""
+        """Append one token, int64 `[b]`, to the texts of each cache in one forward pass; return the logits after the
+        new tokens, fp32 `[b, V]` per cache."""
         again = list[bool]()
         for tokens, cache in batches:
             if cache.texts is not None:
@@ -106,8 +106,8 @@ class Decoder(Transformer):
         return logits
 
     def score_all(self, batches: Sequence[TextBatch]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each batch the log-probability of each token after the first, fp32 `[b, s - 1]`, and whether the
-        token is the most likely one, bool.
+        """Return two tensors `[b, s - 1]` per batch for the tokens after the first: fp32 log-probabilities, and whether
+        the token is the most likely one.
 
         All batches share one forward pass, which fetches each weight once. The last token is predicted but not read, so
         a text may be one token longer than the model's limit.
@@ -137,13 +137,12 @@ class Decoder(Transformer):
         return results
 
     def batches_at_once(self, batch_size: int, prompt: int, length: int, generates: bool, most: int) -> int:
-        """Return how many batches of `batch_size` texts should share a forward pass, and reserve memory for them.
+        """Return the number of batches of `batch_size` texts that share a forward pass, and reserve memory for them.
 
-        The answer is 1 if all weights stay in memory; otherwise, at most `most` batches whose caches and activations
-        fit into a quarter of the memory budget. prompt: number of tokens of a text that are read at once. length:
-        number of tokens of a text in the cache, 0 without a cache. generates: whether only the logits of last tokens
-        are needed. Raises ConfigError on all ranks if the budget of one rank is too small for one batch. A collective
-        call.
+        The number is 1 if all weights stay in memory; otherwise at most `most`, such that caches and activations fit
+        into a quarter of the memory budget. prompt: number of tokens of a text that are read at once. length: number of
+        cached tokens of a text, 0 without a cache. generates: whether only the logits of last tokens are needed. Raises
+        ConfigError on all ranks if one rank's budget is too small for one batch. A collective call.
         """
         if not self.source.has_budget:
             return 1
@@ -194,10 +193,8 @@ class Decoder(Transformer):
         if not alike:
             positions = to_device(torch.tensor(counts), self.device)
             mask = (torch.arange(longest + 1, device=self.device) <= positions[:, None])[:, None, None]
-        cos = sin = None
-        if self._rotary is not None:
-            where = slice(longest, longest + 1) if positions is None else positions[:, None]
-            cos, sin = self._rotary.at(longest + 1, where, [count + 1 for count in counts])
+        where = slice(longest, longest + 1) if positions is None else positions[:, None]
+        cos, sin = self._angles(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
         recorded = None
         if self.source.record is not None:
@@ -209,11 +206,8 @@ class Decoder(Transformer):
 
     def _first_step(self, batch: TextBatch) -> Step:
         batch_size, length = batch.tokens.shape
-        cos = sin = None
-        if self._rotary is not None:
-            cos, sin = self._rotary.at(length, slice(0, length), batch.lengths)
-        beyond = self._window is not None and length > self._window
-        within = window_mask(length, self._window, self.device) if beyond and self._window else None
+        cos, sin = self._angles(length, slice(0, length), batch.lengths)
+        within = window_mask(length, self._window, self.device) if self._window and length > self._window else None
         texts, recorded = None, None
         if min(batch.lengths) < length and self.config.moe.num_experts is not None:
             numbers = [text * length + at for text, count in enumerate(batch.lengths) for at in range(count)]
@@ -228,10 +222,9 @@ class Decoder(Transformer):
     def _windowed(
         self, counts: list[int], positions: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `mask` restricted to the sliding window of each text's one new token, which follows `counts` cached
-        tokens.
+        """Return `mask` restricted to the sliding window of each text's new token, or `mask` itself without effect.
 
-        positions: `counts` on the device, if the texts have different counts.
+        counts: cached tokens of each text. positions: `counts` on the device, if the texts have different counts.
         """
         longest = max(counts)
         if self._window is None or longest < self._window:

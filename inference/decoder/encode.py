@@ -18,13 +18,13 @@ from parallel.topology import Topology
 
 
 class Encoder(Transformer):
-    """Predicts masked tokens with a BERT. The constructor raises ConfigError for a model of another family."""
+    """A BERT that predicts masked tokens. The constructor raises ConfigError for a different model family."""
 
     def __init__(self, source: WeightSource, config: Config, topology: Topology, vocab_size: int) -> None:
         if config.model.family != "bert":
             raise ConfigError(
-                f"model.family ({config.model.family}) does not fill in masked words: it continues text. Try python "
-                "-m inference.generate."
+                f"model.family ({config.model.family}) must be bert to predict masked words. Try python -m "
+                "inference.generate, which continues text."
             )
         super().__init__(source, config, topology, vocab_size)
         self._dense = source.small.get("lm_head.dense.weight"), source.small.get("lm_head.dense.bias")
@@ -32,16 +32,12 @@ class Encoder(Transformer):
 
     def logits(self, texts: Sequence[torch.Tensor], positions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return the logits at the n given positions of each text, fp32 `[n, V]`. texts: int64 `[s]`."""
-
-        def step(length: int) -> Step:
-            cos = sin = None
-            if self._rotary is not None:
-                cos, sin = self._rotary.at(length, slice(0, length), [length])
-            return Step(1, length, cos, sin, is_causal=False)
-
-        longest = max(len(text) for text in texts)
-        self._reserve_together(pass_bytes(self.config, self.source, longest, len(texts), sum(map(len, positions))))
-        found = self._run([text[None] for text in texts], [step(len(text)) for text in texts])
+        lengths = [len(text) for text in texts]
+        num_logits = sum(map(len, positions))
+        self._reserve_together(pass_bytes(self.config, self.source, max(lengths), len(texts), num_logits))
+        angles = [self._angles(n, slice(0, n), [n]) for n in lengths]
+        steps = [Step(1, n, cos, sin, is_causal=False) for n, (cos, sin) in zip(lengths, angles, strict=True)]
+        found = self._run([text[None] for text in texts], steps)
         hidden = None
         if found is not None:
             weight, bias = self._dense
@@ -49,5 +45,5 @@ class Encoder(Transformer):
             masked = zip(found, lists_to_device(positions, self.device), strict=True)
             hidden = [self._head_norm(F.gelu(F.linear(each[those], weight, bias))) for each, those in masked]
         logits = self._logits(hidden, [len(those) for those in positions])
-        self.source.end_pass(sum(len(text) for text in texts))
+        self.source.end_pass(sum(lengths))
         return logits

@@ -20,7 +20,7 @@ SHARED = "mlp.shared_experts."
 
 
 class DecoderExperts:
-    """An MoE layer of the decoder: router, this rank's experts for the tokens that chose them, shared expert."""
+    """An MoE layer of the decoder: router, this rank's experts (only chosen ones are computed), shared expert."""
 
     def __init__(self, layer: int, source: WeightSource, config: Config, group: Group, expert_group: Group) -> None:
         small = source.small_of(layer)
@@ -40,8 +40,8 @@ class DecoderExperts:
     ) -> list[torch.Tensor]:
         """Return the outputs [T, H] of each batch, zero for padding. Each chosen expert is loaded once for all batches.
 
-        expected: experts [T, k] that the next MoE layer will probably choose. They are passed to `expect`, which
-        prefetches them, after this layer's loads have been enqueued.
+        expected: experts [T, k] that the next MoE layer will probably choose. `expect` prefetches them after this
+        layer's loads have been enqueued.
         """
         texts = [
             hidden if step.texts is None else hidden[step.texts] for hidden, step in zip(inputs, steps, strict=True)
@@ -111,7 +111,7 @@ def _to_host(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class _ExpertBatch:
-    """Routed tokens of a batch: hidden states [T, H], weights and indices of experts, and outputs so far."""
+    """The routed tokens of a batch: hidden states [T, H], weights and indices of experts, and outputs so far."""
 
     def __init__(self, hidden: torch.Tensor, probs: torch.Tensor, chosen: torch.Tensor, numbers: torch.Tensor) -> None:
         self.hidden, self.probs, self.chosen, self.numbers = hidden, probs, chosen, numbers
@@ -131,7 +131,7 @@ class _ExpertBatch:
             self.outputs[expert] = apply(self.hidden if len(self.hidden) == 1 else self.hidden[self._tokens[expert]])
 
     def sum(self) -> torch.Tensor:
-        """Return the weighted sum of the expert outputs, [T, H], independent of the order of loading."""
+        """Return the weighted sum of expert outputs, [T, H], independent of the order in which experts load."""
         if len(self.hidden) == 1:
             nothing = torch.zeros_like(self.hidden)
             outputs = torch.cat([self.outputs.get(expert, nothing) for expert in self.counts])

@@ -18,7 +18,7 @@ BIAS = "output_layer.bias"
 
 
 class Head:
-    """The output layer for this rank's shard of the vocabulary, which is split over `group`."""
+    """The output layer in blocks of rows: this rank's shard of the vocabulary, which is split over `group`."""
 
     def __init__(self, source: WeightSource, vocab_size: int, group: Group) -> None:
         self._source, self._vocab_size, self._group = source, vocab_size, group
@@ -38,7 +38,7 @@ class Head:
     def scores(
         self, hidden: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return for each batch the log-probability of each target, fp32 `[n]`, and whether the target is the most
+        """Return, for each batch, the log-probability of each target token, fp32 `[n]`, and whether it is the most
         likely token.
 
         hidden: after the final norm, `[n, H]`. The largest logit and the sum of exponentials are updated block by block
@@ -75,7 +75,7 @@ def _only(weights: Weights) -> torch.Tensor:
 
 @dataclass
 class _RunningSoftmax:
-    """Softmax statistics over blocks of logits, fp32 `[n]`: maximum, its token, sum of exp, target's logit."""
+    """Softmax statistics over blocks of logits, `[n]`: largest logit, its token, sum of exp, target's logit."""
 
     largest: torch.Tensor
     likeliest: torch.Tensor
@@ -89,7 +89,7 @@ class _RunningSoftmax:
         return cls(lowest, tokens, torch.zeros(count, device=device), torch.zeros(count, device=device))
 
     def add(self, logits: torch.Tensor, first: int, targets: torch.Tensor, those: slice) -> None:
-        """Update the statistics at `those` with logits, fp32 `[m, block size]`, of the tokens from `first` on."""
+        """Update the rows `those` with logits, fp32 `[m, block size]`, of the tokens from id `first` on."""
         best, token = logits.max(dim=1)
         before = self.largest[those]
         largest = torch.maximum(before, best)

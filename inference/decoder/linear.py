@@ -17,7 +17,7 @@ Apply = Callable[[torch.Tensor], torch.Tensor]
 
 
 def norm(weights: Weights, name: str, config: Config, epsilon: float | None = None) -> Apply:
-    """Return the LayerNorm or RMSNorm whose weights have this name."""
+    """Return a function that applies the LayerNorm or RMSNorm with the weights `name`."""
     weight, bias, epsilon = weights[f"{name}.weight"], weights.get(f"{name}.bias"), epsilon or config.model.norm_epsilon
     shape = weight.shape
     if config.model.normalization == "layernorm":
@@ -26,7 +26,7 @@ def norm(weights: Weights, name: str, config: Config, epsilon: float | None = No
 
 
 def all_heads_norm(group: Group, weights: Weights, name: str, config: Config) -> Apply:
-    """Return an RMSNorm over all heads of all tensor ranks, for `[b, s, g, r or 1, d]` of this rank."""
+    """Return a function that applies RMSNorm over all tensor ranks' heads to `[b, s, g, r or 1, d]` of this rank."""
     weight, epsilon = weights[f"{name}.weight"], config.model.norm_epsilon
 
     def apply(x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def gather(columns: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def row_linear(weights: Weights, name: str, group: Group) -> Apply:
-    """Return a row-parallel linear layer: outputs are all-reduced over `group`, then the bias is added once."""
+    """Return a row-parallel linear layer, which all-reduces outputs over `group` and then adds the bias once."""
     weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
     if group is None:
         return lambda x: F.linear(x, weight, bias)
@@ -78,5 +78,5 @@ def feed_forward(weights: Weights, prefix: str, config: Config, group: Group) ->
 
 
 def if_split(group: dist.ProcessGroup) -> Group:
-    """Return the group, or None if the group has one rank and needs no communication."""
+    """Return `group`, or None if it has only one rank and needs no communication."""
     return group if group.size() > 1 else None

@@ -10,7 +10,7 @@ import torch
 
 @dataclass
 class Cache:
-    """The key-value cache: keys `[b, g, L, d]` and values per layer of this rank, and the cached tokens per text."""
+    """A key-value cache: keys and values `[b, g, L, d]` per layer of this rank, and the cached tokens per text."""
 
     length: int  # L
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Step:
         return self.end == 0
 
     def remember(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values `[b, g, s, d]` into the cache; return those that the new tokens attend to."""
+        """Cache new keys and values `[b, g, s, d]`; return the keys and values that the new tokens attend to."""
         cache = self.cache
         if cache is None:
             return key, value

@@ -98,7 +98,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class _PipelineStage:
-    """Consecutive layers of one pipeline rank, and the pipeline ranks with which it exchanges hidden states."""
+    """Consecutive layers of a pipeline rank, and the ranks before and after it, which exchange hidden states."""
 
     layers: Sequence[int]
     is_mine: bool
@@ -137,7 +137,7 @@ class Transformer:
         self._stages = self._find_stages(config.model.num_layers)
 
     def _run(self, tokens: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor] | None:
-        """Return each batch's final normed hidden states [T, H] on the last pipeline stage, elsewhere None."""
+        """Return each batch's final normed hidden states [T, H] on the last pipeline stage, None on other stages."""
         hidden: list[torch.Tensor] | None = None
         if self.source.record is not None:
             self.source.record.begin_pass()
@@ -160,8 +160,14 @@ class Transformer:
             return None
         return hidden if self._final_norm is None else [self._final_norm(each) for each in hidden]
 
+    def _angles(
+        self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Return fp32 cosines and signed sines from `DecoderRotary.at`, or (None, None) without rotary positions."""
+        return (None, None) if self._rotary is None else self._rotary.at(length, positions, lengths)
+
     def _reserve_together(self, num_bytes: int) -> None:
-        """Reserve bytes beside the weights; raise ConfigError on all ranks if one rank has too few. Collective."""
+        """Reserve bytes in addition to the weights. If one rank has too few, all raise ConfigError. Collective."""
         problem = None
         try:
             self.source.reserve(num_bytes)
@@ -191,7 +197,7 @@ class Transformer:
         return hidden if self._embedding_norm is None else self._embedding_norm(hidden)
 
     def _logits(self, hidden: list[torch.Tensor] | None, counts: Sequence[int]) -> list[torch.Tensor]:
-        """Return the logits of each batch, fp32 `[n, V]`, on all ranks. counts: n of each batch."""
+        """Return the logits of each batch, fp32 `[n, V]`, on all ranks. counts: number of rows n of each batch."""
         if hidden is not None:
             assert self._head is not None
             found = [self._from_last(logits) for logits in self._head.logits(hidden)]
@@ -201,7 +207,7 @@ class Transformer:
         return found
 
     def _from_last(self, values: torch.Tensor) -> torch.Tensor:
-        """Broadcast `values` of the last pipeline stage into the tensors of the other stages."""
+        """Return the tensor of the last pipeline stage; the other stages receive it into `values`."""
         if self._pipeline_group is not None:
             dist.broadcast(values, group=self._pipeline_group, group_src=self._pipeline_group.size() - 1)
         return values
@@ -238,7 +244,7 @@ def pass_bytes(config: Config, source: WeightSource, tokens: int, batches: int, 
     and cache.
 
     The sum contains the hidden states of all batches, the tensors of the largest block for one batch, and the logits of
-    `scored` tokens (None: only the block of logits that exists at a time while tokens are scored).
+    `scored` tokens (None: one block of logits at a time, as in scoring).
     """
     model, size = config.model, config.model.hidden_size
     heads = model.num_attention_heads * (derived.head_dim(config) + (model.rotary_head_dim or 0))

@@ -29,7 +29,7 @@ OF_ADDRESSES = 0.6  # fraction of the address space that `ulimit -v` leaves: thr
 
 
 class BudgetTooSmall(ConfigError):
-    """Raised if a budget cannot hold even one unit of the weights at a time; a budget of `wanted` MiB is sufficient."""
+    """Error of a budget that cannot hold even one unit of weights at a time. `wanted`: a sufficient budget in MiB."""
 
     def __init__(self, text: str, wanted: int) -> None:
         super().__init__(text)
@@ -38,7 +38,7 @@ class BudgetTooSmall(ConfigError):
 
 @dataclass(frozen=True)
 class HeldSizes:
-    """Bytes of this rank's weights, divided by how a memory budget treats them.
+    """Bytes of this rank's weights, grouped by their treatment in a memory budget.
 
     small: weights that always stay in memory. units: (key, bytes) of weights that are used together, in the order of
     use. expert: bytes of one of `num_experts` experts, of which a token chooses `top_k`. words: bytes of the token
@@ -59,14 +59,14 @@ class HeldSizes:
 
     @property
     def least(self) -> int:
-        """The smallest possible memory for weights in bytes: small weights, largest unit, and one expert."""
+        """Fewest bytes of memory in which the weights can be used: small weights, the largest unit and one expert."""
         return self.small + max((size for _, size in self.units), default=0) + min(1, self.num_experts) * self.expert
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How a memory budget is divided: keys of the units that stay in memory, bytes of the ring buffer for the others,
-    number of expert slots, and whether the token embedding stays."""
+    """The division of a memory budget: keys of the units that stay in memory, bytes of the ring buffer for the other
+    units, number of expert slots, and whether the token embedding stays."""
 
     kept: frozenset[str]
     ring_bytes: int
@@ -115,7 +115,7 @@ def _pair(units: Sequence[tuple[str, int]]) -> int:
 
 
 def _kept(units: Sequence[tuple[str, int]], capacity: float) -> frozenset[str]:
-    """Choose the units that stay in memory, spread evenly over the order of use, so that file reads are, too."""
+    """Choose the units that stay in memory, spread evenly over the order of use, which also spreads the file reads."""
     total, kept, held = sum(size for _, size in units), set[str](), 0
     share, due = capacity / total, 0.0
     for name, size in units:

@@ -33,7 +33,7 @@ _EXPECTED = -1.0  # earlier than every expected time of use
 
 
 class ExpertUses:
-    """Use statistics of the experts of all MoE layers, which decide which cached experts to evict.
+    """Statistics on the use of the experts of all MoE layers, which decide which cached experts to evict.
 
     The object stores neither weights nor sizes: the owner of the cache reports which experts are cached. `layers`:
     numbers of the MoE layers in the order in which a pass runs them. In each pass the owner calls, for each layer:
@@ -150,7 +150,7 @@ class ExpertUses:
         return found
 
     def _learn(self, row: int, share_E: Floats) -> None:
-        """Update the weights of the decay rates by a Newton step towards those that would have predicted this pass."""
+        """Update the learned weights of the decay rates by a Newton step that improves the prediction of this pass."""
         odds_ME, chance_E = self._odds_LME[row], self._chance_LE[row]
         self._curvature *= KEPT_PER_PASS
         self._curvature += (odds_ME * (chance_E * (1 - chance_E))) @ odds_ME.T

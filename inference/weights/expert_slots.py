@@ -20,7 +20,7 @@ LoadExpert = Callable[[ExpertKey, torch.Tensor, list[Completion], int], Completi
 
 @dataclass
 class ExpertSlot:
-    """Memory of one expert. `there`: completion of its load. `made`: callable that applies the expert, if used."""
+    """A memory slot for one expert. `there`: completion of its load. `made`: callable that applies it, if used."""
 
     memory: torch.Tensor
     there: Completion = field(default_factory=Completion.already)
@@ -30,8 +30,8 @@ class ExpertSlot:
 
 @dataclass
 class ExpertCounts:
-    """Counts of chosen experts that were in memory (hits), in flight (coming) or only in the files (misses), of
-    prefetched experts, and of cancelled prefetches."""
+    """Counts of chosen experts in memory (hits), in flight (coming) or only in the files (misses), and of prefetched
+    and cancelled loads."""
 
     hits: int = 0
     coming: int = 0
@@ -41,7 +41,7 @@ class ExpertCounts:
 
 
 class ExpertSlots:
-    """A cache of all layers' experts, one per slot. `after_use` returns the completion of an expert's computation."""
+    """A cache of all layers' experts, one per memory slot. `after_use` returns the completion of a computation."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class ExpertSlots:
     def take(
         self, layer: int, wanted: Mapping[int, int], make: Callable[[ExpertKey, torch.Tensor], Any]
     ) -> Iterator[tuple[int, Any]]:
-        """Return an iterator of (expert, callable) over the chosen experts, loaded ones first; missing experts that get
-        a slot are already being loaded on return.
+        """Return an iterator over the chosen experts as (expert, callable), loaded experts first. Loads of missing
+        experts that have a slot are already enqueued on return.
 
         wanted: number of tokens of each expert.
         """

@@ -60,16 +60,16 @@ class ReadingCounts:
         return 1.0 - min(1.0, self.bytes_read / self.bytes_used) if self.bytes_used else 1.0
 
     def line(self) -> str:
-        """Describe tokens per second, the share of weights served from memory, and the seconds spent waiting for
+        """Return a line with the tokens per second, the share of weights from memory, and the seconds spent waiting for
         files."""
         waited, found = self.seconds_waited + self.expert_seconds_waited, self.experts
         rate = self.tokens / max(time.perf_counter() - self.started, 1e-9)
         shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-        text = f"{shown} tokens/s, {self.share_from_memory:.1%} of the weights from memory, "
-        text += f"waited {waited:.1f} s for files"
+        share = f"{self.share_from_memory:.1%} of the weights from memory"
+        text = f"{shown} tokens/s, {share}, waited {waited:.1f} s for files"
         wanted = found.hits + found.coming + found.misses
         if found.misses + found.coming:
-            text += f"; experts: {found.hits / wanted:.1%} there, {found.coming / wanted:.1%} on their way"
+            text += f"; experts: {found.hits / wanted:.1%} in memory, {found.coming / wanted:.1%} in flight"
         return text
 
 
@@ -122,7 +122,8 @@ class FileWeights(WeightSource):
         return self.plan is not None and self.plan.expert_slots < len(self.held.experts)
 
     def reserve(self, num_bytes: int) -> None:
-        """Divide the budget, anew if more bytes are needed than before. Raises ConfigError if it is too small."""
+        """Divide the budget so that `num_bytes` are reserved in addition to weights; a larger request divides it again.
+        Raises ConfigError if the budget is too small."""
         if self.plan is not None and num_bytes <= self._other:
             return
         plan = plan_weights(self.sizes, self.budget, num_bytes, self._given)
@@ -137,8 +138,8 @@ class FileWeights(WeightSource):
 
     @property
     def batch_headroom(self) -> int:
-        """Bytes for caches and activations of the batches that share a pass: all that the weights leave; with streamed
-        weights, at most a quarter of the budget."""
+        """Bytes for caches and activations of the batches that share a pass: the budget minus the weights; with
+        streamed weights, at most a quarter of the budget."""
         if not self.streams:
             return int(self.budget) - self.bytes_held
         return int(min(self.budget / 4, self.budget - self.sizes.least))
@@ -147,9 +148,7 @@ class FileWeights(WeightSource):
     def use(self, key: str, make: Callable[[Named], T]) -> Iterator[T]:
         self.counts.bytes_used += self._bytes_of[key]
         if self._ring is None or not self._ring.holds(key):
-            if key not in self._made:
-                self._made[key] = make(self._kept[key])
-            yield self._made[key]
+            yield self._resident(key, make)
             return
         unit = self.units[key]
         ring_slot = self._ring.take(key)
@@ -165,16 +164,14 @@ class FileWeights(WeightSource):
         own = {expert: tokens for expert, tokens in wanted.items() if (layer, expert) in units}
         self.counts.bytes_used += len(own) * self.sizes.expert
         if self._expert_slots is None:
-            return self._resident(layer, own, make)
+            return ((expert, self._resident(expert_unit_key(layer, expert), make)) for expert in own)
         return self._expert_slots.take(layer, own, lambda key, memory: make(self._named(units[key], memory)))
 
-    def _resident(self, layer: int, wanted: Iterable[int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield the chosen experts if all experts stay in memory."""
-        for expert in wanted:
-            key = expert_unit_key(layer, expert)
-            if key not in self._made:
-                self._made[key] = make(self._kept[key])
-            yield expert, self._made[key]
+    def _resident(self, key: str, make: Callable[[Named], T]) -> T:
+        """Return the callable for a unit of weights that stays in memory; `make` is called at its first use."""
+        if key not in self._made:
+            self._made[key] = make(self._kept[key])
+        return self._made[key]
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
         assert self._expert_slots is not None
@@ -196,7 +193,7 @@ class FileWeights(WeightSource):
         return self.counts.line() if self.streams else None
 
     def end_pass(self, num_tokens: int) -> None:
-        """Count a pass, and print the counts every `LOG_EVERY_SECONDS`."""
+        """Count a pass, and print the counts every `LOG_EVERY_SECONDS` seconds."""
         counts, now = self.counts, time.perf_counter()
         counts.passes += 1
         counts.tokens += num_tokens
@@ -206,19 +203,18 @@ class FileWeights(WeightSource):
             self._log(counts.line())
 
     def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError on all ranks if an output is NaN or infinite, with the weight that causes this."""
+        """Raise ConfigError on all ranks if an output is NaN or infinite, naming a weight that is not finite."""
         if torch.stack([each.sum() for each in answers]).isfinite().all().item():
             return
-        self._ring = self._expert_slots = self._words = (
-            None  # free their memory for reading all weights; generation ends
-        )
+        # Free the memory to read all weights again; generation ends here.
+        self._ring = self._expert_slots = self._words = None
         self._kept, self._made = {}, {}
         name = self._first_not_finite()
         text = f"has a number that is NaN or infinite in {self.config.training.precision}. {ADVICE}"
         raise_together(None if name is None else f"{self._files.file_of(name)}: tensor {name} {text}")
         raise ConfigError(
             f"the model's outputs are not finite in {self.config.training.precision}, although all weights are finite: "
-            "activations overflow. Give another --precision."
+            "activations overflow. Give a different --precision."
         )
 
     def _first_not_finite(self) -> str | None:
@@ -250,7 +246,7 @@ class FileWeights(WeightSource):
         self._kept, self._made = {}, {}
 
     def _stop(self) -> list[Completion]:
-        """Stop loads to ring buffer and expert slots; return completions to wait for before freeing memory."""
+        """Cancel loads into ring and expert slots; return completions to wait for before freeing the memory."""
         return [done for each in (self._ring, self._expert_slots) if each is not None for done in each.stop()]
 
     def _sizes(self) -> HeldSizes:
@@ -267,7 +263,7 @@ class FileWeights(WeightSource):
 
     @property
     def _head_is_words(self) -> bool:
-        """Whether the output layer and the token embedding are the same matrix on this rank."""
+        """Return whether the output layer and the token embedding are the same matrix on this rank."""
         return self.config.model.tie_embeddings and bool(self.held.head)
 
     def _apply(self, plan: StreamPlan) -> None:
@@ -352,22 +348,22 @@ class FileWeights(WeightSource):
         kept = sum(size for key, size in sizes.units if key in plan.kept)
         on_gpu = self.device.type == "cuda"
         where = "the host" if on_gpu else "the files"
-        clauses = [f"{(sizes.small + kept) / MIB:.0f} MiB of the weights stay"]
+        clauses = [f"{(sizes.small + kept) / MIB:.0f} MiB of the weights stay in memory"]
         if plan.ring_bytes:
             clauses.append(
-                f"{plan.streamed_bytes / MIB:.0f} MiB come from {where} in every pass, through a ring of "
+                f"{plan.streamed_bytes / MIB:.0f} MiB are read from {where} in every pass, through a ring buffer of "
                 f"{plan.ring_bytes / MIB:.0f} MiB"
             )
         if self.streams_experts:
             clauses.append(
-                f"{plan.expert_slots} of {sizes.num_experts} experts have slots, the others come from {where}"
+                f"{plan.expert_slots} of {sizes.num_experts} experts have slots, the others are read from {where}"
             )
         if on_gpu:
-            clauses.append(f"the host keeps at most {max(HOST.headroom, 0) / MIB:.0f} MiB of what comes and goes")
-        whole = "the model" if is_first else "with what is needed beside it, the model"
+            clauses.append(f"the host keeps copies of at most {max(HOST.headroom, 0) / MIB:.0f} MiB")
+        whole = "the model" if is_first else "after a larger request, the model"
         return (
-            f"{whole} ({sizes.total / MIB:.0f} MiB) is larger than its memory ({self.budget / MIB:.0f} MiB, "
-            f"{self._other / MIB:.0f} of it for keys, values and passes): {', '.join(clauses)}"
+            f"{whole} ({sizes.total / MIB:.0f} MiB) exceeds the memory budget ({self.budget / MIB:.0f} MiB, "
+            f"{self._other / MIB:.0f} of it for key-value cache and activations): {', '.join(clauses)}"
         )
 
     def _log(self, text: str) -> None:

@@ -30,9 +30,7 @@ SLOW = 10.0  # seconds of waiting before a message names the tensor
 STAGE_BYTES = 32 * 2**20  # bytes of the blocks in which a table is loaded, if no unit is larger
 NUM_STAGES = 2  # buffers of pinned memory between files and a GPU
 HUGE_BYTES = 64 * 2**20  # from this size on, host memory is allocated in large pages
-SEGMENT = (
-    2**30
-)  # bytes; torch rounds pinned memory up to a power of two, so a segment is a power of two and holds several units
+SEGMENT = 2**30  # bytes of pinned memory, which torch rounds up to a power of two; holds several units
 
 
 class WeightFiles(Protocol):
@@ -54,12 +52,12 @@ class HostCopy:
 
     @property
     def must_be_read(self) -> bool:
-        """Whether no read is done or in flight: none was enqueued, or the read failed or was cancelled."""
+        """Whether a read must be enqueued: none was enqueued yet, or the last read failed or was cancelled."""
         return self.read is None or self.read.error is not None
 
 
 class HostCopies:
-    """Units of weights in pinned host memory, added while the host has free memory and never evicted: units are used in
+    """Pinned host copies of units of weights, added while the host has free memory and never evicted: units are used in
     a cycle, in which an LRU cache would never hit. `expected`: bytes of all units that may be added."""
 
     def __init__(self, link: HostLink) -> None:
@@ -75,7 +73,7 @@ class HostCopies:
         return self._by_key.get(key)
 
     def add(self, key: str, num_bytes: int) -> HostCopy | None:
-        """Return host memory for a unit of weights without a host copy, or None if no memory is free."""
+        """Return newly reserved host memory for a unit of weights, or None if the host has no free memory."""
         if self._left < num_bytes and not self._is_full:
             self._begin_segment(num_bytes)
         if self._left < num_bytes:
@@ -110,7 +108,7 @@ class _StagingBuffer:
 
 
 class UnitLoader:
-    """Loads units of weights (such as a layer's attention, or an expert) from files into device memory, as `dtype`."""
+    """Loader of units of weights (such as an expert, or a layer's attention) into device memory, as `dtype`."""
 
     def __init__(self, files: WeightFiles, link: HostLink, dtype: torch.dtype, timeout: float = TIMEOUT) -> None:
         self._files, self._link, self._dtype, self._timeout = files, link, dtype, timeout
@@ -126,7 +124,7 @@ class UnitLoader:
         return sum(self._padded(shard) for shard in unit.shards)
 
     def views(self, unit: WeightUnit, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the weights of a unit as views of its memory, as a dict from logical name to tensor."""
+        """Return the weights of a unit as views of `memory`, by logical name."""
         found, start = {}, 0
         for shard in unit.shards:
             dtype = self._dtype_of(shard)
@@ -137,8 +135,8 @@ class UnitLoader:
     def load(
         self, unit: WeightUnit, memory: torch.Tensor, free: Sequence[Completion], priority: int, again: bool = False
     ) -> Completion:
-        """Enqueue the load of a unit into `memory`, which is free when all completions in `free` are done. Returns the
-        completion of the load.
+        """Enqueue the load of a unit into `memory` after all completions in `free` are done; return the completion of
+        the load.
 
         again: whether the unit will be loaded again, so that on a GPU machine the host keeps a copy if it has memory.
         """
@@ -177,7 +175,7 @@ class UnitLoader:
         return self._link.read.submit(lambda: self._fill(unit, memory), (), size, free, priority)
 
     def load_now(self, unit: WeightUnit) -> dict[str, torch.Tensor]:
-        """Load a unit of weights into new device memory, a table in blocks of rows; return a dict from logical name."""
+        """Load a unit into new device memory, a table in blocks of rows; return its tensors by logical name."""
         memory = self.allocate(self.num_bytes(unit))
         start = 0
         for block in self._blocks(unit):
@@ -257,8 +255,8 @@ class UnitLoader:
         memory = self._link.take(num_bytes, "weights on their way")
         if memory is None:
             raise ConfigError(
-                f"the host needs {num_bytes / 2**20:.0f} MiB of free memory for buffers between files and GPU. "
-                "End other processes."
+                f"the host has less than {num_bytes / 2**20:.0f} MiB of free memory, which buffers between files and "
+                "GPU need. End other processes."
             )
         return memory
 

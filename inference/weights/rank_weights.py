@@ -34,8 +34,8 @@ HEAD_BYTES = 32 * 2**20  # size of a block of the output layer's rows, if no lay
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a logical weight: its shape, the dimension in which the weight is split, and the indices of
-    that dimension on this rank, as runs of `local_runs`."""
+    """This rank's shard of a logical weight. `dim`: the dimension in which the weight is split. `runs`: the rank's
+    indices of that dimension, as (first in the shard, first in the weight, length)."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class LocalShard:
         return math.prod(self.shape)
 
     def row_slice(self, start: int, count: int) -> LocalShard:
-        """Return `count` rows from row `start` on of a shard that is unsplit, or split by rows in one run."""
+        """Return `count` rows from row `start` on. The shard must be unsplit, or split by rows in one run."""
         runs = self.runs or ((0, 0, self.shape[0]),)
         (here, there, length), *others = runs
         assert self.dim == 0 and not others and here == 0, self
@@ -75,7 +75,7 @@ class RankWeights:
     """All weights of a rank, grouped by how inference loads them.
 
     small: weights that always stay in memory: vectors, routers, tables of positions and token types. units: matrices,
-    in the order of use. experts: from (layer, expert), all of one size. words: the token embedding, if this rank uses
+    in the order of use. experts: by (layer, expert), all of equal size. words: the token embedding, if this rank uses
     it as input.
     """
 
@@ -102,7 +102,7 @@ def expert_unit_key(layer: int, expert: int) -> str:
 
 
 def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: int) -> RankWeights:
-    """Return this rank's weights, grouped in units. itemsize: bytes per element, for the output layer's blocks."""
+    """Return this rank's weights, grouped in units. itemsize: bytes per element, for the output layer's block size."""
     axes = {TENSOR: topology.tensor, EXPERT: topology.expert, EXPERT_TENSOR: topology.expert_tensor}
     ranks = {name: axis.rank for name, axis in axes.items()}
     sizes, prefix = axis_sizes(config), f"{transformer_name(config)}.layers."
@@ -173,8 +173,8 @@ def _local_shard(name: str, weight: Weight, sizes: dict[str, int], ranks: dict[s
 
 
 def _head_blocks(matrix: LocalShard, most: int) -> Iterator[WeightUnit]:
-    """Yield the output layer in blocks of at most `most` elements. The blocks, and so the bits of the logits, depend
-    only on model and layout."""
+    """Yield the output layer in blocks of at most `most` elements. Only model and layout determine the blocks, and so
+    the bits of the logits."""
     num_rows, width = matrix.shape
     count = max(1, -(-num_rows * width // most))
     size = -(-num_rows // count)

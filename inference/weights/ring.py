@@ -28,7 +28,7 @@ class RingSlot:
 
 
 class Ring:
-    """A ring buffer that loads units of weights ahead. `cycle`: all its units, in the order of use in a pass."""
+    """A ring buffer that loads units of weights before use. `cycle`: all streamed units, in the order of use."""
 
     def __init__(
         self, memory: torch.Tensor, cycle: Sequence[WeightUnit], num_bytes: Callable[[WeightUnit], int], load: Load
@@ -45,7 +45,7 @@ class Ring:
         return key in self._index
 
     def take(self, key: str) -> RingSlot:
-        """Return the slot with the weights that are used next. The caller waits until they are loaded."""
+        """Return the slot of the unit `key`, which is used next. The caller waits until the unit is loaded."""
         while self._live and self._live[0].unit.key != key:  # an earlier pass was interrupted
             unused = self._live.popleft()
             unused.there.cancel()

@@ -19,9 +19,12 @@ import io
 import json
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from base.files import WriteError, writing
 
 FORMAT = "mixtrain routing 1"
 FLAG = "--record-routing"
+AGAIN = "Record the routing again."
 _GZIP = b"\x1f\x8b"
 _KEYS = ("pass", "layer", "tokens", "experts")
 
@@ -56,11 +60,7 @@ class RoutedLayer:
     @cached_property
     def counts(self) -> dict[int, int]:
         """Number of tokens of each chosen expert, as a dict sorted by expert."""
-        found: dict[int, int] = {}
-        for choice in self.experts:
-            for expert in choice:
-                found[expert] = found.get(expert, 0) + 1
-        return dict(sorted(found.items()))
+        return dict(sorted(Counter(chain.from_iterable(self.experts)).items()))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Recording:
     visits: list[RoutedLayer] = field(default_factory=list)
 
 
-class RoutingWriter:
+class RoutingWriter(AbstractContextManager["RoutingWriter"]):
     """Context manager that writes recorded routing pass by pass, and on exit the last pass.
 
     Raises ConfigError if the file exists or cannot be created. A later disk error is printed on standard error, and
@@ -86,12 +86,9 @@ class RoutingWriter:
         except FileExistsError:
             raise ConfigError(f"{FLAG} ({path}) must be a new file, but this file exists. Give another name.") from None
         except OSError as error:
-            raise ConfigError(f"{FLAG} ({path}) cannot be created: {error.strerror}.") from None
+            raise ConfigError(f"{FLAG} ({path}) cannot be created: {error.strerror}. Correct its path.") from None
         self._lines.append(json.dumps({"format": FORMAT, **vars(header), "num_tokens": None}))
         self._flush()
-
-    def __enter__(self) -> RoutingWriter:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -144,10 +141,8 @@ def read_routing(path: Path, log: Callable[[str], None] | None = None) -> Record
     rest = lines.pop()  # after the last line end: empty, or a line without its end
     if rest and lines and not _is_json(rest):
         is_cut = True
-    elif rest:
+    elif rest or not lines:
         lines.append(rest)
-    if not lines:
-        raise ConfigError(f"{path}:1 is no header of recorded routing, as {FLAG} writes it.")
     header = _header(path, lines[0])
     visits: list[RoutedLayer] = []
     for number, line in enumerate(lines[1:], start=2):
@@ -177,7 +172,7 @@ def _content(path: Path) -> tuple[bytes, bool]:
             data = stream.unused_data
     except zlib.error as error:
         line = 1 + sum(each.count(b"\n") for each in streams)
-        raise ConfigError(f"{path}:{line} cannot be decompressed: {error}.") from None
+        raise ConfigError(f"{path}:{line} cannot be decompressed: {error}. {AGAIN}") from None
     return b"".join(streams), False
 
 
@@ -199,33 +194,33 @@ def _header(path: Path, line: bytes) -> RoutingHeader:
                 return header
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise ConfigError(f"{path}:1 is no header of recorded routing, as {FLAG} writes it.")
+    raise ConfigError(f"{path}:1 must be a header of recorded routing, as {FLAG} writes it. {AGAIN}")
 
 
 def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer | None) -> RoutedLayer:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
-        raise ConfigError(f"{where} is damaged: it must be JSON.") from None
+        raise ConfigError(f"{where} is damaged: it must be JSON. {AGAIN}") from None
     if not isinstance(fields, dict) or not all(name in fields for name in _KEYS):
-        raise ConfigError(f"{where} is damaged: it must be an object with {', '.join(_KEYS)}.")
+        raise ConfigError(f"{where} is damaged: it must be an object with {', '.join(_KEYS)}. {AGAIN}")
     number, layer, tokens, experts = (fields[name] for name in _KEYS)
     for name, value in (("pass", number), ("layer", layer)):
         if not _is_count(value):
-            raise ConfigError(f"{where} has {name} {value!r}: it must be an integer of at least 0.")
+            raise ConfigError(f"{where} has {name} {value!r}: it must be an integer of at least 0. {AGAIN}")
     _check_order(where, number, layer, header, before)
     if not (_is_table(tokens) and _is_table(experts) and len(tokens) == len(experts) > 0):
         raise ConfigError(
-            f"{where}: tokens and experts must be lists of integer lists, of the same length, at least 1."
+            f"{where}: tokens and experts must be lists of integer lists, of the same length, at least 1. {AGAIN}"
         )
     if wrong := [token for token in tokens if len(token) != 2]:
-        raise ConfigError(f"{where} has token {wrong[0]}: it must be a prompt and a position.")
+        raise ConfigError(f"{where} has token {wrong[0]}: it must be a prompt and a position. {AGAIN}")
     for choice in experts:
         if len(choice) != header.top_k or len(set(choice)) != len(choice):
-            raise ConfigError(f"{where} has the choice {choice}: it must be {header.top_k} different experts.")
+            raise ConfigError(f"{where} has the choice {choice}: it must be {header.top_k} different experts. {AGAIN}")
         if max(choice) >= header.num_experts:
             raise ConfigError(
-                f"{where} has expert {max(choice)}, but the header declares {header.num_experts} experts."
+                f"{where} has expert {max(choice)}, but the header declares {header.num_experts} experts. {AGAIN}"
             )
     return RoutedLayer(number, layer, tuple((row, at) for row, at in tokens), tuple(map(tuple, experts)))
 
@@ -241,7 +236,7 @@ def _check_order(where: str, number: int, layer: int, header: RoutingHeader, bef
         right = layer == follows and number == before.pass_number
         rule = f"layer {follows} of pass {before.pass_number}"
     if not right:
-        raise ConfigError(f"{where} has layer {layer} of pass {number}: the next line must be {rule}.")
+        raise ConfigError(f"{where} has layer {layer} of pass {number}: the next line must be {rule}. {AGAIN}")
 
 
 def _is_count(value: Any) -> bool:

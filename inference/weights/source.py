@@ -44,11 +44,11 @@ class RoutingRecord(Protocol):
 
 
 class WeightSource(ABC):
-    """This rank's weights in units (such as a layer's attention, or an expert). Names lack the prefix of their layer or
-    expert.
+    """This rank's weights in units (such as a layer's attention, or an expert), by names without the prefix of layer
+    and expert.
 
     `make` turns the weights of a unit into a callable that applies them. It is called again whenever the weights have
-    been loaded to other memory.
+    been loaded to different memory.
     """
 
     has_budget = False  # whether the memory for weights is limited
@@ -64,12 +64,12 @@ class WeightSource(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether weights are read from files in every pass, so that several batches should share a pass."""
+        """Return whether weights are read from files in every pass, so that several batches should share a pass."""
         return False
 
     @property
     def streams_experts(self) -> bool:
-        """Whether experts are loaded on demand, so that prefetching them saves time."""
+        """Return whether experts are loaded on demand, so that prefetching them saves time."""
         return False
 
     def small_of(self, layer: int) -> Named:
@@ -79,8 +79,8 @@ class WeightSource(ABC):
 
     @abstractmethod
     def use(self, key: str, make: Callable[[Named], T]) -> AbstractContextManager[T]:
-        """Return a context manager that yields `make(weights)` for weights used together; they stay loaded until it
-        exits. Units must be used in their fixed order."""
+        """Return a context manager that yields `make(weights)` for the unit `key`, which stays loaded until exit. Units
+        must be used in their fixed order."""
 
     @abstractmethod
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
@@ -116,7 +116,7 @@ class WeightSource(ABC):
         return 0
 
     def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError if an output of the model, the same on all ranks, is NaN or infinite."""
+        """Raise ConfigError if an output of the model is NaN or infinite. All ranks pass equal outputs."""
         return
 
     def close(self) -> None:
@@ -133,8 +133,8 @@ class WeightSource(ABC):
 
 
 class TensorWeights(WeightSource):
-    """Weights in the tensors of a model, as a dict of this rank's shards from logical name. They are used in place, so
-    later changes take effect."""
+    """Weights in the tensors of a model, used in place, so that later changes take effect. `weights`: this rank's
+    shards by logical name."""
 
     def __init__(self, weights: Named, config: Config, topology: Topology, vocab_size: int) -> None:
         super().__init__(config, topology, vocab_size, next(iter(weights.values())).dtype)
@@ -178,8 +178,8 @@ class TensorWeights(WeightSource):
 
 
 class SlotWeights(TensorWeights):
-    """Weights of a model in training with offloaded experts, which are transferred to the training's device buffers one
-    layer at a time. Every rank transfers every layer, because several ranks may store shards of it."""
+    """Weights of a model in training with offloaded experts. One layer at a time is transferred to the training's
+    device buffers. Every rank transfers every layer, because several ranks may store shards of it."""
 
     def __init__(
         self,

@@ -162,7 +162,7 @@ class ExchangeSchedule:
         return found
 
     def rounds(self, cp_rank: int) -> tuple[Slices, list[ExchangeRound]]:
-        """Return a rank's slices over its own keys, and its exchange rounds, which are as many as on any other rank."""
+        """Return a rank's attention slices over its own keys, and its exchange rounds, equal in number on all ranks."""
         number = self._round_of_transfer()
         count = int(number.max(initial=OWN)) + 1
         keys, receives = self._arriving(cp_rank, number, count)
@@ -350,8 +350,5 @@ def _by_round(blocks: np.ndarray, count: int) -> list[Slices]:
         merged[5] = np.add.reduceat(keys, begins)
     merged = merged[:, np.lexsort((merged[3], merged[1], merged[4], merged[2], merged[0]))]
     ends = np.searchsorted(merged[0], np.arange(OWN, count), side="right").tolist()
-    found = []
-    for begin, end in zip([0, *ends], ends):
-        _, kind, query, queries, key, keys = merged[:, begin:end]
-        found.append(Slices(kind, np.zeros_like(kind), query, queries, key, keys))
-    return found
+    rounds = (merged[1:, begin:end] for begin, end in zip([0, *ends], ends))
+    return [Slices(kind, np.zeros_like(kind), *columns) for kind, *columns in rounds]

@@ -32,7 +32,7 @@ class KernelDemandError(RuntimeError):
 
 
 def takes_launches(query: torch.Tensor, width: int) -> bool:
-    """Whether one kernel launch can compute slices of different lengths. width: channels of a value head."""
+    """Return whether one kernel launch can compute slices of different lengths. width: channels of a value head."""
     width = max(query.size(-1), width)
     return query.is_cuda and query.dtype in HALF and _aligned(width) <= FLASH_WIDTH
 

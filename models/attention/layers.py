@@ -109,9 +109,8 @@ class RowAngles:
     def __call__(self, _length: int, **_: Any) -> Any:
         """Return the rotary angles `[s, 1 or b, 1, rotating channels]`; with YaRN a tuple of angles and factor."""
         assert self.sequence_rows is not None
-        return (
-            (self.sequence_rows.angles, self.sequence_rows.factor) if self._with_factor else self.sequence_rows.angles
-        )
+        angles = self.sequence_rows.angles
+        return (angles, self.sequence_rows.factor) if self._with_factor else angles
 
 
 class WeightProjection(ColumnParallelLinear):
@@ -312,7 +311,7 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def takes_rows(chunk: torch.nn.Module) -> bool:
-    """Whether a model chunk has attention layers that take MicroBatchRows. Megatron-core's own layers with
+    """Return whether a model chunk has attention layers that take MicroBatchRows. Megatron-core's own layers with
     TransformerEngine take only packed sequences."""
     ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
     return any(isinstance(module, ours) for module in chunk.modules())

@@ -21,7 +21,7 @@ SHORT, SHORT_BACKWARD = 128, 768
 
 
 class SliceShape(NamedTuple):
-    """The shape that all slices of a batch have: kind, number of query rows, number of key rows."""
+    """Shape shared by all slices of a batch: kind, number of query rows, number of key rows."""
 
     kind: int
     queries: int
@@ -136,7 +136,7 @@ class _Runs:
         self._ends: dict[int, int] = {}
 
     def meet(self, sample: int, begin: int, end: int) -> bool:
-        """Whether rows [begin, end) of a sample overlap a range that was added."""
+        """Return whether rows [begin, end) of a sample overlap a range that was added."""
         if begin >= self._ends.get(sample, 0):  # always so if runs are added in the order of their rows
             return False
         return any(first < end and begin < last for first, last in self._of[sample])

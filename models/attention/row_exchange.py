@@ -58,8 +58,7 @@ class RowExchange:
 
     def _sent_rows(self, device: torch.device) -> dict[int, torch.Tensor]:
         if device not in self._on:
-            sent_rows = {rank: to_device(torch.from_numpy(each), device) for rank, each in self._sends.items()}
-            self._on[device] = sent_rows
+            self._on[device] = {rank: to_device(torch.from_numpy(each), device) for rank, each in self._sends.items()}
         return self._on[device]
 
 

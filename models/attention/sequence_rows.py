@@ -78,7 +78,7 @@ class ShardedSlices(RowSlices):
     the rows that it holds, numbered through the micro-batch."""
 
     def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
-        """`heads`: number of ranks in a cp_rank, which exchange heads. `work`: as `shard_sequence` takes it."""
+        """`heads`: number of ranks of a cp_rank, which exchange heads. `work`: see `shard_sequence`."""
         found = whole.found
         keys = found.keys if found.kind[0] == FULL else None
         self._segments, self._context, self._heads = Segments(found.queries, keys), context, heads
@@ -121,12 +121,12 @@ def padding_slices(padding_mask: torch.Tensor, switches_at: int | None = None) -
 
 
 def is_sharded(context: Axis | None) -> TypeGuard[Axis]:
-    """Whether context parallelism splits the rows of a micro-batch over several ranks."""
+    """Return whether context parallelism splits the rows of a micro-batch over several ranks."""
     return context is not None and context.size > 1
 
 
 def cut_batch(batch: dict[str, Any], sequence_rows: torch.Tensor) -> dict[str, Any]:
-    """Select rows of a micro-batch, int64 `[r]` numbered through its samples: tensors `[b, s]` become `[1, r]`."""
+    """Select the rows with these numbers, int64 `[r]`, from a micro-batch: tensors `[b, s]` become `[1, r]`."""
     return {
         name: value.flatten()[sequence_rows].unsqueeze(0) if name in ALONG_THE_SEQUENCE else value
         for name, value in batch.items()
@@ -213,7 +213,7 @@ class MicroBatchRows:
 
     @property
     def factor(self) -> float:
-        """The factor that multiplies cosines and sines of rotary positions."""
+        """Factor that multiplies the cosines and sines of the rotary angles."""
         return 1.0 if self._rotary is None else self._rotary.factor
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ class RowWork:
         return int(self.causal[end]) - int(self.causal[begin])
 
     def of_each(self, segment: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return the work of rows [begin, end) of each given segment, int64 [m]: `of` for arrays."""
+        """Return the attention work of rows [begin, end) of each given segment, int64 [m]."""
         if self.keys_of is not None:
             return self.keys_of[segment] * (end - begin)
         if self.causal is None:
@@ -119,17 +120,15 @@ class ShardLedger:
 
     def replace(self, cp_rank: int, spans: list[RowSpan]) -> None:
         """Give a rank these spans instead of its present ones, and update its work and missing rows."""
-        times: dict[int, int] = {}
-        for span in spans:
-            times[span.segment] = times.get(span.segment, 0) + 1
+        times = Counter(span.segment for span in spans)
         self.spans[cp_rank] = [span for span in spans if times[span.segment] == 1]
         self.fixed[cp_rank] = [span for span in spans if times[span.segment] > 1]
         self.missing[cp_rank] = self.rows_per_rank - sum(span.num_rows for span in spans)
         self.work[cp_rank] = sum(span.work for span in spans)
 
     def fits(self, one: int, other: int, moved: int) -> bool:
-        """Whether this much work may move from one rank to another without exceeding the limit or the present
-        maximum."""
+        """Return whether `moved` work may move from rank `one` to rank `other`: neither may exceed the work limit and
+        the present maximum of both."""
         before = max(self.work[one], self.work[other], self.limit)
         return self.work[one] - moved <= before and self.work[other] + moved <= before
 
@@ -175,9 +174,7 @@ def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool
         return False
     before = _over(ledger, one, other), exchange_cost(ledger, one) + exchange_cost(ledger, other)
     held = [ledger.held(each) for each in (one, other)]
-    found: tuple[list[RowSpan], list[RowSpan]] = ([], [])
-    for owner in (0, 1):
-        found[owner].extend(span for unit in kept[owner] for span in unit.spans)
+    found = [[span for unit in units_kept for span in unit.spans] for units_kept in kept]
     for number, unit in enumerate(units):
         if number == choice.cut:
             (span,) = unit.spans
@@ -344,11 +341,8 @@ def equalize_rows(ledger: ShardLedger) -> None:
         cp_rank = open_ranks.pop(0)
         if not ledger.missing[cp_rank]:
             continue
-        if len(open_ranks) > 1:
-            if not _swap_spans(ledger, cp_rank, open_ranks) and len(open_ranks) < 4:
-                _repartition(ledger, cp_rank, min(open_ranks, key=lambda other: (ledger.missing[other], other)))
-        elif not _swap_spans(ledger, cp_rank, open_ranks):
-            _repartition(ledger, cp_rank, open_ranks[0])
+        if not _swap_spans(ledger, cp_rank, open_ranks) and len(open_ranks) < 4:
+            _repartition(ledger, cp_rank, min(open_ranks, key=lambda other: (ledger.missing[other], other)))
     _cut_surplus(ledger)
 
 

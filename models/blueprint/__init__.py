@@ -160,5 +160,4 @@ def weights(config: Config, vocab_size: int, chunk: ModelChunk) -> Iterator[tupl
     """Yield the name and the description of each weight of a chunk, in the order of Megatron-core's modules. The routed
     experts of a layer are one stacked weight."""
     for each in blocks(config, vocab_size, chunk):
-        for weight in each.weights:
-            yield each.prefix + weight.name, weight
+        yield from ((each.prefix + weight.name, weight) for weight in each.weights)

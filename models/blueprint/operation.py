@@ -156,9 +156,8 @@ def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int, int, int]]:
-    """Return the runs of indices that a rank holds of a dimension of length `total`, of which every rank stores
-    `local`, as (first local index, first index of the whole, length). Local indices outside the runs pad the
-    vocabulary."""
+    """Return the index runs that a rank holds of a dimension of length `total`, as (first local index, first index of
+    the whole, length). Every rank stores `local` indices; those outside the runs pad the vocabulary."""
     if gated:
         half = local // 2
         return [(0, rank * half, half), (half, total // 2 + rank * half, half)]
@@ -325,10 +324,10 @@ def changed_copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ())
 
 
 def recomputed(name: str, inputs: tuple[str, ...], body: Sequence[ModelOperation]) -> ModelOperation:
-    """Return a body of operations under activation checkpointing."""
+    """Return an operation that runs `body` under activation checkpointing."""
     return ModelOperation("recomputed", name, inputs, body[-1].outputs, saved=inputs, body=tuple(body))
 
 
 def tiled(name: str, x: str, body: Sequence[ModelOperation]) -> ModelOperation:
-    """Return a body of operations that runs tile by tile over a rank's tokens, and again in the backward pass."""
+    """Return an operation that runs `body` for one tile of tokens at a time, and again in the backward pass."""
     return ModelOperation("tiled", name, (x,), body[-1].outputs, saved=(x,), body=tuple(body))

@@ -15,32 +15,19 @@ import torch
 from base.errors import ConfigError
 from memory.read_only_file import BounceBuffers
 from models.folder import WEIGHT_DTYPES, Reader, show_json
-from models.huggingface.families.keys import (
-    ANYTHING,
-    COUNT,
-    OBJECT,
-    TEXTS,
-    FamilyKey,
-    HfConfig,
-    Keys,
-    Kind,
-    carried,
-    irrelevant,
-    only,
-    or_null,
-    read_keys,
-    show,
-)
+from models.huggingface.families import kinds
+from models.huggingface.families.keys import FamilyKey, HfConfig, Keys, carried, irrelevant, only, read_keys, show
 from models.weight_files.stored_tensors import BlockScale, StoredMatrix
 
 WEIGHT_TYPE = "F8_E4M3"
 SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
 SCALE, ACTIVATION_SCALE = "_scale_inv", ".activation_scale"  # X.weight_scale_inv and X.activation_scale of X.weight
-BLOCK = Kind(
+BLOCK = kinds.Kind(
     "two whole numbers above 0, or null",
-    lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(COUNT.fits, value))),
+    lambda value: value is None or (isinstance(value, list) and len(value) == 2 and all(map(kinds.COUNT.fits, value))),
 )
 SECTION = "quantization_config"
+COPY_AGAIN = "Copy the folder again."  # ends a message
 # transformers dequantises every tensor with a scale, so the lists of excluded modules are not needed.
 KEYS: Keys = {
     f"{SECTION}.{key}": row
@@ -48,12 +35,12 @@ KEYS: Keys = {
         "quant_method": only("fp8"),
         "fmt": only("e4m3"),
         "weight_block_size": carried(BLOCK, [128, 128]),
-        "activation_scheme": FamilyKey(ANYTHING, "dynamic", only=("dynamic", "static")),
-        "scale_fmt": FamilyKey(ANYTHING, "float", only=("float", "ue8m0")),
+        "activation_scheme": FamilyKey(kinds.ANYTHING, "dynamic", only=("dynamic", "static")),
+        "scale_fmt": FamilyKey(kinds.ANYTHING, "float", only=("float", "ue8m0")),
         "expert_dtype": only("fp8"),
         "modules_to_convert": only(None, []),
-        "modules_to_not_convert": irrelevant(or_null(TEXTS)),
-        "ignored_layers": irrelevant(or_null(TEXTS)),
+        "modules_to_not_convert": irrelevant(kinds.or_null(kinds.TEXTS)),
+        "ignored_layers": irrelevant(kinds.or_null(kinds.TEXTS)),
         "dequantize": irrelevant(),
     }.items()
 }
@@ -61,7 +48,7 @@ KEYS: Keys = {
 
 @dataclass(frozen=True)
 class Fp8:
-    """The format of fp8 weights: the block of numbers that share a scale."""
+    """The format of fp8 weights: the size of the block whose numbers share a scale."""
 
     block: tuple[int, int] | None  # rows and columns; None: one scale per tensor
 
@@ -72,8 +59,8 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
     section = hf.get(SECTION)
     if section is None:
         return None
-    if not OBJECT.fits(section):
-        raise ConfigError(f"config.json {SECTION} ({show_json(section)}) must be {OBJECT.rule}, or null.")
+    if not kinds.OBJECT.fits(section):
+        raise ConfigError(f"config.json {SECTION} ({show_json(section)}) must be {kinds.OBJECT.rule}, or null.")
     method = section.get("quant_method")
     if method != "fp8":
         named = "bitsandbytes" if section.get("load_in_4bit") or section.get("load_in_8bit") else method
@@ -104,13 +91,13 @@ def open_weights(
         if reader.dtype(name) == WEIGHT_TYPE:
             raise ConfigError(
                 f"tensor {name} of folder {path} has type {WEIGHT_TYPE}, but config.json has no {SECTION} that says "
-                "how to dequantise it. Copy the folder again."
+                f"how to dequantise it. {COPY_AGAIN}"
             )
     return reader
 
 
 class _Fp8Reader(Reader):
-    """Reads fp8 weights as dequantised weights, and hides the tensors that hold their scales."""
+    """Reader of a folder with fp8 weights: returns dequantised weights, and hides the tensors of their scales."""
 
     def __init__(self, path: Path, quantization: Fp8, dtype: str | None, bounce: BounceBuffers | None) -> None:
         super().__init__(path, pickled=True, bounce=bounce)
@@ -120,20 +107,21 @@ class _Fp8Reader(Reader):
         if not self._quantized:
             raise ConfigError(
                 f"config.json {SECTION} says that weights are fp8, but no tensor of folder {path} has type "
-                f"{WEIGHT_TYPE}. Remove it from config.json if these are the plain weights."
+                f"{WEIGHT_TYPE}. Remove {SECTION} from config.json if these are the plain weights."
             )
         self._scales = {name for name in names if name.endswith(SCALE)}
         self._hidden = self._scales | {name for name in names if name.endswith(ACTIVATION_SCALE)}
         for name in sorted(self._quantized):
             self._check(name)
         for name in sorted(self._hidden):
-            weight = name.removesuffix(SCALE)
-            if weight == name:
-                weight = f"{name.removesuffix(ACTIVATION_SCALE)}.weight"
+            weight = (
+                name.removesuffix(SCALE) if name in self._scales else f"{name.removesuffix(ACTIVATION_SCALE)}.weight"
+            )
             if weight not in self._quantized:
                 has = "is missing" if weight not in names else f"has type {super().dtype(weight)}"
                 raise ConfigError(
-                    f"tensor {name} of folder {path} is the scale of {weight}, which {has}; it must be {WEIGHT_TYPE}."
+                    f"tensor {name} of folder {path} is the scale of {weight}, which {has}; it must be {WEIGHT_TYPE}. "
+                    f"{COPY_AGAIN}"
                 )
         plain = names - self._hidden - self._quantized
         self._dtype = super().main_dtype(plain) if dtype is None else getattr(torch, dtype)
@@ -142,27 +130,35 @@ class _Fp8Reader(Reader):
     def _check(self, name: str) -> None:
         scale, shape = f"{name}{SCALE}", self.shape(name)
         if scale not in self._scales:
-            raise ConfigError(f"tensor {name} of folder {self.folder} has type {WEIGHT_TYPE}, but no scale {scale}.")
+            raise ConfigError(
+                f"tensor {name} of folder {self.folder} has type {WEIGHT_TYPE}, but no scale tensor {scale}. "
+                f"{COPY_AGAIN}"
+            )
         if len(shape) != 2:
-            raise ConfigError(f"tensor {name} has shape {list(shape)}: with type {WEIGHT_TYPE} it must be a matrix.")
+            raise ConfigError(
+                f"tensor {name} of folder {self.folder} has shape {list(shape)}; with type {WEIGHT_TYPE} it must be a "
+                f"matrix. {COPY_AGAIN}"
+            )
         kind = super().dtype(scale)
         if kind not in SCALE_TYPES:
             raise ConfigError(
-                f"tensor {scale} of folder {self.folder} has type {kind}: it must be {' or '.join(SCALE_TYPES)}."
+                f"tensor {scale} of folder {self.folder} has type {kind}; it must be {' or '.join(SCALE_TYPES)}. "
+                f"{COPY_AGAIN}"
             )
         found = self.shape(scale)
         if self._block is None:
             if found not in ((), (1,), (1, 1)):
                 raise ConfigError(
-                    f"tensor {scale} has shape {list(found)}, but without {SECTION}.weight_block_size it must be one "
-                    "number."
+                    f"tensor {scale} of folder {self.folder} has shape {list(found)}; without config.json "
+                    f"{SECTION}.weight_block_size it must be one number. Correct config.json, or copy the folder again."
                 )
             return
         calls_for = tuple(-(-size // block) for size, block in zip(shape, self._block))
         if found != calls_for:
             raise ConfigError(
-                f"tensor {scale} has shape {list(found)}, but {SECTION}.weight_block_size ({list(self._block)}) calls "
-                f"for {list(calls_for)}, because {name} has shape {list(shape)}."
+                f"tensor {scale} has shape {list(found)}, but config.json {SECTION}.weight_block_size "
+                f"({list(self._block)}) calls for {list(calls_for)}, because {name} has shape {list(shape)}. Correct "
+                "config.json, or copy the folder again."
             )
 
     def names(self) -> set[str]:

@@ -19,17 +19,18 @@ from typing import Any
 from base.errors import ConfigError
 from configs.rotary import KINDS, LENGTH, REQUIRED, faults, kind_of, normalised
 from configs.schema import Config
-from models.huggingface.families.keys import POSITIVE, HfConfig, must, show
+from models.huggingface.families.keys import ADVICE, HfConfig, must, show
+from models.huggingface.families.kinds import POSITIVE
 
 SECTIONS = ("rope_parameters", "rope_scaling")
 TYPES = ("rope_type", "type")
-# Keys that transformers never reads: the origin of a model, and a length in linear scaling, which has no use for it.
+# Keys that transformers never reads: the origin of a model, and a length in linear scaling, which does not use it.
 UNREAD = {kind: ("finetuned", *((LENGTH,) if kind == "linear" else ())) for kind in KINDS}
 
 
 def rotary_base(keys: HfConfig, default: float) -> float:
-    """Return the base of rotary positions; `default` is the family's. Raises ConfigError if two sections of config.json
-    disagree, or if the positions are not supported."""
+    """Return the base of the rotary frequencies (theta). `default` is the family's. Raises ConfigError if two sections
+    of config.json disagree, or if their rotary positions are not supported."""
     rotary_scaling(keys)
     outside = keys["rope_theta"]
     bases = {name: keys[name].get("rope_theta") for name in SECTIONS if keys[name]}
@@ -37,11 +38,8 @@ def rotary_base(keys: HfConfig, default: float) -> float:
         if "rope_theta" in keys[name]:
             must(POSITIVE.fits(base), f"{name}.rope_theta", base, f"be {POSITIVE.rule}")
     for name, base in bases.items():
-        if None not in (base, outside) and base != outside:
-            raise ConfigError(
-                f"config.json {name}.rope_theta ({show(base)}) and rope_theta ({show(outside)}) mean the same and must "
-                "agree."
-            )
+        if None not in (base, outside):
+            _must_agree(name, "rope_theta", base, outside)
     usual = default if outside is None else outside
     found = {usual if base is None else base for base in bases.values()} or {usual}
     if len(found) > 1:
@@ -50,7 +48,8 @@ def rotary_base(keys: HfConfig, default: float) -> float:
 
 
 def rotary_scaling(keys: HfConfig) -> dict[str, Any] | None:
-    """Return the value of `model.rotary_scaling` in its normal form. Raises ConfigError as `rotary_base` does."""
+    """Return `model.rotary_scaling` in its normal form. Raises ConfigError if two sections of config.json disagree, or
+    if their rotary positions are not supported."""
     found = [_scaling(name, keys) for name in SECTIONS if keys[name]]
     if any(other != found[0] for other in found):
         raise _disagree(keys)
@@ -63,17 +62,14 @@ def rotary_fraction(keys: HfConfig) -> float:
     name, share = "partial_rotary_factor", keys["partial_rotary_factor"]
     for section in SECTIONS:
         stated = (keys[section] or {}).get(name)
-        if stated is not None and share is not None and stated != share:
-            raise ConfigError(
-                f"config.json {section}.{name} ({show(stated)}) and {name} ({show(share)}) mean the same and must "
-                "agree."
-            )
+        if stated is not None and share is not None:
+            _must_agree(section, name, stated, share)
         share = share if stated is None else stated
     return 1.0 if share is None else float(share)
 
 
 def renamed(keys: HfConfig, names: dict[str, str]) -> HfConfig:
-    """Return the rotary sections of config.json with a family's own names of scaling types replaced."""
+    """Return the rotary sections of config.json with types of scaling renamed according to `names`."""
     return {
         section: {key: names.get(str(value), value) if key in TYPES else value for key, value in keys[section].items()}
         for section in SECTIONS
@@ -82,7 +78,7 @@ def renamed(keys: HfConfig, names: dict[str, str]) -> HfConfig:
 
 
 def write_rotary(config: Config) -> HfConfig:
-    """Return the rotary keys for transformers 4 and 5; a scaling's values that equal their defaults are left out."""
+    """Return the rotary keys of a config.json for transformers 4 and 5, without values that equal their defaults."""
     base, scaling = config.model.rotary_base, normalised(config.model.rotary_scaling)
     if scaling is None:
         return {"rope_theta": base, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
@@ -95,9 +91,18 @@ def write_rotary(config: Config) -> HfConfig:
     }
 
 
+def _must_agree(section: str, key: str, inside: Any, outside: Any) -> None:
+    """Raise ConfigError if the values of a key inside and outside a section of config.json differ."""
+    if inside != outside:
+        raise ConfigError(
+            f"config.json {section}.{key} ({show(inside)}) and {key} ({show(outside)}) mean the same and must agree. "
+            "Remove the wrong one."
+        )
+
+
 def _disagree(keys: HfConfig) -> ConfigError:
     both = " and ".join(f"{name} ({show(keys[name])})" for name in SECTIONS if keys[name])
-    return ConfigError(f"config.json {both} mean the same and must agree: leave one of them out.")
+    return ConfigError(f"config.json {both} mean the same and must agree. Remove the wrong one.")
 
 
 def _scaling(section: str, keys: HfConfig) -> dict[str, Any] | None:
@@ -118,18 +123,15 @@ def _scaling(section: str, keys: HfConfig) -> dict[str, Any] | None:
     if unknown:
         named = " and ".join(f"{section}.{key} ({show(rest[key])})" for key in unknown)
         has = f"{kind} positions have {', '.join(items)}" if items else "plain rotary positions have only rope_theta"
-        raise ConfigError(f"config.json {named} {'is' if len(unknown) == 1 else 'are'} not supported: {has}.")
+        raise ConfigError(f"config.json {named} {'is' if len(unknown) == 1 else 'are'} not supported: {has}. {ADVICE}")
     if not items:
         return None
     scaling = {"rope_type": kind, **{key: value for key, value in rest.items() if key in items}}
     if LENGTH in items:
-        # The length of the first training may be a key beside the section; without it transformers takes the model's.
+        # The length of the first training may be a key outside the section; without it transformers takes the model's.
         outside = keys.get(LENGTH)
-        if outside is not None and scaling.get(LENGTH, outside) != outside:
-            raise ConfigError(
-                f"config.json {section}.{LENGTH} ({show(scaling[LENGTH])}) and {LENGTH} ({show(outside)}) mean the "
-                "same and must agree."
-            )
+        if outside is not None:
+            _must_agree(section, LENGTH, scaling.get(LENGTH, outside), outside)
         scaling.setdefault(LENGTH, keys["max_position_embeddings"] if outside is None else outside)
     if kind == "longrope" and scaling.get("factor") is None and type(scaling[LENGTH]) is int:
         scaling["factor"] = max(1.0, keys["max_position_embeddings"] / max(1, scaling[LENGTH]))
@@ -137,7 +139,7 @@ def _scaling(section: str, keys: HfConfig) -> dict[str, Any] | None:
     must(not missing, section, parameters, f"have {', '.join(missing)} for rope_type {kind}")
     for fault in faults(scaling):
         name = f"{section}.{fault.key}" if fault.key else section
-        raise ConfigError(f"config.json {name} ({show(scaling.get(fault.key, parameters))}) {fault.rule}.")
+        raise ConfigError(f"config.json {name} ({show(scaling.get(fault.key, parameters))}) {fault.rule}. {ADVICE}")
     if kind == "longrope":
         channels = keys.get("head_dim") or keys["hidden_size"] // keys["num_attention_heads"]
         pairs = int(channels * (rotary_fraction(keys) if "partial_rotary_factor" in keys else 1.0)) // 2

@@ -55,18 +55,20 @@ def of_config(hf: dict[str, Any], vocab_size: int) -> SpecialTokens:
 
 
 def kept_in(folder: Path, vocab_size: int) -> SpecialTokens | None:
-    """Return the special tokens in a logical folder's config.yaml, or None if it has none. Raises ConfigError."""
+    """Return the special tokens in the config.yaml of a folder of logical weights; None if it has none. Raises
+    ConfigError."""
     section = read_yaml(folder / "config.yaml").get("special_tokens")
     if section is not None and not isinstance(section, dict):
         raise ConfigError(
-            f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must be a mapping with {', '.join(KEYS)}."
+            f"{folder / 'config.yaml'} special_tokens ({show_json(section)}) must be a mapping with {', '.join(KEYS)}. "
+            "Correct it, or remove special_tokens from the file."
         )
     return None if section is None else _checked(section, vocab_size, str(folder / "config.yaml"))
 
 
 def end_tokens(folder: Path, special: SpecialTokens | None) -> set[int] | None:
-    """Return the ids that end a text, as transformers chooses them: from generation_config.json if it exists, else from
-    config.json (`special`). Returns None if neither is available. Raises ConfigError."""
+    """Return the token ids that end a text, chosen as in transformers: from generation_config.json if it exists, else
+    from config.json (`special`). Returns None if neither exists. Raises ConfigError."""
     if (folder / GENERATION_CONFIG).exists():
         return read_token_ids(folder / GENERATION_CONFIG, EOS)
     if special is None:
@@ -93,7 +95,7 @@ def _checked(values: dict[str, Any], vocab_size: int, where: str) -> SpecialToke
         ids = value if isinstance(value, list) and key == EOS else [] if value is None else [value]
         if not all(type(token) is int for token in ids):
             form = "a token id, a list of token ids, or null" if key == EOS else "a token id or null"
-            raise ConfigError(f"{where} {key} ({show_json(value)}) must be {form}.")
+            raise ConfigError(f"{where} {key} ({show_json(value)}) must be {form}. Correct the value.")
         tokens = [token for token in ids if 0 <= token < vocab_size]
         result[key] = None if not tokens else tokens if isinstance(value, list) else tokens[0]
     return result

@@ -42,7 +42,8 @@ DrawWeight = Callable[[str, torch.dtype], torch.Tensor]
 
 
 def new_head(config: Config, seed: int) -> DrawWeight:
-    """Return a function that draws a random output layer by logical names, as a run of this `training.seed` would."""
+    """Return a function that draws a weight of a random output layer by its logical name, with the initial values of a
+    training with `training.seed` = `seed`."""
     config = copy.deepcopy(config)
     config.training.seed = seed
     assert config.model.vocab_size is not None
@@ -95,7 +96,7 @@ class HfFolder:
 
 
 def logical_blocks(layout: Layout, stored: Sequence[StoredMatrix], heads: Heads) -> list[RowBlock]:
-    """Return the blocks of rows by which Hugging Face tensors form one logical tensor."""
+    """Return the row blocks of Hugging Face tensors that make up one logical tensor."""
     if layout.transposed:
         return [
             RowBlock(each, 0, each.num_rows, 0, tuple(runs), transposed=True)
@@ -114,9 +115,9 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
     the page cache. Raises ConfigError."""
     if not (path / "config.json").exists():
         old = path / "bert_config.json"
-        rename = f" Rename {old.name} to config.json." if old.is_file() else ""
+        action = f"Rename {old.name} to config.json" if old.is_file() else "Copy the file into the folder"
         raise ConfigError(
-            f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it.{rename}"
+            f"folder {path} must hold a config.json, as Hugging Face's save_pretrained writes it. {action}."
         )
     stated = read_json(path / "config.json")
     hf, notes = translate.identify(stated, lambda: Reader(path, pickled=True).names())
@@ -128,7 +129,8 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
     if problem is not None:
         value = show(get(config, problem.key))
         raise ConfigError(
-            f"{path / 'config.json'} describes a model that is not supported: {problem.key} ({value}) {problem.rule}."
+            f"{path / 'config.json'} describes a model that is not supported: {problem.key} ({value}) {problem.rule}. "
+            "Choose a different model."
         )
     reader = open_weights(path, quantization, keys["dtype"], bounce)
     split_fused_experts(reader, family, config)
@@ -144,7 +146,9 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
             "--new-head SEED` draws a new output layer."
         )
     if head_seed is not None and not head:
-        raise ConfigError(f"--new-head ({head_seed}) is for a model without an output layer, but {path} has one.")
+        raise ConfigError(
+            f"--new-head ({head_seed}) is for a model without an output layer, but {path} has one. Leave it out."
+        )
     if head:
         notes.append(f"{path} has no output layer: {', '.join(head)} are new, drawn with seed {head_seed}")
     if left_out:
@@ -156,17 +160,9 @@ def open_folder(path: Path, head_seed: int | None = None, bounce: BounceBuffers 
         raise ConfigError(
             f"config.json {spelling} ({keys['dtype']}) is not the type of the weights ({kind}): correct or remove it."
         )
-    return HfFolder(
-        family,
-        hf,
-        config,
-        dtype,
-        (*notes, *reader.notes),
-        reader,
-        sources,
-        logical_shapes(config, keys["vocab_size"]),
-        None if head_seed is None else new_head(config, head_seed),
-    )
+    shapes = logical_shapes(config, keys["vocab_size"])
+    draw = None if head_seed is None else new_head(config, head_seed)
+    return HfFolder(family, hf, config, dtype, (*notes, *reader.notes), reader, sources, shapes, draw)
 
 
 def split_fused_experts(reader: Reader, family: Family, config: Config) -> None:
@@ -183,18 +179,22 @@ def split_fused_experts(reader: Reader, family: Family, config: Config) -> None:
         rule = rules[match["projection"]]
         shapes = rule.shapes(lengths)
         (columns,) = {shape[1] for shape in shapes}
-        expected = (lengths["experts"], sum(shape[0] for shape in shapes), columns)
-        if reader.shape(name) != expected:
-            raise ConfigError(
-                f"{reader.folder}: tensor {name} has shape {list(reader.shape(name))}, but config.json calls for "
-                f"{list(expected)}."
-            )
+        _check_shape(reader, name, (lengths["experts"], sum(shape[0] for shape in shapes), columns))
         named_shapes = [
             (theirs.format(l=match["layer"], e=expert), shape)
             for expert in range(lengths["experts"])
             for theirs, shape in zip(rule.theirs, shapes, strict=True)
         ]
         reader.split_rows(name, named_shapes)
+
+
+def _check_shape(reader: Reader, name: str, expected: tuple[int, ...]) -> None:
+    shape = reader.shape(name)
+    if shape != expected:
+        raise ConfigError(
+            f"{reader.folder}: tensor {name} has shape {list(shape)}, but config.json calls for {list(expected)}. Copy "
+            "the folder again."
+        )
 
 
 def expand_rules(family: Family, config: Config) -> Iterator[Rule]:
@@ -239,7 +239,9 @@ def _match(
     has_head = any(found for ours, (_, found) in sources.items() if ours.startswith(HEAD))
     for rule, name in missing:
         if has_head or not rule.ours.startswith(HEAD):
-            raise ConfigError(f"{reader.folder} has no tensor {name}, which config.json calls for.")
+            raise ConfigError(
+                f"{reader.folder} has no tensor {name}, which config.json calls for. Copy the folder again."
+            )
     for twin, original in family.tied if config.model.tie_embeddings else ():
         one, other = _find(family, twin, names), _find(family, original, names)
         if one is not None and other is not None:
@@ -251,26 +253,22 @@ def _match(
     if left:
         raise ConfigError(
             f"{len(left)} tensors of the Hugging Face folder do not belong to the {family.model_type} model "
-            f"that config.json describes; the first is {left[0]}."
+            f"that config.json describes; the first is {left[0]}. Copy config.json and the weights of one model."
         )
     for name, shape in shapes.items():
-        if reader.shape(name) != shape:
-            raise ConfigError(
-                f"{reader.folder}: tensor {name} has shape {list(reader.shape(name))}, but config.json calls for "
-                f"{list(shape)}."
-            )
+        _check_shape(reader, name, shape)
     for one, other in twins:
         if not reader.equal(one, other):
             raise ConfigError(
                 f"config.json tie_word_embeddings (true) requires that tensors {one} and {other} are equal, but they "
-                "differ."
+                "differ. Set it to false if they are two weights."
             )
     return sources, set(shapes), of_others
 
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of a Hugging Face folder, which consists of rows of a logical weight."""
+    """A tensor to export to a Hugging Face folder, which consists of rows of a logical weight."""
 
     name: str
     shape: tuple[int, ...]
@@ -302,7 +300,8 @@ def _heads(config: Config) -> Heads:
 
 
 def _find(family: Family, name: str, names: set[str]) -> str | None:
-    """Return a tensor's name in this folder; None if it is missing. Raises ConfigError if it has two names."""
+    """Return the name that a tensor has in this folder; None if it is missing. Raises ConfigError if it is stored
+    twice."""
     candidates = [name] + [name.replace(now, before) for now, before in family.other_names if name.endswith(now)]
     candidates += [candidate.removeprefix(family.base_prefix) for candidate in candidates]
     found = [candidate for candidate in dict.fromkeys(candidates) if candidate in names]

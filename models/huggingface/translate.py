@@ -42,7 +42,7 @@ Names = Callable[[], set[str]]  # returns the names of the folder's tensors; cal
 
 def identify(hf: HfConfig, names: Names) -> tuple[HfConfig, list[str]]:
     """Infer the family and class that a config.json lacks from the folder's tensors; return the completed keys, and a
-    note for the user on each inference. Raises ConfigError if the family cannot be inferred."""
+    note for the user about each inferred value. Raises ConfigError if the family cannot be inferred."""
     notes: list[str] = []
     if hf.get("model_type") is None:
         model_type, because = _model_type(hf, names)
@@ -92,7 +92,8 @@ def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ConfigError(
-            f"config.json model_type ({model_type}) is not supported: it must be one of {', '.join(FAMILIES)}."
+            f"config.json model_type ({model_type}) is not supported: it must be one of {', '.join(FAMILIES)}. Choose "
+            "a different model."
         )
     family = FAMILIES[model_type]
     if hf.get("quantization_config") is not None:
@@ -107,7 +108,8 @@ def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
     moe = overrides.get("moe", {})
     if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
         raise ConfigError(
-            "config.json num_experts_per_tok (1) is not supported with weights that sum to 1: set it to at least 2."
+            "config.json num_experts_per_tok (1) is not supported with weights that sum to 1. Choose a model with at "
+            "least 2 experts per token."
         )
     model = overrides["model"]
     if model["position_embedding"] == "rope":
@@ -121,7 +123,9 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
     none, listing the differences from the nearest family."""
     vocab_size = config.model.vocab_size
     if vocab_size is None:
-        raise ConfigError("model.vocab_size (null) must be set to export a model.")
+        raise ConfigError(
+            "model.vocab_size (null) must be set to export a model. Set it to the size of the vocabulary."
+        )
     ours = architecture(config, vocab_size)
     # No weight depends on the length, so the model can still take the longest sequence that it could when imported.
     if config.model.position_embedding == "rope":
@@ -141,7 +145,7 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
         try:
             theirs = architecture(config_from(read_config(hf)[2]), vocab_size)
         except ConfigError as error:  # the family's config.json would mean another model
-            refused.append(str(error).removesuffix("."))
+            refused.append(str(error).partition(". ")[0].removesuffix("."))  # without its advice
             continue
         between = f"; {family.model_type} has "
         wrong = [
@@ -159,7 +163,10 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
         raise ConfigError(
             f"model.export_family ({wanted}) cannot represent this model: {differs}. Remove it to allow any family."
         )
-    raise ConfigError(f"no Hugging Face family ({', '.join(FAMILIES)}) has this model: {differs}.")
+    raise ConfigError(
+        f"no Hugging Face family ({', '.join(FAMILIES)}) can represent this model: {differs}. Only a folder of logical "
+        "weights can hold it."
+    )
 
 
 def unexportable(config: Config, vocab_size: int) -> str | None:

@@ -22,7 +22,7 @@ import yaml
 from base.errors import ConfigError
 from configs.architecture import architecture
 from configs.schema import Config
-from models.huggingface.families.keys import HfConfig, show
+from models.huggingface.families.keys import HfConfig, same_json, show
 from models.huggingface.families.rules import Family, Overrides
 
 TABLE = Path(__file__).with_name("transformers_reads.yaml")
@@ -50,10 +50,7 @@ def _is(of: Callable[[dict[str, Any], dict[str, Any]], Any], *more: Any) -> Harm
     `moe` configs, and the values in `more`."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
-        same = (of(ours["model"], ours["moe"]), *more)
-        return value is None or any(
-            value == other and isinstance(value, bool) == isinstance(other, bool) for other in same
-        )
+        return value is None or any(same_json(value, other) for other in (of(ours["model"], ours["moe"]), *more))
 
     return harmless
 
@@ -181,7 +178,7 @@ def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
     refused = {key: value for key, value in unknown.items() if not _is_harmless(key, value, model_type, ours)}
     if refused:
         keys = "a key" if len(refused) == 1 else f"{len(refused)} keys"
-        those = "it if you know that it changes" if len(refused) == 1 else "those that you know to change"
+        those = "it if you know that it changes" if len(refused) == 1 else "the keys that you know to change"
         raise ConfigError(
             f"config.json has {keys} that Mixtrain does not know of a {model_type} model and that may change what it "
             f"computes: {listed(refused)}. Remove {those} nothing."
@@ -223,7 +220,7 @@ def warn(config: Config, model_type: str) -> None:
 
 
 def listed(keys: HfConfig) -> str:
-    """Return keys with their values, on one line."""
+    """Return keys with their values as one line of text."""
     return ", ".join(f"{show(key)} ({show(value)})" for key, value in keys.items())
 
 
@@ -239,6 +236,7 @@ def _from_text(text: str | None) -> HfConfig:
         keys = None
     if not isinstance(keys, dict):
         raise ConfigError(
-            f"model.config_json ({show(text)}) must be a text that contains a JSON object, as an import writes it."
+            f"model.config_json ({show(text)}) must be a text that contains a JSON object, as an import writes it. Set "
+            "it to null."
         )
     return keys

@@ -19,8 +19,8 @@ LossOutput = tuple[torch.Tensor, torch.Tensor]  # the sum of the losses, and eac
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Megatron-core's output layer with masked padding and a loss. Module hooks run for both, so that a pending update
-    of the weight is finished first."""
+    """Megatron-core's output layer, which masks padding and can return the loss in place of logits. Both are results of
+    `forward`, whose hooks first finish a pending update of the weight."""
 
     vocabulary: VocabularyShard
     chosen_tile: int | None
@@ -40,8 +40,7 @@ class OutputLayer(ColumnParallelLinear):
 
     def select(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return this rank's rows `[m, h]` of hidden states `[s, b, h]` that predict a token."""
-        rank = self.vocabulary.group.rank() if self.vocabulary.is_spread else 0
-        return select_rows(hidden, targets.loss_rows, rank)
+        return select_rows(hidden, targets.loss_rows, self.vocabulary.group.rank())
 
 
 def become_output_layer(layer: torch.nn.Module, vocab_size: int, chosen_tile: int | None) -> None:
@@ -56,8 +55,8 @@ def become_output_layer(layer: torch.nn.Module, vocab_size: int, chosen_tile: in
 
 
 def predicted_rows(loss_mask: torch.Tensor, ranks: int = 1) -> torch.Tensor | None:
-    """Return the rows where `loss_mask` (`[b, s]`, on the host) is not 0: int64 `[ranks, m]`; None if these are all
-    rows.
+    """Return the indices of the rows where `loss_mask` (`[b, s]`, on the host) is not 0: int64 `[ranks, m]`. None means
+    all rows.
 
     Under sequence parallelism each of `ranks` tensor ranks holds a shard of the rows. All get the same number: a rank
     with fewer predicting rows also gets rows that predict nothing.
@@ -67,13 +66,13 @@ def predicted_rows(loss_mask: torch.Tensor, ranks: int = 1) -> torch.Tensor | No
     most = int(counts.max())
     if int(counts.min()) == predicts.size(1):
         return None
-    # For each rank first the rows that predict, each kind in order.
+    # For each rank the rows that predict first; rows that predict, and other rows, stay in order.
     chosen = torch.argsort(predicts, dim=1, descending=True, stable=True)[:, :most].sort(dim=1).values
     return chosen + torch.arange(ranks).unsqueeze(1) * predicts.size(1)
 
 
 def select_rows(hidden: torch.Tensor, loss_rows: torch.Tensor | None, rank: int) -> torch.Tensor:
-    """Return this rank's rows `[m, h]` of hidden states `[s, b, h]`: those in `loss_rows[rank]`, or all if None."""
+    """Return the rows `[m, h]` of hidden states `[s, b, h]` that `loss_rows[rank]` selects; all rows if it is None."""
     flat = hidden.flatten(0, 1)
     if loss_rows is None:
         return flat
@@ -82,7 +81,7 @@ def select_rows(hidden: torch.Tensor, loss_rows: torch.Tensor | None, rank: int)
 
 
 class _Select(torch.autograd.Function):
-    """Selects distinct rows of a matrix. The backward pass of torch's own function would add gradients row by row."""
+    """Autograd function that selects distinct rows of a matrix. torch's own function would add gradients row by row."""
 
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -171,13 +171,13 @@ class _Tiles:
         self.factor: torch.Tensor | None = None  # for this rank's exponentials
 
     def slices(self) -> list[slice]:
-        """Return for each tile the slice of this rank's rows."""
+        """Return the slice of this rank's rows for each tile."""
         end = len(self.hidden)
         return [slice(start, min(start + self.own_tile, end)) for start in range(0, end, self.own_tile)]
 
     @property
     def is_full(self) -> bool:
-        """Whether the last computed tile completes its group."""
+        """True if the last computed tile completes its group."""
         return self.own.stop - self.own.start == self.own_group or self.own.stop == len(self.hidden)
 
     def take_group(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,9 +187,8 @@ class _Tiles:
         return self.logits[:num_rows], self.hidden[own] if self.gathered is None else self.gathered[:num_rows]
 
     def softmax(self, own: slice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the exponentials of a tile's logits minus their row's largest logit, fp32 `[t, V]`; the label's logit
-        minus the same, and the sums of exponentials, both `[t]` and over all ranks. `own`: this rank's rows of the
-        tile."""
+        """Return for a tile, whose rows on this rank are `own`: exp(logit - largest logit of the row), fp32 `[t, V]`;
+        the label's logit minus the largest logit, and the sum of exponentials, both `[t]` and over all ranks."""
         shard = self.shard
         if self.is_full:
             self.own = slice(own.start, own.start)
@@ -225,7 +224,7 @@ class _Tiles:
         all-gather.
 
         Returns the factor that rescales this rank's exponentials to the largest logit of all ranks, the label's logit
-        minus it, and the sums.
+        minus that largest logit, and the sums.
         """
         group, own = self.shard.group, torch.stack((*numbers, self.is_mine.float()))
         gathered = own.new_empty(group.size() * len(own), own.size(1))
@@ -240,7 +239,7 @@ class _Tiles:
         ]
 
     def logits_grad(self, exponentials: torch.Tensor, sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return (softmax - one-hot label) * scale of the last tile, in the weight's dtype and the logits' memory."""
+        """Return (softmax - one-hot label) * scale of the last tile, in the weight's dtype, stored over the logits."""
         targets = self.is_mine.float()
         if self.is_whole:  # in the order of Megatron-core's loss
             exponentials.div_(sums.unsqueeze(1)).scatter_add_(1, self.column, -targets.unsqueeze(1))
@@ -254,7 +253,7 @@ class _Tiles:
 
 
 class _Gradients:
-    """Gradients summed over tiles: `hidden` for this rank's rows; `weight` is None if a buffer has its gradient."""
+    """Gradients, summed over tiles. `hidden`: of this rank's rows. `weight`: None if a buffer has its gradient."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_whole: bool, is_known: bool
@@ -265,13 +264,12 @@ class _Gradients:
         self.bias: torch.Tensor | None = None
         self.buffer: torch.Tensor | None = None
         self.writes_over = self.to_buffer = False
-        if not weight.requires_grad:
-            pass
-        elif is_known and not is_whole and hasattr(weight, "main_grad"):
-            self.to_buffer = True
-            self.buffer, self.writes_over = open_buffer(weight)
-        elif not is_whole:
-            self.buffer, self.writes_over = torch.empty_like(weight, dtype=torch.float32), True
+        if weight.requires_grad and not is_whole:
+            self.to_buffer = is_known and hasattr(weight, "main_grad")
+            if self.to_buffer:
+                self.buffer, self.writes_over = open_buffer(weight)
+            else:
+                self.buffer, self.writes_over = torch.empty_like(weight, dtype=torch.float32), True
         if bias is not None and bias.requires_grad:
             self.bias = torch.zeros_like(bias, dtype=torch.float32)
 
@@ -322,10 +320,10 @@ class _Gradients:
             self.weight = torch.zeros_like(self.parameter)
 
     def for_autograd(self) -> torch.Tensor | None:
-        """Return the weight's gradient for autograd's hooks, or a dummy if the gradient buffer already has it."""
+        """Return the weight's gradient for autograd's hooks; a dummy if the gradient buffer already contains it."""
         if not self.to_buffer:
             return self.weight
-        if getattr(self.parameter, "zero_out_wgrad", False):  # the embedding's comes
+        if getattr(self.parameter, "zero_out_wgrad", False):  # the gradient of the embedding follows
             return None
         # A dummy, as Megatron-core's fused products return: on the same device, so that the hooks run in their order,
         # and without memory of its own. DDP's hook drops it unread.
@@ -333,7 +331,7 @@ class _Gradients:
 
 
 def mask_padding(logits: torch.Tensor, num_real: int) -> None:
-    """Set the logits of padding rows to the smallest number, so that their softmax and gradient are exactly 0."""
+    """Set the logits of padding tokens to the smallest finite number: their softmax and gradient are then exactly 0."""
     if num_real < logits.size(-1):
         logits[..., num_real:] = torch.finfo(logits.dtype).min
 

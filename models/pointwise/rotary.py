@@ -43,8 +43,8 @@ class Rotary:
         return self._angles(device, (length, self.switches_at is not None and length > self.switches_at))
 
     def of_segments(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the angles for texts of at most `length` tokens: `[length or 2 * length, 1, 1, rotating channels]`. If
-        the model has a second set of frequencies for texts longer than `switches_at`, its angles follow."""
+        """Return the angles for texts of at most `length` tokens: `[length or 2 * length, 1, 1, rotating channels]`.
+        The second half exists if the model has a second set of frequencies, for texts longer than `switches_at`."""
         sets = [(length, False)] if self.switches_at is None else [(length, False), (length, True)]
         return self._angles(device, *sets)
 
@@ -62,8 +62,8 @@ class Rotary:
 
 
 def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:
-    """Return angles of positions 0 to `length` - 1, in -pi to pi, fp32 `[length, n]` (host). frequencies: fp64
-    `[n]`."""
+    """Return the angles of positions 0 to `length` - 1, between -pi and pi, fp32 `[length, n]`, on the host.
+    `frequencies`: fp64 `[n]`."""
     positions = torch.arange(length, dtype=torch.float64, device="cpu")
     whole = torch.outer(positions, frequencies)
     return whole.sub_(whole.div(2 * math.pi).round_().mul_(2 * math.pi)).float()
@@ -72,9 +72,10 @@ def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:
 def inverse_frequencies(
     config: Config, device: torch.device, is_long: bool = False, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return radians per position, `[rotating channels / 2]`; `is_long`: for texts longer than `switches_at`."""
+    """Return the frequencies in radians per position, `[rotating channels / 2]`. `is_long`: for texts longer than
+    `switches_at`."""
     scaling, base, dim = normalised(config.model.rotary_scaling), config.model.rotary_base, derived.rotary_dim(config)
-    # Plain ones are computed on the device, as Megatron-core does.
+    # Frequencies without scaling are computed on the device, as in Megatron-core.
     steps = torch.arange(0, dim, 2, dtype=dtype, device=device if scaling is None else "cpu")
     powers = base ** (steps / dim)
     return 1.0 / powers if scaling is None else _stretched(powers, scaling, base, dim, is_long).to(device)

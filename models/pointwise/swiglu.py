@@ -38,8 +38,8 @@ def swiglu_backward(preactivation: torch.Tensor, grad: torch.Tensor) -> torch.Te
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Saves only the preactivation. Plain autograd would save its two halves and a copy of one, and concatenate the
-    gradients of the halves."""
+    """Autograd function of SwiGLU that saves only the preactivation. Plain autograd would also save its two halves and
+    a copy of one half, and would concatenate the gradients of the halves."""
 
     @staticmethod
     def forward(ctx: Any, preactivation: torch.Tensor) -> torch.Tensor:

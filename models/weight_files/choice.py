@@ -30,13 +30,13 @@ class WeightFileChoice:
 
     @property
     def suffix(self) -> str:
-        """The file name suffix of the files that hold the tensors."""
+        """File name suffix of the files that hold the tensors: .bin or .safetensors."""
         return ".bin" if self.name in (PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME) else ".safetensors"
 
 
 def choose(folder: Path, pickled: bool) -> WeightFileChoice:
-    """Return the weight file or index of a folder to read; with `pickled`, a file of torch.save if it has no
-    safetensors.
+    """Return the weight file or index to read in a folder. `pickled`: accept a file of torch.save if the folder has no
+    safetensors file.
 
     Raises ConfigError if there is no such file, or if two files of one format could be the model.
     """
@@ -66,4 +66,5 @@ def _instead(folder: Path) -> str:
         variant = match["variant"] or match["of_index"]
         return f"; it has {name}, the variant {variant}: rename it to {plain}"
     like = [name for name in names if LIKE_WEIGHTS.fullmatch(name)]
-    return f"; it holds {', '.join(like[:3])}{' and others' if len(like) > 3 else ''}" if like else ""
+    instead = f"; it holds {', '.join(like[:3])}{' and others' if len(like) > 3 else ''}" if like else ""
+    return f"{instead}. Copy the model's weight file into it"

@@ -56,14 +56,14 @@ def read_header(path: Path) -> SafetensorsHeader:
         content = json.loads(text, object_pairs_hook=_unique)
         metadata = content.pop("__metadata__", {})
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise TypeError("__metadata__ must be texts by name")
+            raise TypeError("__metadata__ must map names to texts")
         tensors = {name: _span(name, value, 8 + length) for name, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is not a valid safetensors header ({type(error).__name__}: {error})") from error
     at = 8 + length
     for name, span in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         if span.start != at or span.num_bytes != math.prod(span.shape) * ITEM_BYTES[span.dtype]:
-            raise ValueError(f"the range of bytes of tensor {name} in its header is wrong")
+            raise ValueError(f"its header has a wrong range of bytes for tensor {name}")
         at += span.num_bytes
     if size != at:
         raise ValueError(f"it has {size} bytes, but its header describes {at}")
@@ -73,7 +73,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if twice:
-        raise ValueError(f"the key {twice[0]} is there twice")
+        raise ValueError(f"the key {twice[0]} appears twice")
     return dict(pairs)
 
 

@@ -18,7 +18,7 @@ from models.weight_files.stored_tensors import RowBlock, as_matrix, fill
 
 @dataclass(frozen=True)
 class LogicalWeight:
-    """One logical weight: its shape, the dtype that it is read as, and the stored blocks that contain it."""
+    """A weight of a model: its shape, its dtype after reading, and the stored blocks that contain it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,13 +26,13 @@ class LogicalWeight:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the weight in bytes in the dtype that it is read as."""
+        """Size of the weight in bytes after reading."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class LogicalTensors:
-    """Reads a model's weights by their logical names (models/weights.py). Several threads may read at once. Files stay
-    open, so that a file that is deleted meanwhile can still be read."""
+    """Reader of a model's weights by their logical names (models/weights.py). Several threads may read at once. Files
+    stay open, so that a file that is deleted meanwhile can still be read."""
 
     def __init__(
         self, folder: Path, weights: Mapping[str, LogicalWeight], expected: Mapping[str, tuple[int, ...]]
@@ -43,19 +43,23 @@ class LogicalTensors:
         self._weights = weights
         for name in [*expected, *(name for name in weights if name not in expected)]:
             if name not in weights:
-                raise ConfigError(f"{folder} has no tensor {name}, which its config calls for.")
+                raise ConfigError(f"{folder} has no tensor {name}, which its config calls for. Copy the folder again.")
             shape = weights[name].shape
             if shape != expected.get(name):
                 wanted = f"calls for {list(expected[name])}" if name in expected else "has no such tensor"
-                raise ConfigError(f"tensor {name} of {folder} has shape {list(shape)}, but its config {wanted}.")
+                raise ConfigError(
+                    f"tensor {name} of {folder} has shape {list(shape)}, but its config {wanted}. Copy it again."
+                )
             boxes = (box for block in weights[name].blocks for box in block.boxes())
             problem = wrong_cover(boxes, *as_matrix(shape))
             if problem is not None:
-                raise ConfigError(f"tensor {name} of {folder} is not stored exactly once: {problem}.")
+                raise ConfigError(
+                    f"tensor {name} of {folder} is not stored exactly once: {problem}. Copy the folder again."
+                )
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The dtype of most of the numbers."""
+        """The dtype of most weight elements."""
         sizes: Counter[torch.dtype] = Counter()
         for weight in self._weights.values():
             sizes[weight.dtype] += math.prod(weight.shape)
@@ -70,17 +74,17 @@ class LogicalTensors:
         return self._weights[name].shape
 
     def dtype(self, name: str, wanted: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype that a weight is read as (for a quantised weight, after dequantisation). With `wanted`,
-        return the dtype of this weight when most weights are converted to `wanted`: FP32_NAMES keep their own."""
+        """Return the dtype of a weight after reading and dequantisation. `wanted`: the dtype to which weights are
+        converted; weights of FP32_NAMES keep their own dtype."""
         own = self._weights[name].dtype
         return own if wanted is None or name.endswith(FP32_NAMES) else wanted
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of a weight in bytes in the dtype that it is read as."""
+        """Return the size of a weight in bytes after reading."""
         return self._weights[name].num_bytes
 
     def file_of(self, name: str) -> Path:
-        """Return the file that holds the weight's first block; the folder if the block is not in a file."""
+        """Return the path of the file that holds a weight's first block; the folder if the block is in memory."""
         source = self._weights[name].blocks[0].stored.source
         return source.path if isinstance(source, ReadOnlyFile) else self.folder
 

@@ -44,7 +44,7 @@ class StoredMatrix:
         return self.dtype if self.scale is None else self.scale.dtype
 
     def rows_from(self, first: int, count: int) -> StoredMatrix:
-        """Return `count` rows from row `first` on as a separate matrix that is stored in the same bytes."""
+        """Return `count` rows, starting at row `first`, as a matrix that refers to the same stored bytes."""
         assert self.scale is None and first + count <= self.num_rows
         source, columns = self.source, self.num_columns
         if isinstance(source, ReadOnlyFile):
@@ -101,8 +101,8 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The numbers that a block and a requested box share: stored rows [row, row + num_rows) go to `target` [num_rows,
-    ...], with their columns mapped by `runs`."""
+    """The numbers that a block and a requested box share: stored rows [row, row + num_rows) are copied to `target`
+    [num_rows, ...], with their columns mapped by `runs`."""
 
     stored: StoredMatrix
     row: int
@@ -112,7 +112,7 @@ class _Overlap:
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of rows and columns of a tensor of this shape when it is treated as a matrix."""
+    """Return the numbers of rows and columns of a tensor of this shape, treated as a matrix."""
     return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
 
 
@@ -123,12 +123,12 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def whole(stored: StoredMatrix) -> RowBlock:
-    """Return a block that covers the whole logical matrix with all rows of a stored matrix."""
+    """Return the block with all rows of a stored matrix, for a logical matrix that is stored whole."""
     return RowBlock(stored, 0, stored.num_rows, 0, ((0, 0, stored.num_columns),))
 
 
 def bands_of(stored: StoredMatrix) -> Iterator[torch.Tensor]:
-    """Yield the rows of a matrix, a few MiB at a time; each band overwrites the previous one. Raises ConfigError."""
+    """Yield the rows of a matrix in bands of a few MiB. Each band overwrites the previous band. Raises ConfigError."""
     size = max(1, SCRATCH_BYTES // max(1, stored.num_columns * stored.read_as.itemsize))
     held = torch.empty(min(size, stored.num_rows), stored.num_columns, dtype=stored.read_as)
     for first in range(0, stored.num_rows, size):
@@ -172,11 +172,11 @@ def _overlap(target: torch.Tensor, block: RowBlock, at: tuple[int, int]) -> _Ove
 
 
 class _BandReader:
-    """Reads the parts of stored blocks that a box needs, through one scratch buffer that they share."""
+    """Reader of the parts of stored blocks that a box needs. All reads share one scratch buffer."""
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._scales: tuple[BlockScale, torch.Tensor] | None = None  # the last ones that were read
+        self._scales: tuple[BlockScale, torch.Tensor] | None = None  # the scales that were read last
 
     def read(self, overlap: _Overlap) -> None:
         """Read the numbers of an overlap into its target."""
@@ -201,7 +201,7 @@ class _BandReader:
                     )
 
     def _numbers(self, stored: StoredMatrix, band: range, columns: range) -> torch.Tensor:
-        """Return some rows and columns of a stored matrix, dequantised; the next call may overwrite them."""
+        """Return some rows and columns of a stored matrix, dequantised. The next call may overwrite the result."""
         if isinstance(stored.source, ReadOnlyFile):
             # whole rows are adjacent in the file; a part of a row is read alone
             size = len(band) * len(columns) * stored.dtype.itemsize

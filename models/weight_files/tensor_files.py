@@ -51,16 +51,20 @@ class SafetensorsFile:
         written_by = header.metadata.get("format", "pt")
         if written_by not in ("pt", "mlx"):
             raise ConfigError(
-                f"{path} has format ({written_by}) in its metadata: it must be pt, the format of torch models."
+                f"{path} has format ({written_by}) in its metadata: it must be pt, the format of torch models. Save "
+                "the model again with PyTorch."
             )
         self._spans = header.tensors
         self.types = {name: TensorType(span.dtype, span.shape) for name, span in header.tensors.items()}
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return where a tensor is stored, without reading it. Raises ConfigError if torch lacks its dtype."""
+        """Return the location of a tensor in the file. Raises ConfigError if torch lacks its dtype."""
         span = self._spans[name]
         if span.dtype not in TORCH_DTYPES:
-            raise ConfigError(f"tensor {name} of {self._file.path} has type {span.dtype}, which torch does not have.")
+            raise ConfigError(
+                f"tensor {name} of {self._file.path} has type {span.dtype}, which torch does not have. Use files with "
+                "BF16, F16 or F32 weights."
+            )
         return StoredMatrix(name, self._file, span.start, TORCH_DTYPES[span.dtype], *as_matrix(span.shape))
 
     def close(self) -> None:
@@ -87,15 +91,11 @@ class PickledFile:
         self._mapped = _load(path, mapped=True) if zipfile.is_zipfile(path) else None
         tensors = self._tensors()
         self._dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        self.types = {
-            name: TensorType(
-                SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
-            )
-            for name, tensor in tensors.items()
-        }
+        kinds = {kind: SAFETENSORS_NAMES.get(kind, str(kind).removeprefix("torch.")) for kind in self._dtypes.values()}
+        self.types = {name: TensorType(kinds[each.dtype], tuple(each.shape)) for name, each in tensors.items()}
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return a mapped or loaded tensor, which may share memory with another tensor and have any strides."""
+        """Return the location of a tensor in memory; it may share memory with other tensors and have any strides."""
         return StoredMatrix(
             name, lambda: self._tensors()[name], 0, self._dtypes[name], *as_matrix(self.types[name].shape)
         )
@@ -133,19 +133,19 @@ def _load(path: Path, mapped: bool) -> Tensors:
             f"{path} was not read: its pickle calls {called[1]}, and code in a weight file is never run. "
             "Use the safetensors files of the model."
         ) from error
-    rule = "it must hold tensors by name, as a state_dict does"
+    rule = "it must hold tensors by name, as a state_dict does. Save the model's state_dict"
     if not isinstance(content, dict):
         raise ConfigError(f"{path} holds a {type(content).__name__}: {rule}.")
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"{path} holds a {type(tensor).__name__} at {name!r:.80}: {rule}.")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise ConfigError(f"tensor {name} of {path} must be a plain tensor, neither sparse nor quantized.")
+            raise ConfigError(f"tensor {name} of {path} must be neither sparse nor quantized. Save plain tensors.")
     return {name: tensor.detach() for name, tensor in content.items()}
 
 
 def _first_sentence(message: str) -> str:
-    """Return the first sentence of an error's message, because torch appends pages of advice."""
+    """Return the first sentence of an error message, at most 120 characters. torch appends pages of advice."""
     return one_line(message).split(". ")[0].partition(" Check the documentation")[0][:120]
 
 
@@ -158,7 +158,7 @@ def _check_file(path: Path) -> None:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check its permissions.") from error
     if start == LFS_POINTER:
         raise ConfigError(f"{path} is a Git LFS pointer, not the weights: run `git lfs pull` in its folder.")
 

@@ -33,13 +33,13 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the tensor in bytes."""
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Writer:
-    """Writes the tensors of `specs`, in any order, to a folder's model.safetensors, or to several files of at most
-    `max_file_bytes` with an index; a larger tensor gets its own file. Raises OSError."""
+    """Writer of the tensors `specs`, in any order, to a folder's model.safetensors, or to several files of at most
+    `max_file_bytes` with an index. A larger tensor gets its own file. Raises OSError."""
 
     def __init__(
         self, folder: Path, specs: Iterable[TensorSpec], max_file_bytes: int = MAX_FILE_BYTES, shown: bool = False

@@ -1,8 +1,8 @@
 """Asynchronous uneven all-to-all of token rows over the expert parallel group.
 
-On gloo every receive is posted before the send that answers it: gloo's pairs share one connection for data and for the
-"ready to receive" notices, and a notice behind a payload makes the two directions run one after the other (16 MiB at
-1 Gbit/s: 141 ms instead of 71). On NCCL it is one grouped collective on the communicator's own stream.
+On gloo a rank posts its receives before its sends. Two ranks share one connection for data and for "ready to receive"
+notices, and a notice behind a payload makes the two directions run one after the other (16 MiB at 1 Gbit/s: 141 ms
+instead of 71). On NCCL an all-to-all is one grouped collective on the communicator's own stream.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_TAG = 2**20
 
 @dataclass(frozen=True)
 class SplitSizes:
-    """The numbers of rows in an all-to-all: `send[i]` to rank i and `receive[i]` from rank i, this rank included.
+    """Row counts of one all-to-all: `send[i]` rows to rank i and `receive[i]` rows from rank i, this rank included.
 
-    `relay`: the numbers of rows that this rank forwards, in a hierarchical all-to-all. `back`: the all-to-all is a
-    combine, not a dispatch.
+    `relay`: the numbers of rows that this rank forwards in a hierarchical all-to-all. `back`: the all-to-all is a
+    combine; otherwise it is a dispatch.
     """
 
     send: list[int]
@@ -33,13 +33,19 @@ class SplitSizes:
 
 @dataclass(frozen=True)
 class ExchangeCounts:
-    """Counts that this rank has exchanged with each rank, [rank][column]; a column is e.g. the rows of one chunk."""
+    """Counts that this rank has sent to and received from each rank, [rank][column].
+
+    A column is, for example, the number of rows in one chunk.
+    """
 
     sent: list[list[int]]
     received: list[list[int]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """Return the split sizes of the dispatch of the rows that `columns` count; with `back` of its combine."""
+        """Return the split sizes for dispatching the rows counted in `columns`.
+
+        `back`: return the split sizes of the combine that returns these rows.
+        """
         sent, received = add_columns(self.sent, columns), add_columns(self.received, columns)
         return SplitSizes(received, sent, back=True) if back else SplitSizes(sent, received)
 
@@ -50,28 +56,27 @@ class Handle(Protocol):
     def send(self, token_rows: torch.Tensor, own: bool = True) -> None:
         """Start sending rows that are sorted by destination rank.
 
-        If `own` is false, the rows from this rank to itself are missing in `token_rows`, as they are in the receive
-        buffer already.
+        If `own` is false, `token_rows` omits the rows from this rank to itself: the receive buffer already has them.
         """
 
     def wait(self) -> torch.Tensor:
-        """Return the filled receive buffer, and drop the reference to it; on a GPU only the current stream waits."""
+        """Wait for all rows, and return the receive buffer. On a GPU only the current stream waits."""
 
     def finish(self) -> None:
-        """Wait until all rows are sent. Separate from `wait`, so that a rank can use received rows before that."""
+        """Wait until all rows are sent. Separate from `wait`, so that a rank can use received rows while it sends."""
 
 
 class AllToAll(Protocol):
-    """An all-to-all over a group. All ranks of the group must call its methods in the same order."""
+    """Interface of an all-to-all over a group. All ranks of the group must call its methods in the same order."""
 
     rank: int
     size: int
 
     def count(self, counts: torch.Tensor) -> ExchangeCounts:
-        """Send row i of `counts` [ranks, columns] (int64) to rank i, and return all counts. The host waits for them."""
+        """Send row i of `counts`, int64 [ranks, columns], to rank i; return all counts. The host waits for them."""
 
     def expect(self, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
-        """Prepare an all-to-all that receives into a contiguous buffer, sorted by source rank."""
+        """Prepare an all-to-all that receives rows, sorted by source rank, into a contiguous buffer."""
 
 
 def start(exchange: AllToAll, token_rows: torch.Tensor, buffer: torch.Tensor, split_sizes: SplitSizes) -> Handle:
@@ -82,12 +87,12 @@ def start(exchange: AllToAll, token_rows: torch.Tensor, buffer: torch.Tensor, sp
 
 
 def add_columns(counts: Sequence[Sequence[int]], columns: Sequence[int]) -> list[int]:
-    """Return for each rank the sum of its counts in the given columns."""
+    """Return each rank's sum of the given columns of `counts` [rank][column]."""
     return [sum(of_rank[column] for column in columns) for of_rank in counts]
 
 
 class FlatAllToAll:
-    """An all-to-all in which every rank sends to every other rank directly."""
+    """An all-to-all in which every rank sends directly to every other rank."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
@@ -154,5 +159,5 @@ class _FlatHandle:
 
 
 def _others(exchange: FlatAllToAll) -> list[int]:
-    # Each rank begins with its successor, so that no rank is everybody's first.
+    # Each rank begins with its successor, so that not all ranks send to the same rank first.
     return [(exchange.rank + step) % exchange.size for step in range(1, exchange.size)]

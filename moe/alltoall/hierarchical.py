@@ -33,11 +33,11 @@ from moe.alltoall.flat import MAX_TAG, AllToAll, ExchangeCounts, FlatAllToAll, S
 
 
 def ranks_per_node(group: dist.ProcessGroup) -> int | None:
-    """Return the number of the group's ranks on each node; None if it differs, or a node's ranks are not consecutive.
+    """Return how many of the group's ranks each node has; None if nodes differ or a node's ranks are not consecutive.
 
-    With None a hierarchical all-to-all is impossible. Collective over the group; all its ranks get the same answer.
+    None means that a hierarchical all-to-all is impossible. Collective: all ranks of the group get the same result.
     """
-    # Nodes that are emulated on one host share its name: there the launcher's numbers distinguish them.
+    # Nodes that are emulated on one host share its name; the launcher's numbers distinguish them.
     local_rank = launched().local_rank
     first_rank = 0 if local_rank is None else dist.get_rank() - local_rank
     nodes: list[Any] = [None] * group.size()
@@ -50,25 +50,29 @@ def ranks_per_node(group: dist.ProcessGroup) -> int | None:
 
 @dataclass(frozen=True)
 class HierarchicalCounts(ExchangeCounts):
-    """Exchange counts, and in `relayed` [node][local rank][column] the counts of rows that this rank relays.
+    """Exchange counts, plus counts of the rows that this rank relays: `relayed` [node][local rank][column].
 
-    They are the rows between that local rank of this node and this rank's peer in the other node.
+    `relayed[m][l]` counts the rows that local rank l of this node dispatches to this rank's peer in node m. A peer is
+    the rank with the same local number in a different node.
     """
 
     relayed: list[list[list[int]]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """Return the split sizes as in the base class, with the relayed rows as `relay`, [node][local rank]."""
+        """Return the split sizes for the rows counted in `columns`, with `relay` as lists [node][local rank].
+
+        `back`: return the split sizes of the combine that returns these rows.
+        """
         return replace(
             super().split_sizes(columns, back), relay=[add_columns(of_node, columns) for of_node in self.relayed]
         )
 
 
 class HierarchicalAllToAll:
-    """An all-to-all in two stages, inside and between nodes of `ranks_per_node` consecutive ranks.
+    """An all-to-all in two stages: within and between nodes of `ranks_per_node` consecutive ranks.
 
-    Its split sizes must be from its own `count`. Layers should share one object: on gloo it has two threads, which
-    relay rows during computation. Raises ValueError if `ranks_per_node` does not divide the group's size.
+    Split sizes must come from `count` of this object. Layers should share one object, because on gloo it starts two
+    threads that relay rows during computation. Raises ValueError if `ranks_per_node` does not divide the group's size.
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks_per_node: int) -> None:
@@ -80,15 +84,15 @@ class HierarchicalAllToAll:
         self.pairwise = dist.get_backend(group) == "gloo"
         self.ranks_per_node, self.num_nodes = ranks_per_node, self.size // ranks_per_node
         self.node, self.local = divmod(self.rank, ranks_per_node)
-        # Each rank begins with its successor, so that no rank is everybody's first.
+        # Each rank begins with its successor, so that not all ranks send to the same rank first.
         self.others = [(self.node + step) % self.num_nodes for step in range(1, self.num_nodes)]  # nodes
         self.mates = [(self.local + step) % ranks_per_node for step in range(1, ranks_per_node)]  # local ranks
         self._next = 0
-        # Combines have a thread of their own: their slow stage is the first, and dispatches should not wait for it.
+        # Combines have their own thread: their first stage is the slow one, and dispatches should not wait for it.
         self._relays = (_Worker(), _Worker()) if self.pairwise else None
 
     def count(self, counts: torch.Tensor) -> HierarchicalCounts:
-        """Exchange counts [ranks, columns] over the same relays as rows, so each relay learns what it will forward."""
+        """Exchange counts [ranks, columns] over the same relays as rows, so that each relay learns its row counts."""
         ones, received = [1] * self.size, torch.empty_like(counts)
         relay = [[int(node != self.node)] * self.ranks_per_node for node in range(self.num_nodes)]
         handle = self.expect(received, SplitSizes(ones, ones, relay))
@@ -102,12 +106,12 @@ class HierarchicalAllToAll:
         return HierarchicalCounts(sent, got, relayed)
 
     def expect(self, buffer: torch.Tensor, split_sizes: SplitSizes) -> _HierarchicalHandle:
-        # A tag for each node: two ranks of a node exchange a message for each.
+        # One tag per node, because two ranks of a node exchange one message per node.
         self._next = (self._next + 1) % (MAX_TAG // self.num_nodes)
         return _HierarchicalHandle(self, buffer, split_sizes, self._next * self.num_nodes)
 
     def relay(self, job: Callable[[], list[Any]], back: bool) -> Future[list[Any]]:
-        """Queue a job for the thread that relays dispatches, or with `back` combines; return the job's future."""
+        """Queue a job for the thread that relays dispatches (`back`: combines), and return the job's future."""
         assert self._relays is not None
         return self._relays[back].submit(job)
 
@@ -119,11 +123,12 @@ class _Message(NamedTuple):
 
 
 class _HierarchicalHandle:
-    """An all-to-all in flight, with four kinds of messages; in a combine (`back`) each kind has the reverse direction.
+    """A two-stage all-to-all in flight. A combine (`back`) sends each kind of message in the reverse direction.
 
-    As a relay this rank forwards rows (`passing`) between its mates, the other ranks of its node (`inside`), and its
-    peers, the ranks of its local number in other nodes (`between`). Its own rows (`mine`) are in messages of the same
-    two kinds, which others relay. A message's tag is the number of the node that is not the relay's.
+    Messages `inside` this node are exchanged with its mates, the other ranks of the node. Messages `between` nodes are
+    exchanged with its peers, the ranks with the same local number in other nodes. This rank relays the rows in
+    `passing` between mates and peers. Its own rows (`mine`) are in messages of both kinds that other ranks relay. A
+    message's tag identifies the node that is not the relay's.
     """
 
     def __init__(self, exchange: HierarchicalAllToAll, buffer: torch.Tensor, split_sizes: SplitSizes, tag: int) -> None:
@@ -167,8 +172,8 @@ class _HierarchicalHandle:
         direct = self._inside(exchange.node, self._of_node(send_views, exchange.node))
         if exchange.pairwise:
             self._sends = self._send(first)
-            # Not earlier: only the order of `send` calls lets every rank's thread wait for one exchange after the
-            # other.
+            # Not before `send`: a relay thread waits for one exchange after the other, so that all ranks must queue
+            # exchanges in the same order.
             self._relay = exchange.relay(self._pass_on, split_sizes.back)
             self._sends += self._send(direct)
         else:
@@ -203,7 +208,7 @@ class _HierarchicalHandle:
         self._passing = self._sent = None
 
     def relayed(self) -> torch.Tensor:
-        """Wait for the rows that this rank relays, and return them sorted by other node, then local rank."""
+        """Wait for the rows that this rank relays, and return them sorted by the other node, then by local rank."""
         assert self._passing is not None
         if self._relay is not None:
             self._relay.result()
@@ -219,16 +224,16 @@ class _HierarchicalHandle:
         return views[first : first + self._exchange.ranks_per_node]
 
     def _inside(self, node: int, views: Sequence[torch.Tensor]) -> list[_Message]:
-        """Return one message per other rank of this node, for rows from or to `node`; `views`: one per local rank."""
+        """Return a message for each other rank of this node, with rows from or to `node`. `views`: by local rank."""
         first = self._exchange.node * self._exchange.ranks_per_node
         return [_Message(views[mate], first + mate, self._tag + node) for mate in self._exchange.mates]
 
     def _mine_inside(self, views: Sequence[torch.Tensor]) -> list[_Message]:
-        """Return the messages inside this node with this rank's own rows, which others relay; `views`: one per rank."""
+        """Return the messages within this node with this rank's own rows, which mates relay. `views`: by rank."""
         return [message for node in self._exchange.others for message in self._inside(node, self._of_node(views, node))]
 
     def _mine_between(self, token_rows: torch.Tensor, counts: Sequence[int]) -> list[_Message]:
-        """Return the messages to or from other nodes with this rank's own rows, which its peers there relay."""
+        """Return the messages to or from other nodes with this rank's own rows, which its peers relay."""
         exchange, step = self._exchange, self._exchange.ranks_per_node
         of_nodes = token_rows.split([sum(counts[first : first + step]) for first in range(0, exchange.size, step)])
         return [_Message(of_nodes[node], self._rank(node), self._tag + exchange.node) for node in exchange.others]
@@ -263,7 +268,7 @@ class _HierarchicalHandle:
         return sends
 
     def _take_own(self) -> None:
-        """Copy the combined rows that this rank relayed for itself to its receive buffer."""
+        """Copy combined rows that this rank relays for itself to its receive buffer."""
         if self._split_sizes.back and not self._own_taken:
             for node in self._exchange.others:
                 self._receive_views[self._rank(node)].copy_(self._passing_views[node][self._exchange.local])
@@ -271,7 +276,7 @@ class _HierarchicalHandle:
 
 
 class _Worker:
-    """A daemon thread that runs jobs in order. It starts with the first job and ends with this object."""
+    """A daemon thread that runs jobs in order. It starts with the first job and ends when this object is deleted."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[Any]]] | None] = queue.SimpleQueue()
@@ -279,7 +284,7 @@ class _Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], list[Any]]) -> Future[list[Any]]:
-        """Queue a job, and return a future of its result or exception."""
+        """Queue a job, and return the future of its result or exception."""
         if not self._started:
             threading.Thread(target=_serve, args=(self._jobs,), daemon=True, name="relay").start()
             self._started = True
@@ -289,7 +294,7 @@ class _Worker:
 
 
 def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[Any]]] | None]) -> None:
-    # Has a reference to the queue alone, so that the worker's owner can be collected.
+    # Has a reference only to the queue, so that the worker can be garbage-collected.
     while (item := jobs.get()) is not None:
         job, future = item
         try:
@@ -305,7 +310,7 @@ _exchanges: weakref.WeakValueDictionary[tuple[int, str], FlatAllToAll | Hierarch
 
 
 def shared_exchange(group: dist.ProcessGroup, kind: str) -> AllToAll:
-    """Return the all-to-all of a kind ("flat" or "hierarchical") over a group, one object for all layers. Collective.
+    """Return a group's all-to-all of this kind ("flat" or "hierarchical"), one object for all layers. Collective.
 
     Raises ConfigError for "hierarchical" unless the group has the same number of ranks, at least 2, on each of several
     nodes.
@@ -319,18 +324,22 @@ def shared_exchange(group: dist.ProcessGroup, kind: str) -> AllToAll:
         else:
             raise ConfigError(
                 "moe.all_to_all (hierarchical) needs an expert parallel group with the same number of ranks, at least "
-                f"2, on each of several nodes; its {group.size()} ranks are not so here. Try moe.all_to_all=flat."
+                f"2, on each of several nodes; this group's {group.size()} ranks are placed differently. Try "
+                "moe.all_to_all=flat."
             )
         _exchanges[id(group), kind] = exchange
     return exchange
 
 
 def exchange_kinds(group: dist.ProcessGroup) -> list[str]:
-    """Return ["flat"], or ["flat", "hierarchical"] if the group has several ranks on several nodes. Collective."""
+    """Return the kinds of all-to-all that a group supports: ["flat"] or ["flat", "hierarchical"]. Collective."""
     return ["flat"] if _ranks_of_hierarchy(group) is None else ["flat", "hierarchical"]
 
 
 def _ranks_of_hierarchy(group: dist.ProcessGroup) -> int | None:
-    """Return the number of ranks per node; None if a group has no hierarchy, e.g. if it is on one node."""
+    """Return a group's ranks per node; None if it cannot use, or does not need, a hierarchical all-to-all.
+
+    A group on one node, or with one rank per node, does not need it.
+    """
     mates = ranks_per_node(group)
     return mates if mates is not None and 1 < mates < group.size() else None

@@ -13,13 +13,13 @@ RankTensors = Mapping[int, Sequence[torch.Tensor]]
 
 
 class Messages:
-    """Point-to-point messages in flight between ranks; each message packs all tensors for one rank."""
+    """A batch of point-to-point messages in flight between ranks. Each message packs all tensors for one rank."""
 
     def __init__(self, group: dist.ProcessGroup, sends: RankTensors, receives: RankTensors) -> None:
-        """Start sending and receiving.
+        """Start sending and receiving. Sent tensors must not change until `wait`.
 
-        Sender and receiver list tensors of the same sizes in the same order, and make these calls in the same order.
-        Sent tensors must not change until `wait`.
+        Sender and receiver of a message must list tensors of the same sizes in the same order. Two ranks must create
+        their batches of messages in the same order.
         """
         self._arriving: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
         self._sent = [
@@ -50,7 +50,7 @@ class Messages:
         self._works, self._sent = [], []
 
     def wait_received(self) -> None:
-        """Wait until all messages are received; sent tensors must not change until `wait`."""
+        """Wait until all messages are received. Sent tensors still must not change until `wait`."""
         each_has_one = len(self._works) == self._num_received + len(self._sent)  # NCCL has one work for all
         number = self._num_received if each_has_one else len(self._works)
         for work in self._works[:number]:

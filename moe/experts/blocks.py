@@ -21,7 +21,7 @@ from moe.experts.weights import Slab, SlabGrads, SlabWork, WeightGrads, Weights,
 
 
 class ExpertBlock(NamedTuple):
-    """A block: the consecutive assignments [start, end) of one expert."""
+    """A block of work: the consecutive assignments [start, end) of one expert."""
 
     expert: int
     start: int
@@ -29,7 +29,10 @@ class ExpertBlock(NamedTuple):
 
 
 def cut(counts: list[int]) -> Iterator[ExpertBlock]:
-    """Cut each expert's `counts` assignments into consecutive blocks of about equal size, at most BLOCK_ROWS each."""
+    """Split each expert's assignments into consecutive blocks of about equal size, at most BLOCK_ROWS each.
+
+    `counts`: the number of assignments of each expert.
+    """
     start = 0
     for expert, count in enumerate(counts):
         num_blocks = -(-count // BLOCK_ROWS)
@@ -39,9 +42,10 @@ def cut(counts: list[int]) -> Iterator[ExpertBlock]:
 
 
 def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator[ExpertBlock]:
-    """Cut each group's `counts` assignments into blocks of `block_rows`; a group's last block may be shorter.
+    """Split each group's assignments into blocks of `block_rows`; a group's last block may be shorter.
 
-    A group is the assignments of one expert from one source rank; all experts have the same number of groups.
+    A group is the assignments of one expert from one source rank; all experts have the same number of groups. `counts`:
+    the number of assignments of each group.
     """
     start = 0
     for group, count in enumerate(counts):
@@ -51,27 +55,27 @@ def cut_groups(counts: list[int], num_experts: int, block_rows: int) -> Iterator
 
 
 def padded(count: int, dtype: torch.dtype) -> int:
-    """Return the number of rows to compute for a block of `count` rows: in half precision a multiple of STEP_ROWS.
+    """Return the number of rows to compute for a block of `count` rows: a multiple of STEP_ROWS in half precision.
 
     For each new size oneDNN compiles a kernel, in 1.7 to 2.3 ms; the matmul itself takes 0.2 to 0.5 ms (512 x 512
-    bf16). As counts change with every step, a layer would mostly compile. With padding there are only 64 sizes up to
-    1024 rows.
+    bf16). Counts change with every step, so that without padding a layer would mostly compile. With padding there are
+    only 64 sizes up to 1024 rows.
     """
     return -(-count // STEP_ROWS) * STEP_ROWS if dtype in (torch.bfloat16, torch.float16) else count
 
 
 def hidden_factor(activation: str) -> int:
-    """Return an activation's input columns per output column: 2 for SwiGLU, which reads a gate and a value, else 1."""
+    """Return an activation's number of input columns per output column: 2 for SwiGLU (gate and value), else 1."""
     return 2 if activation == "swiglu" else 1
 
 
 def approximate(activation: str) -> str:
-    """Return the argument `approximate` of torch's GELU for an activation."""
+    """Return the `approximate` argument of torch's GELU for the activation "gelu" or "gelu_tanh"."""
     return "tanh" if activation == "gelu_tanh" else "none"
 
 
 def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write the activation of `preactivation` [n, G] to `out` [n, F]."""
+    """Apply an activation function to `preactivation` [n, G]; write the result to `out` [n, F] and return it."""
     if kernels.has(out):
         kernels.activate(activation, preactivation, out)
         return out
@@ -89,7 +93,7 @@ def activate_backward(
     out: torch.Tensor,
     activated: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the gradients of `activate` followed by the multiplication by each assignment's probability.
+    """Compute the backward pass of an activation whose output is multiplied by each assignment's probability.
 
     `grad` [n, F] is the gradient of the product; it may be overwritten. Fills `out` [n, G] with the gradient of
     `preactivation` and `activated` [n, F] with the product. Returns the gradient of `probs` [n], in fp32 or wider.
@@ -118,14 +122,15 @@ def activate_backward(
 
 
 def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> bool:
-    """Whether the compiled kernels compute experts of these sizes in bf16 tiles (AMX, or AVX-512 with bf16)."""
+    """Return whether the compiled kernels compute experts of these sizes in bf16 tiles (AMX, or AVX-512 with bf16)."""
     return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
 
 
 def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
-    """Return a context that computes experts in blocks of assignments, and holds their scratch memory until it exits.
+    """Return a context manager that computes a slab's experts block by block, and frees scratch memory at exit.
 
-    The assignments read rows of `source` [.., H] and are sorted by expert or group; `counts` has the number of each.
+    Each assignment reads a row of `source` [.., H]. Assignments are sorted by expert, or by group with `block_rows`;
+    `counts` is the number of assignments of each expert or group.
     """
     if weights.block_rows is None:
         return of_blocks(weights, source, list(cut(counts)))
@@ -133,14 +138,14 @@ def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
 
 
 def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
-    """Return a context that computes the given blocks, with the compiled kernels if these accept the tensors."""
+    """Return a context manager that computes the given blocks, with the compiled kernels if they accept the tensors."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
     return kind(weights, source, blocks)
 
 
 class Blocks(ABC):
-    """A context that computes blocks of assignments with a slab's experts, and holds their scratch memory."""
+    """A context manager that computes blocks of assignments with a slab's experts, and frees scratch memory at exit."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         self.weights, self.source, self._blocks = weights, source, blocks
@@ -158,7 +163,10 @@ class Blocks(ABC):
 
     @abstractmethod
     def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
-        """Compute the experts on the rows `token_rows` of the source; write `output` and, if given, `preactivation`."""
+        """Compute the outputs of all blocks; write them to `output` and, if given, preactivations to `preactivation`.
+
+        `token_rows` [n]: the row of the source that each assignment reads.
+        """
 
     @abstractmethod
     def input_grads(
@@ -169,25 +177,29 @@ class Blocks(ABC):
         input_grad: torch.Tensor,
         grads: SlabGrads | None,
     ) -> None:
-        """Compute the gradients of probabilities and inputs, and write them to `probs_grad` and `input_grad`.
+        """Write the gradients of the probabilities to `probs_grad`, and those of the inputs to `input_grad`.
 
-        `preactivation` is the one that `forward` wrote; None: recompute it. With `grads` the weight gradients are added
-        at once, and `work` is memory for one block; without, `work` is filled for `weight_grads`.
+        `preactivation`: the preactivations that `forward` wrote; None: recompute them. With `grads`, weight gradients
+        are added to it at once, and `work` has memory for one block. Without `grads`, this fills `work` for
+        `weight_grads`.
         """
 
     @abstractmethod
     def weight_grads(self, work: SlabWork, grads: SlabGrads) -> None:
-        """Add the weight gradients of all blocks to `grads`; `work` was filled by `input_grads`."""
+        """Add the weight gradients of all blocks to `grads`. `input_grads` must have filled `work`."""
 
     def __iter__(self) -> Iterator[ExpertBlock]:
         return iter(self._blocks)
 
     def rows_of_work(self, later: bool) -> int:
-        """Return the number of rows that the buffers of a `SlabWork` need; `later`: for a separate `weight_grads`."""
+        """Return the number of rows that the buffers of a `SlabWork` need.
+
+        `later`: `weight_grads` is called separately, and reads the rows of all blocks.
+        """
         return sum(block.end - block.start for block in self._blocks) + SPARE_ROWS if later else self.longest
 
     def _scratch_rows(self, name: str, columns: int) -> torch.Tensor:
-        """Return the scratch buffer [longest block, columns] of this name, allocated at its first use."""
+        """Return the scratch buffer [longest block, columns] with this name, allocated at its first use."""
         if name not in self._scratch:
             self._scratch[name] = WORKSPACE.take((self.longest, columns), self.source)
         return self._scratch[name]
@@ -202,7 +214,7 @@ def _linear(
 
 
 class TorchBlocks(Blocks):
-    """Computes blocks with torch's operations, on any host and in any precision."""
+    """Blocks that torch's operations compute, on any host and in any precision."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
@@ -221,7 +233,7 @@ class TorchBlocks(Blocks):
 
     def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
         for expert, start, end in self._blocks:
-            # The next block overwrites what this one writes beyond its end.
+            # The next block overwrites the padding that this block writes beyond its end.
             x_nH = self._gather("x", self.source, token_rows[start:end])
             if preactivation is None:
                 kept = self._scratch_rows("preactivation", self.weights.fc1.size(1))
@@ -272,7 +284,7 @@ class TorchBlocks(Blocks):
         for expert, start, end in self._blocks:
             x_nH = self._gather("x", self.source, work.inputs.assignments.token_rows[start:end])
             dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
-            # Rows beyond the block's end are those of the next one; they are multiplied by zeros.
+            # Rows beyond the block's end belong to the next block; they are multiplied by zeros.
             dh_nG, a_nF = work.preactivation_grad[start : start + len(x_nH)], work.activated[start : start + len(x_nH)]
             grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
             grads.add_biases(
@@ -281,7 +293,7 @@ class TorchBlocks(Blocks):
 
 
 class CompiledBlocks(Blocks):
-    """Computes all blocks in one call of the compiled kernels."""
+    """Blocks that the compiled kernels compute, all in one call unless experts have biases."""
 
     def __init__(self, weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> None:
         super().__init__(weights, source, blocks)
@@ -291,11 +303,11 @@ class CompiledBlocks(Blocks):
         self._sizes = source.size(1), weights.fc2.size(2), weights.fc1.size(1)  # H, F, G
 
     def rows_of_work(self, later: bool) -> int:
-        """Return the rows of `SlabWork` buffers; 0 if the kernels need none: in tiles, not `later`, without biases."""
+        """Return the number of rows that the buffers of a `SlabWork` need: 0 with tiles, no `later` and no biases."""
         return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
     def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
-        """Return scratch memory: [longest block, columns], or with tiles the bytes that `num_bytes` computes."""
+        """Return scratch memory: [longest block, columns] or, with tiles, the bytes that `num_bytes` computes."""
         if not self._tiled:
             return self._scratch_rows("memory", columns)
         size = num_bytes(self.longest, *self._sizes, *variant)
@@ -349,9 +361,9 @@ class CompiledBlocks(Blocks):
 
 
 def _numbers(blocks: list[ExpertBlock], grads: SlabGrads | None = None) -> list[int]:
-    """Return the kernels' flat list of blocks: expert, start, end, and whether to add to an earlier gradient.
+    """Return the blocks as the kernels' flat list: for each its expert, start, end, and 1 to add to a gradient, else 0.
 
-    With `grads` the experts' gradients are marked as written.
+    With `grads`, the experts' gradients are marked as written.
     """
     return [number for block in blocks for number in (*block, 0 if grads is None else int(grads.mark(block.expert)))]
 
@@ -360,20 +372,20 @@ Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 a
 
 
 class BlockGrads(WeightGrads):
-    """Weight gradients added block by block: their bits do not depend on which rank computes which block.
+    """Weight gradients that are added block by block, so that no bit depends on which rank computes a block.
 
-    Sums are in fp32 or wider. The gradients of experts with blocks on other ranks are stored per block until all are
-    received.
+    Sums are in fp32 or wider. If other ranks compute blocks of an expert, its gradients are stored per block until all
+    are received.
     """
 
     def __init__(self, weights: Weights, shared: Collection[int] = ()) -> None:
-        """`shared`: the experts whose gradients are stored per block, as other ranks compute some of their blocks."""
+        """`shared`: experts with blocks on other ranks; their gradients are stored per block."""
         self._weights, self._tensors = weights, weights.primaries.tensors
         self._sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in self._tensors]
         self.partials: dict[int, list[Partial]] = {expert: [] for expert in shared}
 
     def add_blocks(self, work: SlabWork) -> None:
-        """Compute and add the weight gradients of a slab's blocks in one chunk."""
+        """Compute the weight gradients of each block of a slab in one chunk; add them to the sums, or store them."""
         inputs = work.inputs
         first = sum(map(len, self._weights.slabs[: inputs.index]))
         with of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
@@ -391,7 +403,7 @@ class BlockGrads(WeightGrads):
                 self.add_partial(expert, partial)
 
     def empty_partial(self) -> Partial:
-        """Return uninitialized memory for one block's gradients."""
+        """Return uninitialized tensors for the gradients that one block contributes to an expert's weights."""
         return [torch.empty_like(each[0]) for each in self._tensors]
 
     def add_partial(self, expert: int, partial: Partial) -> None:

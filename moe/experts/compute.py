@@ -1,7 +1,8 @@
 """Routed experts with stacked weights: a forward pass, and a backward pass in two steps.
 
 Input gradients and weight gradients are separate steps, so that a schedule can send input gradients before it computes
-weight gradients. Assignments are sorted by expert; nothing is padded, and an expert without rows costs nothing.
+weight gradients. Assignments are sorted by expert. No expert has a fixed number of rows, and an expert without rows
+costs nothing.
 
 Shapes: N rows of a buffer, n assignments of a row and an expert, R rows of weighted sums, H hidden size, F width of
 this rank's shard of an expert, G = 2 F for SwiGLU ([gate | up]) else F, E experts of this rank.
@@ -37,27 +38,27 @@ GROUPED_CAPABILITIES = (9, 10)
 
 
 def grouped_mm(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Compute one matmul per group in a single call on a GPU; group i ends at row `ends[i]` (int32, on the device)."""
+    """Compute one matmul per group in a single call on a GPU. Group i ends at row `ends[i]` (int32, on the device)."""
     function = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     return function(left, right, offs=ends)
 
 
 def is_grouped(weights: Slab) -> bool:
-    """Whether one grouped matmul computes all experts, instead of one matmul per block of an expert's rows.
+    """Return whether one grouped matmul computes all experts, instead of one matmul per block of an expert's rows.
 
-    This is so on a GPU. On the host a loop over blocks that stay in the cache is faster than any one call over all
-    rows: bf16, 32 experts of width 256 and 4096 tokens, top 4, one thread: grouped_mm 10.2 ms, one mm per expert 11.2
-    ms, bmm (equal counts only) 9.3 ms for the first matmul alone; but a call over all rows leaves the activations in
-    main memory (see BLOCK_ROWS).
+    True on a GPU, except with `block_rows`. On the host a loop over blocks that stay in the cache is faster than one
+    call over all rows, which leaves the activations in main memory (see BLOCK_ROWS). The first matmul alone takes 10.2
+    ms with grouped_mm, 11.2 ms with one mm per expert, and 9.3 ms with bmm (equal counts only): bf16, 32 experts of
+    width 256, 4096 tokens, top 4, one thread.
     """
     return weights.fc1.device.type != "cpu" and weights.block_rows is None
 
 
 def needs_host_ends(weights: Slab) -> bool:
-    """Whether the host must know the experts' numbers of assignments.
+    """Return whether the host must know each expert's number of assignments.
 
-    This is not needed on a GPU whose grouped matmul is a single kernel: in bf16, with rows of a multiple of 16 bytes.
-    Otherwise torch's own loop would wait for the device in each matmul.
+    False on a GPU whose grouped matmul is a single kernel: in bf16, with rows of a multiple of 16 bytes. Otherwise
+    torch's own loop would wait for the device in each matmul.
     """
     weight = weights.fc1
     if weight.device.type == "cpu" or weights.block_rows is not None:
@@ -68,7 +69,7 @@ def needs_host_ends(weights: Slab) -> bool:
 
 
 def _expert_matmul(left: torch.Tensor, right: torch.Tensor, assignments: Assignments) -> torch.Tensor:
-    """Multiply each row of `left` [n, K] by the matrix of its expert in `right` [E, K, M]; return [n, M]."""
+    """Multiply each row of `left` [n, K] by its expert's matrix in `right` [E, K, M]; return [n, M]."""
     if assignments.host_ends is None:
         return grouped_mm(left, right, assignments.ends)
     result = left.new_empty(len(left), right.size(2))
@@ -79,9 +80,9 @@ def _expert_matmul(left: torch.Tensor, right: torch.Tensor, assignments: Assignm
 
 
 def _outer_products(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], assignments: Assignments) -> list[torch.Tensor]:
-    """Return for each pair (`left` [n, K], `right` [n, M]) the rows' outer products, summed per expert: [E, K, M].
+    """Return `left^T right` of each expert's rows, [E, K, M], for each pair (`left` [n, K], `right` [n, M]).
 
-    The sum of an expert without rows is zero.
+    The result of an expert without rows is zero.
     """
     if assignments.host_ends is None:
         # Some cards do not write the result of a group without rows.
@@ -101,7 +102,7 @@ def _without_rows(ends: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(ends[:-1], (1, 0)) == ends
 
 
-# Activation functions of all experts' assignments, with their probabilities: in fp32 for rows of any dtype
+# Activation functions for the assignments of all experts, times their probabilities; in fp32 for rows of any dtype
 
 
 def _activated(activation: str, wide: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ def _activated(activation: str, wide: torch.Tensor) -> torch.Tensor:
 
 @fused
 def weighted_activation(activation: str, preactivation: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Return the activation of `preactivation` [n, G] times the assignment's probability [n]: [n, F]."""
+    """Return the activation function of `preactivation` [n, G], multiplied by each assignment's probability: [n, F]."""
     wide = preactivation.to(probs.dtype)
     return (_activated(activation, wide) * probs.unsqueeze(1)).to(preactivation.dtype)
 
@@ -124,7 +125,7 @@ def weighted_activation_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `preactivation` [n, G] and `probs` [n], and the output of `weighted_activation` [n, F].
 
-    `grad` [n, F] is the gradient of that output.
+    `grad` [n, F] is the gradient of this output.
     """
     wide, grad, column = preactivation.to(probs.dtype), grad.to(probs.dtype), probs.unsqueeze(1)
     activated = _activated(activation, wide)
@@ -140,9 +141,10 @@ def weighted_activation_backward(
 
 
 class ExpertCompute:
-    """Computes the experts of a chunk, one slab (stacked weights) after the other; a benchmark may replace it.
+    """The computation of a chunk's experts, one slab (stacked weights) after the other. A benchmark may replace it.
 
-    `link` copies offloaded activations. `streamed`: the layer's streamed experts, if their weights are offloaded.
+    `link` copies offloaded activations between device and host. `streamed`: the layer's experts, if their weights are
+    offloaded.
     """
 
     link: HostLink | None = None
@@ -151,18 +153,18 @@ class ExpertCompute:
     def forward(
         self, inputs: ChunkInputs, preactivation: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each assignment's expert output, and the preactivations.
+        """Return the expert outputs [at least n, H] and the preactivations of a chunk's n assignments.
 
-        The outputs are the first n rows of a workspace tensor [at least n, H]; grouped experts multiply them by the
-        assignment's probability. The preactivations are written to `preactivation` [n + SPARE_ROWS, G], if given; else
-        grouped experts return them in a new tensor [n, G].
+        The first n rows of the outputs are valid; grouped experts have multiplied them by the probabilities. The caller
+        returns the outputs to the workspace. The preactivations are written to `preactivation` [n + SPARE_ROWS, G] if
+        it is given. Otherwise grouped experts return a new tensor [n, G], and experts in blocks return None.
         """
         source_NH, of_slabs = inputs.source_NH, inputs.by_slab()
         if is_grouped(inputs.weights.primaries):
             outputs, made = zip(*(_forward_grouped(slab, _rest(preactivation, slab)) for slab in of_slabs), strict=True)
             return _joined(outputs), _joined(made) if preactivation is None else preactivation
         output = WORKSPACE.take((len(inputs.assignments.token_rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
-        # A slab's first block overwrites what the last block of the slab before it has written beyond its end.
+        # A slab's first block overwrites the padding that the previous slab's last block wrote beyond its end.
         for slab in of_slabs:
             with blocks.of(slab.slab, source_NH, slab.assignments.host_counts) as of_experts:
                 of_experts.forward(slab.assignments.token_rows, _rest(preactivation, slab), output[slab.span.start :])
@@ -171,11 +173,12 @@ class ExpertCompute:
     def input_grads(
         self, inputs: GradInputs, preactivation: torch.Tensor | None, grads: WeightGrads | None
     ) -> tuple[torch.Tensor, torch.Tensor, WeightWork | None]:
-        """Return each assignment's gradients of input [at least n, H] and probability [n], both from the workspace.
+        """Return the input gradients [at least n, H] and probability gradients [n] of a chunk's n assignments.
 
-        The probabilities' gradients are in fp32 or wider. `preactivation` is the one of `forward`; None: recompute it.
-        With `grads` the weight gradients are added at once, while everything is in the cache; without, the third result
-        is the input of a later `weight_grads`.
+        The caller returns both to the workspace. The probability gradients are in fp32 or wider. `preactivation`: the
+        preactivations from `forward`; None: recompute them. With `grads`, weight gradients are added to it at once,
+        while everything is in the cache, and the third result is None. Without `grads`, the third result is the input
+        of a later `weight_grads`.
         """
         chunk, of_slabs = inputs.chunk, inputs.chunk.by_slab()
         if is_grouped(chunk.weights.primaries):
@@ -206,7 +209,7 @@ class ExpertCompute:
         return input_grad, probs_grad, None
 
     def weight_grads(self, work: WeightWork, grads: WeightGrads) -> None:
-        """Add one chunk's weight gradients to `grads`, and free the chunk's buffers."""
+        """Compute one chunk's weight gradients, add them to `grads`, and free the chunk's buffers."""
         for slab_work in work.of_slabs:
             inputs = slab_work.inputs
             if is_grouped(inputs.slab):
@@ -220,7 +223,7 @@ class ExpertCompute:
 
 
 def _rest(preactivation: torch.Tensor | None, slab: SlabInputs) -> torch.Tensor | None:
-    """Return a chunk's preactivations from a slab's first assignment on; None if there are none."""
+    """Return the rows of a chunk's preactivations from a slab's first assignment on; None without preactivations."""
     return None if preactivation is None else preactivation[slab.span.start :]
 
 

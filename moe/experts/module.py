@@ -21,7 +21,7 @@ from parallel.owned import own
 
 
 class StackedLinear(torch.nn.Module):
-    """The weights [E, out, in] (and biases [E, out]) of one linear layer of each expert."""
+    """The stacked weights [E, out, in] (and biases [E, out]) of one linear layer of this rank's experts."""
 
     def __init__(self, shape: tuple[int, int, int], with_bias: bool, dtype: torch.dtype, off_device: bool) -> None:
         super().__init__()
@@ -33,21 +33,24 @@ class StackedLinear(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(make(of_kind, dtype=dtype)))
 
     def stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
-        """If the weights are offloaded, create parameters of their shapes that share the memory of a single NaN."""
+        """If the weights are offloaded, create placeholder parameters; all elements share the memory of one NaN."""
         for name, shape in self._kinds.items() if self._off_device else ():
             setattr(self, name, torch.nn.Parameter(torch.full((), math.nan, dtype=dtype, device=device).expand(shape)))
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (weight, bias). Megatron's DDP finishes the all-gather of parameters before a module's forward."""
+        """Return (weight, bias).
+
+        This is `forward` because Megatron's DDP finishes the all-gather of a module's parameters before its forward.
+        """
         assert self.weight is not None
         return self.weight, self.bias
 
 
 class StackedExperts(MegatronModule):
-    """This rank's routed experts: owns the parameters with which the layer's schedule computes.
+    """A module with the parameters of this rank's routed experts, with which the layer's schedule computes.
 
-    `off_device`: the weights are offloaded, and the parameters exist after `stand_in`. Raises ValueError for an expert
-    that cannot be split over the expert tensor ranks.
+    `off_device`: the weights are offloaded, and placeholder parameters exist after `stand_in`. Raises ValueError if the
+    experts cannot be split over the expert tensor ranks.
     """
 
     def __init__(
@@ -71,12 +74,12 @@ class StackedExperts(MegatronModule):
         if width % tensor_size:
             raise ValueError(
                 f"moe_ffn_hidden_size ({width}) must be divisible by the expert tensor parallel size ({tensor_size}). "
-                "Use a multiple of it, or expert tensor parallel size 1."
+                f"Use a multiple of {tensor_size}, or an expert tensor parallel size of 1."
             )
         if config.add_bias_linear and tensor_size > 1:
             raise ValueError(
-                f"experts with biases cannot be split over {tensor_size} expert tensor ranks. Use expert tensor "
-                "parallel size 1."
+                f"add_bias_linear must be False if experts are split over {tensor_size} expert tensor ranks. Set "
+                "model.linear_bias=false, or use an expert tensor parallel size of 1."
             )
         width //= tensor_size
         outer, size = hidden_factor(activation) * width, config.hidden_size
@@ -102,7 +105,7 @@ class StackedExperts(MegatronModule):
             own(parameter, self.data_group, off_device=True)
 
     def by_kind(self) -> list[torch.nn.Parameter]:
-        """Return the parameters by kind: both matrices, then their biases if there are any."""
+        """Return the parameters in the order fc1 and fc2 matrices, then fc1 and fc2 biases if there are any."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         return [each for each in (fc1.weight, fc2.weight, fc1.bias, fc2.bias) if each is not None]
 
@@ -112,7 +115,7 @@ class StackedExperts(MegatronModule):
             parameter.holds_experts = True  # type: ignore[attr-defined]
             # Megatron reduces the gradient of such a parameter over the expert data parallel ranks ...
             parameter.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
-            # ... and counts it in the gradient norm on every tensor rank: even unsplit, each holds different experts.
+            # ... and counts it in the gradient norm on every tensor rank: even unsplit, ranks hold different experts.
             dim = 2 if name == "linear_fc2.weight" else 1
             stride = hidden_factor(self.activation) if name.startswith("linear_fc1") else 1
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=dim, stride=stride)
@@ -129,7 +132,7 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return the checkpoint's entries: one per parameter, or one per parameter and expert if primaries may move.
+        """Return Megatron's checkpoint entries: per parameter or, if primaries may move, per parameter and expert.
 
         The global tensor has all experts in its first dimension, after the dimensions of `sharded_offsets`.
         """
@@ -159,7 +162,7 @@ class StackedExperts(MegatronModule):
 def _sharded_experts(
     key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], make: Any, experts: list[int], num_experts: int
 ) -> ShardedTensorFactory:
-    # Each slot is a box of its own, with any index of its expert in the global tensor.
+    # Each expert slot is a ShardedTensor of its own, at its expert's index in the global tensor.
     def build(
         key: str, tensor: torch.Tensor, replica_id: tuple[int, ...], flattened_range: slice | None
     ) -> list[list[ShardedTensor]]:

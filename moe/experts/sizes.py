@@ -10,7 +10,7 @@ from moe.chunk_plan import WHOLE, LayerLoad
 # 175.
 BLOCK_ROWS = 1024
 STEP_ROWS = 16  # in half precision a block's rows are computed in multiples of it
-SPARE_ROWS = 64  # after the rows of a buffer to which blocks are written, since blocks are written with padding
+SPARE_ROWS = 64  # extra rows of a buffer to which blocks are written, because a block is written with padding
 
 
 # Scratch memory is in elements of the load's dtype, for blocks of up to `num_rows`. On a GPU, whose matmuls compute
@@ -18,7 +18,7 @@ SPARE_ROWS = 64  # after the rows of a buffer to which blocks are written, since
 
 
 def forward_scratch(load: LayerLoad, num_rows: int, own_preactivation: bool) -> int:
-    """Return the elements of scratch memory of a block's forward pass; `own_preactivation`: with the preactivation."""
+    """Return the elements of scratch memory for a block's forward pass; `own_preactivation`: plus the preactivation."""
     if load.tiled:
         from moe import kernels
 
@@ -29,7 +29,7 @@ def forward_scratch(load: LayerLoad, num_rows: int, own_preactivation: bool) -> 
 
 
 def input_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
-    """Return the elements of scratch memory of a block's input gradients."""
+    """Return the elements of scratch memory for a block's input gradients and, with `recompute`, its preactivation."""
     if load.tiled:
         return _tiled_backward(load, num_rows, recompute, False)
     if load.block == WHOLE:
@@ -38,7 +38,7 @@ def input_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
 
 
 def weight_scratch(load: LayerLoad, num_rows: int) -> int:
-    """Return the elements of scratch memory of a block's weight gradients."""
+    """Return the elements of scratch memory for a block's weight gradients."""
     if load.tiled:
         from moe import kernels
 
@@ -47,7 +47,7 @@ def weight_scratch(load: LayerLoad, num_rows: int) -> int:
 
 
 def both_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
-    """Return the elements of scratch memory if a block's input and weight gradients are computed in succession."""
+    """Return the elements of scratch memory for a block's input gradients, followed at once by its weight gradients."""
     if load.tiled:
         return _tiled_backward(load, num_rows, recompute, True)
     if load.block == WHOLE:

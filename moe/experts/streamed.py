@@ -1,8 +1,8 @@
 """Stream offloaded experts: copy each layer's weights to the device before their use, and its gradients off the device.
 
 In training every pass uses every layer, in a fixed order. So parallel/pipeline.py can plan which layer is copied to
-which slot (a device buffer): as soon as a slot's last use is over, the next layer's weights are copied to it. In
-another order than the planned one, weights are copied when they are needed.
+which slot (a device buffer): as soon as a slot's last use is over, the next layer's weights are copied to it. If layers
+run in an unplanned order, their weights are copied when they are needed.
 
 A slot is one flat range of memory: all experts' first matrices, second matrices and biases, each kind at its own
 offset.
@@ -23,62 +23,65 @@ from memory.completion import Completion, Users
 from moe.experts.weights import Slab
 from parallel.pipeline import PlannedFill, slot_fills
 
-MOST_WAITS = 4096  # measured waits that are kept until they are added up
-Arrived = Sequence[tuple[int, torch.Tensor]]  # received gradients of replicas: the primary's slot, fp32 gradients
+MOST_WAITS = 4096  # most measured waits that are stored until they are added up
+Arrived = Sequence[tuple[int, torch.Tensor]]  # gradients that replicas returned: (slot of the primary, fp32 gradients)
 
 
 class OffloadedWeights(Protocol):
-    """Interface to the offloaded weights and gradients of a rank's experts; see optim/offload/experts.py."""
+    """Interface to the offloaded weights and gradients of a rank's experts (optim/offload/experts.py)."""
 
     @property
     def kind_offsets(self) -> Sequence[int]:
-        """The offset in a slot, in elements, of each kind of weight: first matrices, second matrices, biases."""
+        """Offset in a slot, in elements, of each kind of weight: first matrices, second matrices, biases."""
 
     @property
     def sums_on_host(self) -> bool:
-        """Whether the host sums a layer's gradients over micro-batches, because other layers run in between."""
+        """Return whether the host sums a layer's gradients over micro-batches, as other layers run between them."""
 
     def bring(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
-        """Start copying a layer's weights to a slot, after the completions in `free`; return the copy's completions."""
+        """Start copying a layer's weights to a slot once `free` is complete; return the completions of the copy."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks hold the same experts, so that gradients must be summed over ranks."""
+        """Return whether other ranks hold the same experts, so that gradients must be summed over ranks."""
 
     def add(
         self, layer: int, layer_slot: torch.Tensor, arrived: Arrived, is_first: bool, is_last: bool
     ) -> Sequence[Completion]:
-        """Add a micro-batch's gradient, in a slot in the weights' dtype, to the layer's sum on the host.
+        """Start adding a micro-batch's gradient, in a slot in the weights' dtype, to the layer's sum on the host.
 
-        The first gradient overwrites the sum, and the last completes it. Returns completions after which the slot is
-        free.
+        `arrived`: gradients from replicas, which are added, too. `is_first`: the sum is overwritten. `is_last`: the sum
+        is complete afterwards. Returns the completions after which the slot is free.
         """
 
     def sum_to(self, layer: int, layer_slot: torch.Tensor, free: Sequence[Completion]) -> Sequence[Completion]:
         """Start copying a layer's gradient sum from the host to a device slot; return the completions of the copy."""
 
     def finish(self, layer: int, layer_slot: torch.Tensor) -> Sequence[Completion]:
-        """Take a layer's gradient, not yet reduced over ranks; return completions after which its slot is free."""
+        """Start reducing a layer's gradient over ranks and storing it.
+
+        Returns the completions after which the gradient's slot is free.
+        """
 
 
 @dataclass
 class LayerSlot:
-    """A device buffer for the weights or the gradients of one layer, `layer`."""
+    """A device buffer for the weights or gradients of one layer. `layer` is the layer's number, None while empty."""
 
     flat: torch.Tensor
     layer: int | None = None
-    there: Sequence[Completion] = ()  # of the copy of the weights to the slot
-    used: Sequence[Completion] = ()  # of the passes so far that read the weights
+    there: Sequence[Completion] = ()  # completions of the copy of the weights to the slot
+    used: Sequence[Completion] = ()  # completions of the passes that have read the weights
     turn: int = -1  # number of the last use or fill, counted over all slots
     users: Users = field(default_factory=Users)
 
 
 @dataclass
 class StreamCounts:
-    """Counts of weight streaming since the start of the run.
+    """Statistics of weight streaming since the start of the run.
 
-    `fetched`: layers' weights that were copied to the device. `asked`: those that were copied only on demand. `waited`:
-    seconds that computation (the device's stream, or the thread without one) has waited for weights.
+    `fetched`: number of copies of a layer's weights to the device. `asked`: number of these copies that started only on
+    demand. `waited`: seconds for which computation waited for weights (the GPU's stream or, on a CPU, the thread).
     """
 
     fetched: int = 0
@@ -88,7 +91,7 @@ class StreamCounts:
 
     @contextmanager
     def wait(self, device: torch.device) -> Iterator[None]:
-        """Measure the `with` block as a wait for weights. On a GPU it records events, and `add_up` adds their times."""
+        """Count the time of the `with` block as waiting for weights. On a GPU, `add_up` adds the time later."""
         if device.type != "cuda":
             before = time.perf_counter()
             yield
@@ -101,16 +104,16 @@ class StreamCounts:
         self._spans.append((start, end))
 
     def add_up(self) -> None:
-        """Add the times of the waits that have ended to `waited`."""
+        """Add the recorded times of a GPU's finished waits to `waited`."""
         while self._spans and self._spans[0][1].query():
             start, end = self._spans.popleft()
             self.waited += start.elapsed_time(end) / 1000
 
 
 class ExpertStream:
-    """Copies offloaded layers' weights to device slots in a planned order, and their gradients off the device.
+    """The device slots of offloaded layers: weights are copied to them in a planned order, and gradients from them.
 
-    Only the computing thread may call it.
+    Only the thread that computes may call its methods.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class ExpertStream:
         num_slots: tuple[int, int],
         visits: Callable[[int, bool], Sequence[int]],
     ):
-        """`numel`: elements of a slot. `num_slots`: the numbers of slots for weights and for gradients.
+        """`numel`: elements of a slot. `num_slots`: the number of slots for weights, and that of slots for gradients.
 
         `visits(num_micro_batches, forward_only)` returns the layers, numbered on this rank, in the order of their use.
         """
@@ -134,17 +137,17 @@ class ExpertStream:
         self.counts, self.num_backwards = StreamCounts(), 0
         self._plans: dict[tuple[int, bool], tuple[Sequence[int], Sequence[PlannedFill]]] = {}
         self._order: Sequence[int] = ()
-        self._fills: deque[PlannedFill] = deque()  # those that are left
+        self._fills: deque[PlannedFill] = deque()  # planned copies that have not started
         self._visit, self._count = -1, 0
         self._done: dict[int, int] = {}  # backward passes of each layer
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all slots on the device."""
+        """Bytes of all slots on the device."""
         return sum(layer_slot.flat.nbytes for layer_slot in (*self.weight_slots, *self.grad_slots))
 
     def begin_passes(self, num_micro_batches: int, forward_only: bool) -> None:
-        """Empty all slots, since weights have changed, and prepare passes over `num_micro_batches` micro-batches."""
+        """Empty all slots, since weights have changed, and start copies for the passes of the next micro-batches."""
         for layer_slot in (*self.weight_slots, *self.grad_slots):
             layer_slot.layer, layer_slot.used = None, (Completion.so_far(self._device),)
         key = num_micro_batches, forward_only
@@ -157,12 +160,12 @@ class ExpertStream:
         self.prefetch()
 
     def enter(self, layer: int) -> LayerSlot:
-        """Return the slot of a layer that is used now; its weights are in the slot, or their copy is in flight."""
+        """Begin to use a layer: return its slot, which has the layer's weights or is receiving them."""
         here = self._order[self._visit] if 0 <= self._visit < len(self._order) else None
         if here != layer:
             self._visit += 1
             if self._visit >= len(self._order) or self._order[self._visit] != layer:
-                self._order, self._visit = [layer], 0  # another order than the expected one
+                self._order, self._visit = [layer], 0  # not the planned order
                 self._fills.clear()
         layer_slot = next((layer_slot for layer_slot in self.weight_slots if layer_slot.layer == layer), None)
         if layer_slot is None:
@@ -184,7 +187,7 @@ class ExpertStream:
 
     def _fetch(self, layer: int, layer_slot: LayerSlot) -> None:
         layer_slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
-        # After all computation with the weights that are in the slot.
+        # The copy starts after all computation with the slot's present weights.
         free = (*layer_slot.used, *layer_slot.there)
         layer_slot.there = self.offloaded.bring(layer, layer_slot.flat, free)
         self._touch(layer_slot)
@@ -195,9 +198,10 @@ class ExpertStream:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def store(self, layer: int, grads: Sequence[torch.Tensor], arrived: Arrived) -> None:
-        """Add a layer's gradients of one backward pass: `grads` (a tensor per kind of weight), and those of replicas.
+        """Add a layer's gradients of one backward pass: `grads`, a tensor per kind of weight, and those from replicas.
 
-        Complete gradients of a step start to be copied off the device.
+        If the host sums gradients, each pass starts to copy them off the device; otherwise the layer's last pass of a
+        step does.
         """
         is_first, self._done[layer] = layer not in self._done, self._done.get(layer, 0) + 1
         is_last, offloaded = self._done[layer] == self.num_backwards, self.offloaded
@@ -221,7 +225,7 @@ class ExpertStream:
             layer_slot.layer = None
 
     def _free_slot(self) -> LayerSlot:
-        """Return the gradient slot that becomes free first; later computation waits for its former users."""
+        """Return the gradient slot that becomes free first, and make later computation wait for its former users."""
         layer_slot = min(self.grad_slots, key=lambda layer_slot: (layer_slot.layer is not None, layer_slot.users.last))
         for done in layer_slot.users.all():
             done.order()
@@ -231,7 +235,10 @@ class ExpertStream:
 def add_to(
     flat: torch.Tensor, first: Sequence[int], grads: Sequence[torch.Tensor], arrived: Arrived, over: bool
 ) -> None:
-    """Add `grads`, one tensor per kind of weight, to a flat slot (`over`: overwrite it), then add those of replicas."""
+    """Add `grads`, one tensor per kind of weight, to a flat slot; then add the gradients `arrived` from replicas.
+
+    `first`: the offset of each kind in the slot. `over`: `grads` overwrite the slot.
+    """
     for start, grad in zip(first, grads, strict=True):
         view = flat[start : start + grad.numel()].view(grad.shape)
         view.copy_(grad) if over else view.add_(grad)
@@ -244,7 +251,7 @@ def add_to(
 
 
 class StreamedExperts:
-    """The streamed experts of one layer, for its schedule: fetch, wait for and release weights, store gradients."""
+    """One layer's offloaded experts for its schedule: fetch, wait for and release weights, and store gradients."""
 
     def __init__(self, stream: ExpertStream, layer: int, shapes: Sequence[torch.Size], activation: str):
         """`layer`: the layer's number on this rank. `shapes`: the shape [experts, ...] of each kind of weight."""
@@ -279,10 +286,10 @@ class StreamedExperts:
                 done.follow()
 
     def leave(self) -> None:
-        """Release the layer's slot: later computation does not read these weights before the next `open`."""
+        """Release the layer's slot: no computation reads these weights before the next `open`."""
         assert self._layer_slot is not None
         self._layer_slot.used = (Completion.so_far(self._layer_slot.flat.device),)
 
     def store(self, grads: Sequence[torch.Tensor | None], arrived: Arrived) -> None:
-        """Add the layer's gradients of one backward pass, and those that have arrived from replicas."""
+        """Add the layer's gradients of one backward pass, and the gradients `arrived` from replicas."""
         self._stream.store(self._layer, [each for each in grads if each is not None], arrived)

@@ -17,7 +17,7 @@ from memory.pool import WORKSPACE
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients of weights of `dtype` are summed: fp32 or wider."""
+    """Return the dtype for sums of weight gradients: fp32 or, for wider weights, the weights' `dtype`."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -25,9 +25,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class Slab:
     """A slab: the stacked weights of several experts, and their activation function (swiglu, gelu or gelu_tanh).
 
-    With `block_rows` an expert computes blocks of that many assignments of one source rank, and the weight gradient of
-    each block is added separately (BlockGrads), so that no sum depends on which rank computes which block. The
-    assignments are then in groups, one for each expert and source rank.
+    With `block_rows`, an expert computes blocks of this many assignments from one source rank. The weight gradients of
+    each block are added separately (BlockGrads), so that no sum depends on which rank computes a block. Assignments are
+    then sorted by group; a group is the assignments of one expert from one source rank.
     """
 
     fc1: torch.Tensor  # [n, G, H]
@@ -62,19 +62,19 @@ class Slab:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of one expert's gradient in a message: a sum in fp32 or wider, or blocks in the weights' dtype."""
+        """Bytes of one expert's gradient in a message: fp32 or wider or, with `block_rows`, in the weights' dtype."""
         size = wide(self.fc1.dtype).itemsize
         return self.expert_bytes if self.block_rows is not None else self.expert_bytes // self.fc1.itemsize * size
 
     def like(self, fc1: torch.Tensor, fc2: torch.Tensor, *biases: torch.Tensor) -> Slab:
-        """Return a slab with other matrices and biases, and the same activation and blocks."""
+        """Return a copy of this slab with different matrices and biases."""
         fc1_bias, fc2_bias = biases or (None, None)
         return replace(self, fc1=fc1, fc2=fc2, fc1_bias=fc1_bias, fc2_bias=fc2_bias)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A layer's expert weights on this rank: slabs with consecutive expert numbers, the slab of primaries first."""
+    """A layer's expert weights on this rank: slabs with consecutive expert numbers, the primaries' slab first."""
 
     slabs: tuple[Slab, ...]
 
@@ -93,13 +93,13 @@ class Assignments:
 
     token_rows: torch.Tensor  # [n] int64: the row of the source that an assignment reads
     probs: torch.Tensor  # [n] fp32 or wider: the factor of its output
-    ends: torch.Tensor  # [E] int32: where each expert's end, on the device
-    host_ends: list[int] | None  # the same on the host; None if the matmuls do not need it
+    ends: torch.Tensor  # [E] int32 on the device: the end of each expert's assignments
+    host_ends: list[int] | None  # `ends` on the host; None if the matmuls do not need it
     num_primary_assignments: int | None = None  # assignments of primaries, if the host knows only this number
 
     @property
     def experts(self) -> torch.Tensor:
-        """The expert of each assignment, numbered in its slab: [n] int32."""
+        """The expert of each assignment, numbered in its slab: int32 [n]."""
         numbers = torch.arange(len(self.token_rows), dtype=torch.int32, device=self.ends.device)
         return torch.searchsorted(self.ends, numbers, right=True, out_int32=True)
 
@@ -110,7 +110,7 @@ class Assignments:
         return [end - start for start, end in pairwise([0, *self.host_ends])]
 
     def of_groups(self, groups: slice, start: int, end: int) -> Assignments:
-        """Return the entries [start, end), the assignments of the consecutive experts (or groups) `groups`."""
+        """Return the assignments [start, end), which belong to the consecutive experts (or groups) `groups`."""
         if end - start == len(self.token_rows) and groups.stop - groups.start == len(self.ends):
             return self
         ends, host = self.ends[groups], None
@@ -127,7 +127,7 @@ class SlabInputs:
     slab: Slab
     source_NH: torch.Tensor
     assignments: Assignments
-    span: slice  # the range of these assignments in the chunk's
+    span: slice  # the range of these assignments in the chunk
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class ChunkInputs:
     assignments: Assignments
 
     def by_slab(self) -> list[SlabInputs]:
-        """Return the inputs of each slab that has assignments, and of the first slab in any case."""
+        """Return the inputs of the first slab, and of each later slab that has assignments."""
         slabs, given = self.weights.slabs, self.assignments
         each = len(given.ends) // self.weights.num_experts  # groups of an expert
         last = list(accumulate(each * len(slab) for slab in slabs))  # groups up to each slab's end
@@ -149,7 +149,7 @@ class ChunkInputs:
             ends = [len(given.token_rows)]
         else:
             assert given.num_primary_assignments is not None and len(slabs) == 2, (
-                "the host knows the number of the primaries' assignments alone"
+                "the host knows only the number of the primaries' assignments"
             )
             ends = [given.num_primary_assignments, len(given.token_rows)]
         found, first, start = [], 0, 0
@@ -166,13 +166,13 @@ class GradInputs:
     """The inputs of a chunk's backward pass, except the preactivations."""
 
     chunk: ChunkInputs
-    sums_grad_RH: torch.Tensor  # gradient of the weighted sums
-    sums_rows_n: torch.Tensor  # the row of it that belongs to each assignment
+    sums_grad_RH: torch.Tensor  # gradients of the weighted sums
+    sums_rows_n: torch.Tensor  # each assignment's row of `sums_grad_RH`
 
 
 @dataclass
 class SlabWork:
-    """The inputs of one slab's weight gradients in a chunk, stored until these are computed."""
+    """The inputs of one slab's weight gradients in a chunk, stored until the gradients are computed."""
 
     inputs: SlabInputs
     sums_grad_RH: torch.Tensor
@@ -189,15 +189,15 @@ class WeightWork:
     buffers: Sequence[torch.Tensor]  # the memory of the slabs' tensors
 
     def free(self) -> None:
-        """Return the buffers to the workspace; `weight_grads` does so itself."""
+        """Return the buffers to the workspace. `ExpertCompute.weight_grads` does this itself."""
         WORKSPACE.give(*self.buffers)
 
 
 class SlabGrads:
-    """Sums the gradients of one slab's weights: an expert's first contribution is written, later ones are added."""
+    """Sums of one slab's weight gradients: an expert's first contribution is written, and later ones are added."""
 
     def __init__(self, weights: Slab, at_once: bool = True) -> None:
-        """`at_once`: on a GPU one grouped matmul computes the gradients of all experts, and allocates their memory."""
+        """`at_once`: on a GPU, one grouped matmul computes the gradients of all experts, and allocates their memory."""
         matrices = weights.fc1, weights.fc2
         if weights.fc1.device.type == "cpu" or not at_once:
             self.fc1, self.fc2 = (WORKSPACE.lend(matrix.shape, matrix) for matrix in matrices)
@@ -228,7 +228,7 @@ class SlabGrads:
     def add_biases(
         self, expert: int, preactivation_grad: torch.Tensor, output_grad: torch.Tensor, probs: torch.Tensor
     ) -> None:
-        """Add a block's gradients of one expert's biases, if there are biases."""
+        """Add one block's gradients to an expert's bias gradients, if experts have biases."""
         if self.fc1_bias is not None and self.fc2_bias is not None:
             self.fc1_bias[expert] += preactivation_grad.sum(dim=0)
             self.fc2_bias[expert] += torch.mv(output_grad.t(), probs.to(output_grad.dtype))
@@ -239,7 +239,7 @@ class SlabGrads:
         return written
 
     def add_all(self, fc1: torch.Tensor, fc2: torch.Tensor) -> None:
-        """Add the fc1 and fc2 gradients of all experts of the slab."""
+        """Add the gradients of the fc1 and fc2 matrices of all experts in the slab."""
         if self._written[0]:
             self.fc1 += fc1
             self.fc2 += fc2
@@ -248,7 +248,7 @@ class SlabGrads:
         self._written = [True] * len(self._written)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of all experts (fc1, fc2 and their biases); those of experts without rows are zero."""
+        """Return the gradients of all experts: fc1, fc2 and their biases. They are zero for experts without rows."""
         if not any(self._written):
             fc1, fc2 = (torch.zeros_like(matrix) for matrix in self._matrices)
             return fc1, fc2, self.fc1_bias, self.fc2_bias
@@ -260,7 +260,7 @@ class SlabGrads:
 
 
 class WeightGrads:
-    """Sums a call's weight gradients, slab by slab; a slab of replicas without assignments has none."""
+    """Sums of a call's weight gradients by slab. A slab of replicas has sums only if it has assignments."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -268,7 +268,7 @@ class WeightGrads:
         self._others: dict[int, SlabGrads] = {}
 
     def of(self, index: int) -> SlabGrads:
-        """Return the gradients of the slab with this index, to which contributions are added."""
+        """Return the gradient sums of the slab with this index; they are created at the first use."""
         if index == 0:
             return self._primaries
         if index not in self._others:
@@ -276,10 +276,10 @@ class WeightGrads:
         return self._others[index]
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the primaries' gradients (fc1, fc2 and their biases)."""
+        """Return the gradients of the primaries: fc1, fc2 and their biases."""
         return self._primaries.finish()
 
     def take_others(self) -> dict[int, SlabGrads]:
-        """Return the gradients of the replicas' slabs as a dict from slab index, and drop the references to them."""
+        """Return the gradient sums of the replicas' slabs by slab index, and drop the references to them."""
         others, self._others = self._others, {}
         return others

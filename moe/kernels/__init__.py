@@ -1,7 +1,7 @@
-"""Compiled CPU kernels for experts: the whole interface. `has`, `has_blocks` and `has_tiles` say what it accepts.
+"""The interface of the compiled CPU kernels for experts. `has`, `has_blocks` and `has_tiles` check what they accept.
 
 The kernels are compiled once with the machine's C++ compiler, stored in the user's cache, and called by address.
-Without a compiler, or if the source does not compile, torch's operations compute the same with more passes over memory.
+Without a compiler, or if the source does not compile, torch's operations do the same in more passes over memory.
 """
 
 from moe.kernels.ops import (  # noqa: F401

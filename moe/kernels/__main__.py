@@ -6,5 +6,5 @@ from moe.kernels.shared_object import can_multiply_tiles, loaded
 if loaded() is not None:
     print(
         "kernels: compiled for this CPU, in "
-        f"{cache_folder()}{', bfloat16 products too' if can_multiply_tiles() else ''}"
+        f"{cache_folder()}{', with bfloat16 matmuls' if can_multiply_tiles() else ''}"
     )

@@ -19,7 +19,7 @@ from memory.pool import WORKSPACE
 from moe.kernels.shared_object import ACTIVATIONS, ALIGNMENT, SUFFIXES, call, gemm, has
 
 BLOCK_NUMBERS = 4  # integers that describe a block
-MAX_COLUMNS = 1024  # of a top-k choice
+MAX_COLUMNS = 1024  # most columns of a top-k choice
 
 _Function = TypeVar("_Function", bound=Callable[..., None])
 
@@ -27,7 +27,10 @@ _Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def activate(activation: str, preactivation: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the activation of `preactivation` [n, G] to `out` [n, F]; G = 2 F for SwiGLU ([gate | up]) else F."""
+    """Apply an activation function to `preactivation` [n, G], and write the result to `out` [n, F].
+
+    G = 2 F for SwiGLU ([gate | up]), else F.
+    """
     call(f"activate_{SUFFIXES[out.dtype]}", ACTIVATIONS[activation], preactivation, *out.shape, out)
 
 
@@ -39,7 +42,7 @@ def activate_backward(
     out: torch.Tensor,
     activated: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute the gradients of `activate` followed by the multiplication by each assignment's probability.
+    """Compute the backward pass of an activation whose output is multiplied by each assignment's probability.
 
     `grad` [n, F] is the gradient of the product, and is not changed. Fills `out` [n, G] with the gradient of
     `preactivation` and `activated` [n, F] with the product. Returns the gradient of `probs` [n] in fp32.
@@ -52,7 +55,7 @@ def activate_backward(
 def add_up(
     source: torch.Tensor, index: torch.Tensor, starts: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """Write sums [outputs, H] of weighted rows of `source` to `out`; sum i has the rows `index[starts[i]:starts[i+1]]`.
+    """Write weighted sums of rows of `source` to `out` [outputs, H]. Sum i adds rows `index[starts[i]:starts[i+1]]`.
 
     The rows are added in the order of `index`; a sum of no rows is zero.
     """
@@ -64,12 +67,15 @@ def add_up(
 
 
 def takes_top_k(scores: torch.Tensor, k: int) -> bool:
-    """Whether the compiled `top_k` accepts these scores."""
+    """Return whether the compiled `top_k` accepts these scores."""
     return scores.dtype is torch.float32 and k <= scores.size(1) <= MAX_COLUMNS and has(scores)
 
 
 def top_k(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the columns [rows, k] of each row's greatest numbers, like torch.topk; among equal numbers the first."""
+    """Return the columns of each row's `k` greatest numbers in descending order, int64 [rows, k].
+
+    Among equal numbers, the first column comes first.
+    """
     indices = torch.empty(len(scores), k, dtype=torch.int64)
     call("top_k", scores, *scores.shape, k, indices)
     return indices
@@ -82,7 +88,7 @@ _MATRICES = "Tensor fc1, Tensor? fc1_bias, Tensor fc2, Tensor? fc2_bias, str act
 
 
 def _operation(arguments: str) -> Callable[[_Function], _Function]:
-    """Return a decorator that registers a function as a torch operator with these arguments, passed by position."""
+    """Return a decorator that registers a function as a torch operator; `arguments` are those of its schema."""
 
     def define(function: _Function) -> _Function:
         name = function.__name__.lstrip("_")
@@ -195,7 +201,7 @@ weights_blocks = torch.ops.mixtrain.weights_blocks
 
 
 def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the router's logits [T, E] in fp32 for tokens [T, H] and its weight [E, H], both in bf16.
+    """Return the router's fp32 logits [T, E] of the tokens `x` [T, H], with its weight [E, H]; both are in bf16.
 
     The kernels must compute in tiles: `has_tiles` must be true.
     """
@@ -208,7 +214,7 @@ def gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _computed(blocks: Sequence[int], tile: int) -> int:
-    """Return the number of computed rows, with each block padded to a multiple of `tile`."""
+    """Return the number of rows that the kernels compute, with each block padded to a multiple of `tile`."""
     return sum(
         -(-(end - start) // tile) * tile
         for start, end in zip(blocks[1::BLOCK_NUMBERS], blocks[2::BLOCK_NUMBERS], strict=True)
@@ -260,24 +266,24 @@ def _weights_flops(
     return 2 * _computed(blocks, tile) * source[1] * (preactivation_grad[1] + activated[1])
 
 
-# Scratch memory of computation by tiles.
+# Scratch memory for computation in tiles
 
 
 def forward_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """Return the bytes of scratch memory of `forward_blocks` for blocks of at most `longest` rows."""
+    """Return the bytes of scratch memory that `forward_blocks` needs for blocks of at most `longest` rows."""
     return call("scratch_bytes", 0, longest, hidden_size, width, hidden_columns, 0, 0)
 
 
 def backward_bytes(
     longest: int, hidden_size: int, width: int, hidden_columns: int, recompute: bool, weights: bool
 ) -> int:
-    """Return the bytes of scratch memory of `backward_blocks` for blocks of at most `longest` rows.
+    """Return the bytes of scratch memory that `backward_blocks` needs for blocks of at most `longest` rows.
 
-    `recompute`: the preactivation is recomputed; `weights`: the weight gradients are computed, too.
+    `recompute`: the preactivation is recomputed. `weights`: weight gradients are computed, too.
     """
     return call("scratch_bytes", 1, longest, hidden_size, width, hidden_columns, int(recompute), int(weights))
 
 
 def weights_bytes(longest: int, hidden_size: int, width: int, hidden_columns: int) -> int:
-    """Return the bytes of scratch memory of `weights_blocks` for blocks of at most `longest` rows."""
+    """Return the bytes of scratch memory that `weights_blocks` needs for blocks of at most `longest` rows."""
     return call("weights_scratch_bytes", longest, hidden_size, width, hidden_columns)

@@ -1,4 +1,4 @@
-"""The compiled library: load it once, query its capabilities, and call it with addresses and integers."""
+"""The compiled library: load it once, query its capabilities, and call its functions."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ _LOGGER = logging.getLogger(__name__)
 
 @functools.cache
 def loaded() -> ctypes.CDLL | None:
-    """Return the compiled library, loaded once; None, with a log line, if it cannot be compiled or loaded."""
+    """Return the compiled library, loaded once. If it cannot be compiled or loaded, log a warning and return None."""
     try:
         flags = flags_for(torch.backends.cpu.get_cpu_capability())
         return ctypes.CDLL(str(compile_library(SOURCE, cache_folder(), flags)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the home folder is unknown
         reason = getattr(error, "stderr", None) or error
         first_line = str(reason).strip().splitlines()[0]
-        _LOGGER.warning("the compiled CPU kernels for experts cannot be used, only torch's operations: %s", first_line)
+        _LOGGER.warning(
+            "the CPU kernels for experts cannot be compiled or loaded, so torch's slower operations run instead: %s",
+            first_line,
+        )
         return None
 
 
 def has(tensor: torch.Tensor) -> bool:
-    """Whether the compiled elementwise functions accept tensors of this device, dtype and layout."""
+    """Return whether the compiled elementwise functions accept tensors of this device, dtype and layout."""
     return tensor.device.type == "cpu" and tensor.dtype in SUFFIXES and tensor.is_contiguous() and loaded() is not None
 
 
 @functools.cache
 def can_multiply_tiles() -> bool:
-    """Whether this processor multiplies bf16 matrices in tiles, and the system lets this process do so."""
+    """Return whether the processor can multiply bf16 matrices in tiles, and the system allows it for this process."""
     library = loaded()
     return library is not None and bool(library.mixtrain_has_tiles())
 
@@ -57,20 +60,20 @@ def gemm() -> int:
 
 
 def has_tiles(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
-    """Whether the compiled block functions compute experts of this size in bf16 tiles, for tensors like `tensor`."""
+    """Return whether compiled block functions compute experts of this size in bf16 tiles for tensors like `tensor`."""
     fits = tensor.device.type == "cpu" and tensor.dtype is torch.bfloat16 and tensor.is_contiguous()
     return fits and hidden_size % ALIGNMENT == 0 and width % ALIGNMENT == 0 and can_multiply_tiles()
 
 
 def has_blocks(tensor: torch.Tensor, hidden_size: int, width: int) -> bool:
-    """Whether the compiled block functions accept experts of this size, and tensors like `tensor`."""
+    """Return whether the compiled block functions compute experts of this size for tensors like `tensor`."""
     if tensor.dtype is torch.float32:
         return has(tensor) and gemm() != 0
     return has_tiles(tensor, hidden_size, width)
 
 
 def call(name: str, *arguments: torch.Tensor | int | None) -> int:
-    """Call a library function with tensors' addresses, integers (None: 0) and the number of threads."""
+    """Call a function of the library. Pass tensors as addresses, None as 0, and the number of threads at the end."""
     numbers = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument or 0 for argument in arguments]
     return int(_function(name, len(numbers) + 1)(*numbers, torch.get_num_threads()))
 

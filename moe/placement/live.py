@@ -161,7 +161,7 @@ class LayerPlacement:
         return self._destinations(choice, plan, used_by_rank), replicas
 
     def ran(self, sizes: PassSizes) -> None:
-        """Count the token rows that a planned call sends and receives."""
+        """Add a planned call's sent and received token rows to the statistics."""
         if self._is_counted:
             stayed = sum(sizes.sends.token_rows[self.rank])
             self.ranks[2:, self.rank] += sum(sizes.sends.total_rows()), sum(sizes.received_rows), stayed

@@ -219,20 +219,21 @@ def read_plans(path: Path) -> Plans:
         try:
             _read_line(plans, json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            why = str(error) if isinstance(error, _InvalidLine) else "it has not the fields of a plan"
+            why = str(error) if isinstance(error, _InvalidLine) else "it must have all fields of a plan"
             raise ConfigError(
                 f"moe.placement.replay ({path}) is damaged, or not a file that moe.placement.record=true wrote: line "
-                f"{number}: {why}. Record the plans again."
+                f"{number}: {why}. Record the plans again with moe.placement.record=true."
             ) from None
     if not plans.calls:
         raise ConfigError(
-            f"moe.placement.replay ({path}) has no plans: it was cut off, or nothing was recorded. Record them again."
+            f"moe.placement.replay ({path}) has no plans: it was cut off, or nothing was recorded. "
+            "Record the plans again with moe.placement.record=true."
         )
     return plans
 
 
 class _InvalidLine(ValueError):
-    """Raised for a line of a file of placement plans that is not valid, with the reason as message."""
+    """Error for an invalid line of a file of placement plans, with the reason as message."""
 
 
 def _read_line(plans: Plans, line: dict[str, Any]) -> None:
@@ -258,13 +259,14 @@ def _read_line(plans: Plans, line: dict[str, Any]) -> None:
 
 def _header(line: dict[str, Any], before: Sequence[PlanHeader]) -> PlanHeader:
     if line["format"] != FORMAT:
-        raise _InvalidLine(f"its format ({line['format']}) is not the one that this version reads ({FORMAT})")
+        raise _InvalidLine(f"its format ({line['format']}) must be {FORMAT}, which this version reads")
     names = ("step", "expert_ranks", "num_experts", "slots")
     step, ranks, experts, replica_slots = (_integer(line[name]) for name in names)
     primaries = {int(layer): tuple(_integer(rank) for rank in of_layer) for layer, of_layer in line["homes"].items()}
     if min(step, ranks, experts, replica_slots) < 1 or experts % ranks:
         raise _InvalidLine(
-            "step, expert_ranks, num_experts and slots must be at least 1, and num_experts a multiple of expert_ranks"
+            f"step ({step}), expert_ranks ({ranks}), num_experts ({experts}) and slots ({replica_slots}) must be "
+            "at least 1, and num_experts a multiple of expert_ranks"
         )
     even = Counter(dict.fromkeys(range(ranks), experts // ranks))
     if not primaries or any(Counter(of_layer) != even for of_layer in primaries.values()):

@@ -49,7 +49,7 @@ def policy_of(config: Config, device: str) -> Policy | None:
 
 
 def pays(tokens_E: Integers, placement: PlacementMap, costs: Costs) -> bool:
-    """Whether a step with `tokens_E` tokens per expert should have replicas.
+    """Return whether a step with `tokens_E` tokens per expert should have replicas.
 
     The gain of perfect balance must exceed the cost of a replica on both of its ranks, and LEAST_GAIN.
     """

@@ -77,7 +77,7 @@ class ReplicaBuffers:
         return self.weights.nbytes + (0 if self._grads is None else self._grads.nbytes)
 
     def begin_passes(self) -> None:
-        """Forget all gradients, at the start of a step."""
+        """Drop all summed gradients at the start of a step."""
         self._written.clear()
         self.arrived.clear()
 
@@ -93,13 +93,13 @@ class ReplicaBuffers:
             self._written.add(replica_slot)
 
     def leave(self, replica_slot: int) -> torch.Tensor:
-        """Return a replica's summed gradient, which is sent to its primary now; the slot has none afterwards."""
+        """Return and clear a replica's summed gradient, so that it can be sent to the primary."""
         assert replica_slot in self._written, f"the replica in slot {replica_slot} has no gradients"
         self._written.remove(replica_slot)
         return self.grads[replica_slot]
 
     def add_arrived(self, primaries: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Return the primaries' gradients for autograd, plus those that their replicas have returned.
+        """Return the sums of the primaries' gradients and the gradients that replicas have returned, for autograd.
 
         If a parameter has a gradient buffer, returned gradients are added in the buffer, after the primary's own.
         """

@@ -54,7 +54,7 @@ class _Frame:
 
 @dataclass(frozen=True)
 class _Damage:
-    """Damaged bytes [start, end) of a trace, which are not a frame."""
+    """A damaged section of a trace: bytes [start, end), from which no frame can be read."""
 
     start: int
     end: int
@@ -159,7 +159,7 @@ def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple
 
 
 def _is_cut_header(path: Path) -> bool:
-    """Whether a file has only the start of a trace's first line, because its writer was killed."""
+    """Return whether a file has only the start of a trace's first line, because its writer was killed."""
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     return b"\n" not in start and (start.startswith(_OUR_HEADER) or _OUR_HEADER.startswith(start))
@@ -226,8 +226,11 @@ def _counts(frame: _Frame, header: TraceHeader, path: Path) -> Integers:
         data = zlib.decompress(frame.payload)
         _, *shape, size = _STEP.unpack_from(data)
         if shape[3] != header.num_experts:
-            raise ValueError(f"it has {shape[3]} experts, and the file's header {header.num_experts}")
+            raise ValueError(f"it has {shape[3]} experts, but the file's header says {header.num_experts}")
         planes = np.frombuffer(data, np.uint8, offset=_STEP.size).reshape(size, -1)
         return np.ascontiguousarray(planes.T).view(f"<u{size}").reshape(shape).astype(np.int64)
     except (zlib.error, ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: step {frame.step}, at byte {frame.start}, cannot be read: {error}.") from None
+        raise ConfigError(
+            f"{path}: step {frame.step}, at byte {frame.start}, cannot be read: {error}. Restore the file, or "
+            "record the trace again with moe.placement.record=true."
+        ) from None

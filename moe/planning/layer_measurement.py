@@ -166,7 +166,7 @@ class _Bench:
         return replace(known, **Residuals(*given).measure(known))
 
     def link_is(self, line: Line) -> bool:
-        """Whether exchanges still take about as long as `line`, an earlier measurement, predicts."""
+        """Return whether exchanges still take about as long as `line`, an earlier measurement, predicts."""
         assert self.exchange is not None
         num_rows = self._short_rows(line)
         count = self._num_messages(num_rows)

@@ -95,7 +95,7 @@ class Shape:
         )
 
     def _unique(self, assignments: float) -> float:
-        """Return how many tokens a rank sends to a rank that computes `assignments` of these tokens' assignments.
+        """Return the expected tokens that a rank sends to a rank that computes `assignments` of their assignments.
 
         A token with two experts on that rank is sent once. The result is exact for even counts (drawing `top_k` of the
         experts without replacement); for others it is computed as if a busier rank had more of the experts.

@@ -281,11 +281,11 @@ class Planner:
         return decision
 
     def close(self, load: LayerLoad, within: float = CLOSE) -> list[Decision]:
-        """Return the best plan, then those that might be as fast, see `close_plans`."""
+        """Return the best plan, then the plans that might be as fast (see `close_plans`)."""
         return close_plans(self.costs, rounded_up(load), self.limits, self._factors, within)
 
     def fits(self, plan: Plan, load: LayerLoad) -> bool:
-        """Whether a plan fits the memory budget with this load."""
+        """Return whether a plan fits the memory budget with this load."""
         limits = self.limits
         return (
             limits.memory_budget is None
@@ -297,7 +297,7 @@ class Planner:
         return total(decision, self._factors)
 
     def learn(self, factors: Mapping[PassPlan, float]) -> None:
-        """Set the ratios of measured to predicted time of passes that were run; other passes count as predicted."""
+        """Set each executed pass's ratio of measured to predicted time; for other passes the ratio is 1."""
         self._factors = dict(factors)
         self._decisions.clear()
 

@@ -40,9 +40,9 @@ class TrialPolicy:
 class Trial:
     """A trial of chunk plans in rounds: all layers run the first plan, then the second one, and so on.
 
-    The time of a plan in a round is compared with the mean of that round, so that a machine that becomes slower does
-    not matter. The first step of a plan allocates its buffers (and frees those of the plan before), so a plan should
-    run at least two steps, of which the last counts.
+    The time of a plan in a round is compared with the mean of that round, so a machine that becomes slower does not
+    distort the comparison. The first step of a plan allocates its buffers (and frees those of the plan before), so a
+    plan should run at least two steps, of which the last counts.
     """
 
     def __init__(self, choices: Sequence[PlanChoice], num_layers: int, policy: TrialPolicy | None = None) -> None:
@@ -55,7 +55,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether the trial has ended."""
+        """Return whether the trial has ended."""
         return len(self._seconds) >= self._num_rounds * len(self.choices)
 
     @property

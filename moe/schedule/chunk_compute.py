@@ -20,7 +20,7 @@ from parallel.trace import span
 
 
 class ChunkCompute:
-    """Computes a pass's chunks, with the experts' weights and the probabilities of all assignments of this rank."""
+    """The computation of a pass's chunks, with the experts' weights and the probabilities of all assignments."""
 
     def __init__(
         self, experts: ExpertCompute, weights: Weights, probs_Q: torch.Tensor, dtype: torch.dtype, chunks: Chunks
@@ -28,7 +28,7 @@ class ChunkCompute:
         self.experts, self.weights, self._ids_Q = experts, weights, chunks.ids_Q
         # In fp32 even if rows, which have `dtype`, are in half precision.
         self.probs_Q = probs_Q.to(torch.promote_types(dtype, torch.float32))
-        # In the order in which the chunks' experts compute them.
+        # Sorted like the assignments of each chunk's experts, chunk by chunk.
         self._sorted_probs_Q = self.probs_Q.index_select(0, chunks.ids_Q)
         self._sorted_grads_Q: torch.Tensor | None = None
 
@@ -40,10 +40,11 @@ class ChunkCompute:
         preactivation: torch.Tensor | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the chunk's weighted sums of expert outputs [R, H], in `out_RH` if given, and its preactivations.
+        """Return the weighted sums of expert outputs [R, H] of a chunk, and its preactivations.
 
-        The chunk's assignments read the rows `rows_n` of the source. The preactivations are `preactivation`, if given,
-        or on a GPU a new tensor.
+        `rows_n`: the row of the source that each assignment reads. `out_RH`: memory for the sums. The preactivations
+        are written to `preactivation` if it is given. Otherwise grouped experts return a new tensor, and experts in
+        blocks return None.
         """
         with span("experts"):
             output, preactivation = self.experts.forward(self._inputs(source_NH, rows_n, chunk), preactivation)
@@ -65,10 +66,11 @@ class ChunkCompute:
         grads: WeightGrads | None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
-        """Return the gradient of the chunk's rows [R, H], in `out_RH` if given, and the inputs of its weight gradients.
+        """Return the gradients of a chunk's rows [R, H], and the inputs of its weight gradients.
 
-        `sums_rows_n` is the row of `sums_grad_RH` of each assignment. With `grads` the weight gradients are added at
-        once, and the second result is None. The chunk's share of `probs_grad_Q` is computed, too.
+        `sums_rows_n`: each assignment's row of `sums_grad_RH`, the gradients of the weighted sums. `out_RH`: memory for
+        the first result. With `grads`, weight gradients are added to it at once, and the second result is None. The
+        gradients of the chunk's probabilities are stored for `probs_grad_Q`.
         """
         with span("experts backward"):
             given = GradInputs(self._inputs(source_NH, rows_n, chunk), sums_grad_RH, sums_rows_n)
@@ -82,7 +84,8 @@ class ChunkCompute:
         return rows_grad_RH, work
 
     def probs_grad_Q(self) -> torch.Tensor:
-        """Return the gradients of all assignments' probabilities, after the last chunk; zero for those in no chunk."""
+        """Return the gradients of all assignments' probabilities after the last chunk; zero for assignments in no
+        chunk."""
         assert self._sorted_grads_Q is not None
         complete = len(self._ids_Q) == len(self.probs_Q)
         probs_grad_Q = torch.empty_like(self.probs_Q) if complete else torch.zeros_like(self.probs_Q)
@@ -96,9 +99,9 @@ class ChunkCompute:
 
 
 class ChunkedResult:
-    """Assembles a tensor like `like` [T, H] from chunks of its rows; a single chunk becomes the result without a copy.
+    """A tensor with the shape of `like` [T, H], assembled from chunks of rows. A single chunk is not copied.
 
-    `order_T`: with strided chunks, the row of the result of each row of the chunks.
+    `order_T`: with strided chunks, the row of the result that each row of the chunks belongs to.
     """
 
     def __init__(self, like: torch.Tensor, order_T: torch.Tensor | None = None) -> None:
@@ -107,7 +110,7 @@ class ChunkedResult:
         self._first = 0  # first row of the last `output`
 
     def output(self, first: int, count: int) -> torch.Tensor | None:
-        """Return the memory for `count` rows from row `first` on; None if these are all rows: any memory will do."""
+        """Return memory for `count` rows from row `first` on; None if these are all rows, which may be in any memory."""
         if self._result is None:
             if count == len(self._like) and self._order_T is None:
                 return None
@@ -118,7 +121,7 @@ class ChunkedResult:
         return self._result[first : first + count]
 
     def put(self, written_NH: torch.Tensor) -> None:
-        """Accept rows that were written to the memory of `output`, or to any memory if `output` returned None."""
+        """Add rows that were written to the memory from `output` or, if `output` returned None, to any memory."""
         if self._result is None:
             self._result = written_NH
         elif self._order_T is not None:

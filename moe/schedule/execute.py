@@ -20,11 +20,11 @@ from moe.placement.replicas import CallReplicas
 from moe.schedule.on_one_rank import LocalCall
 from moe.schedule.over_ranks import SpreadCall
 
-MOST_MEASURED = 256  # measurements of a pass that are kept until `take`
+MOST_MEASURED = 256  # most measurements of a pass that are stored until `take`
 
 
 class PassTimer:
-    """Measures the seconds of each pass ("forward", "backward"), which planners compare with their predictions.
+    """A timer of passes ("forward", "backward", "evaluation"). Planners compare its seconds with their predictions.
 
     On a GPU it records events on the current stream, and waits for them only in `take`.
     """
@@ -34,7 +34,7 @@ class PassTimer:
 
     @contextmanager
     def measure(self, name: str, device: torch.device) -> Iterator[None]:
-        """Measure the computation in the `with` block as a pass of this name."""
+        """Measure the time of the `with` block as one pass called `name`."""
         start = _now(device)
         yield
         measured = self._measured.setdefault(name, [])
@@ -66,9 +66,11 @@ def _seconds(start: Any, end: Any) -> float:
 def run(
     call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, primaries: Slab
 ) -> torch.Tensor:
-    """Return the output [T, H] of a call of the routed experts, differentiable once in x, probs and primaries' weights.
+    """Run a call of the routed experts; return its output [T, H], differentiable once in x, probs and primaries'
+    weights.
 
-    The backward pass is timed. Offloaded weights are not in autograd's graph: the call itself stores their gradients.
+    `timer` measures the backward pass. Offloaded weights are not in autograd's graph: the call itself stores their
+    gradients.
     """
     weights = primaries.parameters if call.streamed is None else (None,) * 4
     return _Schedule.apply(call, timer, primaries, x_TH, probs_P, *weights)
@@ -90,7 +92,7 @@ class _Schedule(torch.autograd.Function):
     def backward(ctx: Any, output_grad_TH: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         x_TH, probs_P, *matrices = ctx.saved_tensors
         call, ctx.call = ctx.call, None
-        if call is None:  # its buffers are in use for other calls
+        if call is None:  # its buffers may be in use for other calls
             raise RuntimeError(
                 "the backward pass of an MoE layer's call can run only once, as it frees its buffers. Run the forward "
                 "pass again before a second backward pass, instead of retain_graph=True."

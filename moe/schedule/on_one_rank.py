@@ -26,12 +26,12 @@ INTERPRETER = "schedule/on_one_rank.py"
 
 
 class LocalCall:
-    """A call of an MoE layer whose experts are all on this rank: its state between forward and backward pass.
+    """The state of an MoE layer's call between its forward and backward pass, if this rank has all experts.
 
-    Without `both` there is no backward pass.
+    `both`: the call has a backward pass.
     """
 
-    replicas = None  # of experts of other ranks
+    replicas = None  # there are none, since there are no other ranks
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class LocalCall:
         state = _LocalForward(self, x_TH, probs_P, weights)
         operations = program.local_forward(self.plan.degree, self.strategy, self.streamed is not None)
         program.perform(operations, FORWARD, state, INTERPRETER)
-        self.chunks = self.backward_chunks  # the memory of the others is freed
+        self.chunks = self.backward_chunks  # frees the memory of the forward pass's chunks
         return state.result.tensor()
 
     def backward(
@@ -69,7 +69,7 @@ class LocalCall:
         output_grad_TH: torch.Tensor,
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the backward pass; return the gradients of `x_TH` and `probs_P`, and add the weights' to `grads`."""
+        """Run the backward pass: return the gradients of `x_TH` and `probs_P`, and add weight gradients to `grads`."""
         state = _LocalBackward(self, x_TH, probs_P, weights, output_grad_TH, grads)
         operations = program.local_backward(self.plan.backward_degree, self.strategy, self.streamed is not None)
         program.perform(operations, BACKWARD, state, INTERPRETER)
@@ -79,7 +79,7 @@ class LocalCall:
 
 @named("dispatch")
 def local_chunks(choice: Choice, degrees: Sequence[int], num_experts: int) -> list[Chunks]:
-    """Split this rank's assignments into chunks, once for each of the `degrees` (numbers of chunks)."""
+    """Split this rank's assignments into chunks. Return a list of chunks for each number of chunks in `degrees`."""
     cuts = [route.boundaries(choice.num_tokens, degree) for degree in degrees]
     device, each = choice.tokens.device, choice.assignments_per_token
     if each is not None:

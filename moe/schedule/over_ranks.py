@@ -36,7 +36,7 @@ SharedExpert = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass
 class Arrived:
-    """The assignments that a rank has received, sorted into both passes' chunks, and their preactivations."""
+    """The assignments that this rank has received, sorted into the chunks of each pass, and their preactivations."""
 
     probs_Q: torch.Tensor
     chunks: Chunks
@@ -45,7 +45,7 @@ class Arrived:
 
 
 class SpreadCall:
-    """A call of an MoE layer whose experts are on several ranks: its state between forward and backward pass."""
+    """The state of an MoE layer's call between its forward and backward pass, if its experts are on several ranks."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SpreadCall:
         self.arrived: Arrived | None = None  # from the forward pass on
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """Run the forward pass; return the weighted sums of the experts' outputs, plus the shared expert's: [T, H]."""
+        """Run the forward pass; return [T, H]: the weighted sums of expert outputs, plus the shared expert's output."""
         state = _Forward(self, x_TH, probs_P, weights)
         operations = program.forward(state.sizes.degree, self.strategy, *self.kinds)
         with card.exchanges_under_way():
@@ -92,7 +92,7 @@ class SpreadCall:
         output_grad_TH: torch.Tensor,
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the backward pass; return the gradients of `x_TH` and `probs_P`, and add the weights' to `grads`."""
+        """Run the backward pass: return the gradients of `x_TH` and `probs_P`, and add weight gradients to `grads`."""
         state = _Backward(self, x_TH, weights, output_grad_TH, grads)
         operations = program.backward(state.sizes.degree, self.strategy, self.plan.weight_lag, *self.kinds)
         with card.exchanges_under_way():
@@ -105,7 +105,7 @@ class SpreadCall:
 
 
 class _SharedGraph:
-    """The shared expert with its own autograd graph, so that its backward can run while the layer waits for ranks."""
+    """The shared expert with its own autograd graph, so that its backward pass can run while ranks wait for messages."""
 
     def __init__(self, function: SharedExpert) -> None:
         self._function = function
@@ -127,7 +127,7 @@ class _SharedGraph:
 
 
 class _Pass(ABC):
-    """The state of one pass over several ranks: exchanges in flight, and the inputs of a chunk's next operations."""
+    """The state of one pass over several ranks: all-to-alls in flight, and tensors that later operations need."""
 
     def __init__(self, call: SpreadCall, sizes: PassSizes, order: SendOrder, tensors: dict[str, torch.Tensor]) -> None:
         self.call, self.sizes, self.order = call, sizes, order
@@ -143,7 +143,7 @@ class _Pass(ABC):
         self.result = ChunkedResult(tensors["rows"], call.choice.order_T)
 
     def finish(self) -> torch.Tensor:
-        """Wait for all sends; return the result of the pass, plus that of the shared expert."""
+        """Wait for all sends; return the result of the pass, plus the shared expert's result."""
         while self.in_flight:
             self._finish_oldest()
         result_TH = self.result.tensor()
@@ -151,7 +151,7 @@ class _Pass(ABC):
 
     @abstractmethod
     def buffer(self, chunk: int) -> torch.Tensor:
-        """Return the receive buffer of a chunk."""
+        """Return the buffer that receives a chunk's dispatched rows."""
 
     # -- operations of both passes -----------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class _Pass(ABC):
 
     @named("dispatch")
     def dispatch(self, operation: program.Dispatch) -> None:
-        """Gather a chunk's rows and send them; rows for this rank itself are gathered into the receive buffer."""
+        """Gather and send a chunk's rows; gather rows for this rank itself directly into its receive buffer."""
         chunk, tensor_TH = operation.chunk, self.tensors[operation.tensor]
         handle, receive = self.expected[operation.tensor, chunk]
         own, away = self.order.own[chunk], self.order.away[chunk]
@@ -208,7 +208,7 @@ class _Pass(ABC):
         return self.message.wait()
 
     def follow(self, handle: Handle, send_buffer: torch.Tensor | None = None) -> Handle:
-        """Register an all-to-all in flight, and finish the oldest ones, so that at most MAX_IN_FLIGHT remain."""
+        """Register an all-to-all in flight, and finish the oldest ones until at most MAX_IN_FLIGHT remain."""
         self.in_flight.append((handle, send_buffer))
         while len(self.in_flight) > MAX_IN_FLIGHT:
             self._finish_oldest()
@@ -303,8 +303,7 @@ class _Backward(_Pass):
         self.compute = ChunkCompute(call.experts, weights, self.arrived.probs_Q, x_TH.dtype, chunks)
         self.probs_grad_P: torch.Tensor | None = None
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
-        # The remaining work for the weight gradients of each chunk, and the buffers that it reads, which are freed
-        # afterwards.
+        # For each chunk, the inputs of its weight gradients, and the buffers to free afterwards.
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
 
     def buffer(self, chunk: int) -> torch.Tensor:

@@ -20,7 +20,10 @@ from parallel.trace import named
 
 @dataclass(frozen=True)
 class SendOrder:
-    """For each chunk the tokens of the rows for other ranks, those for this rank, and the sums of returned rows."""
+    """The tokens of the rows that each chunk sends: to other ranks (`away`) and to this rank itself (`own`).
+
+    `sums`: for each chunk, the indices that sum its returned rows per token.
+    """
 
     away: list[torch.Tensor]
     own: list[torch.Tensor]
@@ -28,12 +31,12 @@ class SendOrder:
 
 
 class PassSizes:
-    """The sizes of one pass's all-to-alls: each chunk's numbers of rows and assignments, from and to each rank."""
+    """The sizes of one pass's all-to-alls: the rows and assignments of each chunk, sent to and received from each rank."""
 
     def __init__(self, counts: ExchangeCounts, num_kinds: int, first_column: int, degree: int) -> None:
-        """`counts` has columns of rows, of assignments and, with three kinds, of primaries' assignments.
+        """`counts` has columns of rows, of assignments and, if `num_kinds` is 3, of primaries' assignments.
 
-        Each kind has a column per chunk of each pass; `first_column` is that of this pass's first chunk.
+        Each kind has a column for each chunk of each pass; `first_column` is the column of this pass's first chunk.
         """
         num_chunks = len(counts.sent[0]) // num_kinds
         of_rows, of_assignments, *of_primaries = (
@@ -52,14 +55,14 @@ class PassSizes:
         self.assignments = counts.split_sizes(of_assignments)
         self.assignments_back = counts.split_sizes(of_assignments, back=True)
         self.received_rows = self.receives.total_rows()  # of each chunk
-        # Assignments of primaries in each chunk, if there may be some of replicas.
+        # Assignments of primaries in each chunk; empty if there can be no replicas.
         self.num_primary_assignments = [
             sum(of_rank[column] for of_rank in counts.received) for of in of_primaries for column in of
         ]
         self.tables: list[torch.Tensor] = []  # `host_tables` on the device, for `send_order` and `chunks`
 
     def host_tables(self, num_slots: int) -> list[list[int]]:
-        """Return the index tables of `send_order` and `chunks`: shifts and counts of received and of sent rows."""
+        """Return the index tables of `chunks` and `send_order`: shifts and counts, of received and then of sent rows."""
         ranks = len(self.receives.token_rows)
         bases = route.chunk_bases([sum(counts) for counts in zip(*self.receives.assignments, strict=True)], num_slots)
         return [
@@ -72,7 +75,7 @@ class PassSizes:
     def send_order(
         self, row_tokens_U: torch.Tensor, choice: Choice, rank: int, order_U: torch.Tensor | None = None
     ) -> SendOrder:
-        """Return the order of the rows that this rank, `rank`, sends; `order_U`: see `route.combine_sums`."""
+        """Return the order in which this rank, `rank`, sends its rows. `order_U`: see `route.combine_sums`."""
         slices = [self.sends.slices(self.sends.token_rows, chunk) for chunk in range(self.degree)]
         others = [[each for other, each in enumerate(of_chunk) if other != rank] for of_chunk in slices]
         listed = route.cut_list(
@@ -92,7 +95,7 @@ class PassSizes:
         return SendOrder(list(away_and_own[::2]), list(away_and_own[1::2]), sums)
 
     def chunks(self, rank_rows_Q: torch.Tensor, slots_Q: torch.Tensor, num_slots: int) -> Chunks:
-        """Sort received assignments into chunks; `rank_rows_Q` are their rows, numbered within each source rank."""
+        """Sort the received assignments into chunks. `rank_rows_Q`: each assignment's row, counted per source rank."""
         table, counts = self.tables[0].view(3, -1), self.tables[1]
         if self.degree > 1:
             of_cells = table.index_select(1, torch.repeat_interleave(counts, output_size=len(slots_Q)))
@@ -110,9 +113,9 @@ class PassSizes:
 def exchange_sizes(
     order: DispatchOrder, degrees: list[int], num_slots: int, exchange: AllToAll
 ) -> tuple[PassSizes, PassSizes]:
-    """Exchange counts and return the (forward, backward) sizes of a call, one object if both have equal degrees.
+    """Exchange counts over all ranks, and return the sizes of a call's (forward, backward) pass. The host waits once.
 
-    The host waits once.
+    Both sizes are the same object if both passes have the same number of chunks.
     """
     exchanged = exchange.count(order.counts.flatten(1))
     num_kinds = order.counts.size(1)

@@ -2,13 +2,13 @@
 
 The interpreters are over_ranks.py and on_one_rank.py with tensors, planning/timing.py with seconds,
 planning/footprint.py with bytes in memory, and planning/traffic.py with bytes sent. Each has a table with an entry for
-every operation, and raises UnknownOperation for one without. A program depends on the plan and on whether there may be
-replicas, never on the load.
+every operation, and raises UnknownOperation if an entry is missing. A program depends on the plan, and on whether there
+may be replicas or offloaded weights, never on the load.
 
 The order is PipeMoE's (Shi et al., INFOCOM 2023) with a look-ahead of DEPTH chunks. Forward: while the experts compute
 chunk i, the next chunks are dispatched and the last ones combined; the shared expert fills the first wait. Backward is
-the same with gradients: a chunk's input gradients are sent before its weight gradients are computed, which fill the
-waits.
+the same with gradients: a chunk's input gradients are sent before its weight gradients, which fill the waits, are
+computed.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Dispatch(TransferOperation):
 
 
 class WaitDispatch(TransferOperation):
-    """Wait for the rows of a chunk that the other ranks dispatch."""
+    """Wait for the rows of a chunk that other ranks send to this rank."""
 
 
 class FetchExpert(Operation):
-    """Start copying the next layers' offloaded expert weights to the device; this layer's are in flight already."""
+    """Start copying the next layers' offloaded expert weights to the device; this layer's copy has started already."""
 
 
 class WaitExpert(Operation):
@@ -64,7 +64,7 @@ class WaitExpert(Operation):
 
 
 class StoreExpert(Operation):
-    """Add the call's gradients of offloaded experts to the step's sum, and start copying complete sums away."""
+    """Add the call's gradients of offloaded experts to the step's sums, and start copying complete sums off the device."""
 
 
 class FetchReplicas(Operation):
@@ -72,11 +72,11 @@ class FetchReplicas(Operation):
 
 
 class WaitReplicas(Operation):
-    """Operation that waits for the weights of this rank's new replicas."""
+    """Wait for the weights and gradients that FetchReplicas has started to send."""
 
 
 class ReturnGrads(Operation):
-    """Add the call's gradients of replicas to those of earlier calls, and start sending complete ones to primaries."""
+    """Add the call's gradients of replicas to the step's sums, and start sending complete sums to the primaries."""
 
 
 class WaitGrads(Operation):
@@ -84,7 +84,7 @@ class WaitGrads(Operation):
 
 
 class SendAssignments(Operation):
-    """Start sending all assignments' packed ids and probabilities to the ranks of their experts, for all chunks."""
+    """Start sending the packed ids and probabilities of all chunks' assignments to the ranks of their experts."""
 
 
 class TakeAssignments(Operation):
@@ -100,31 +100,31 @@ class SharedExpertGrad(Operation):
 
 
 class Experts(ChunkOperation):
-    """Compute the experts of a chunk, and the weighted sum of each row."""
+    """Compute the experts of a chunk, and the weighted sums of their outputs for each received row."""
 
 
 class InputGrads(ChunkOperation):
-    """Compute the gradients of the chunk's rows and probabilities, from kept or recomputed activations."""
+    """Compute the gradients of a chunk's rows and probabilities, from kept or restored activations."""
 
 
 class ExpertWeightGrads(ChunkOperation):
-    """Add the chunk's gradients of the experts' weights, and free their inputs."""
+    """Compute and add a chunk's weight gradients, and free the tensors that they were computed from."""
 
 
 class Combine(ChunkOperation):
-    """Start sending the chunk's sums (backward: the rows' gradients) to the ranks of the tokens."""
+    """Start returning a chunk's weighted sums (backward pass: its rows' gradients) to the ranks of the tokens."""
 
 
 class SumCombine(ChunkOperation):
-    """Wait for the combined rows of a chunk of this rank's tokens, and add them up per token."""
+    """Wait for the returned rows of a chunk of this rank's tokens, and sum them per token."""
 
 
 class Offload(ChunkOperation):
-    """Start copying a chunk's activations to the host, as far as the memory strategy offloads them."""
+    """Start copying to the host those activations of a chunk that the memory strategy offloads."""
 
 
 class Fetch(ChunkOperation):
-    """Start copying a chunk's activations from the host to the device."""
+    """Start copying a chunk's offloaded activations from the host back to the device."""
 
 
 class Release(ChunkOperation):
@@ -132,7 +132,7 @@ class Release(ChunkOperation):
 
 
 class SendProbsGrad(Operation):
-    """Start sending the gradients of all probabilities to the ranks of the tokens."""
+    """Start returning the gradients of all probabilities to the ranks of the tokens."""
 
 
 class TakeProbsGrad(Operation):
@@ -140,7 +140,7 @@ class TakeProbsGrad(Operation):
 
 
 class LocalExperts(ChunkOperation):
-    """Compute a chunk from the layer's input into its output, on a rank that has all experts."""
+    """Compute the experts of a chunk, from the layer's input to its output, on a rank that has all experts."""
 
 
 class LocalGrads(ChunkOperation):
@@ -156,10 +156,10 @@ def forward(degree: int, strategy: Strategy, replicas: bool = False, streamed: b
 
     `replicas`: experts may have replicas on other ranks; `streamed`: the experts' weights are offloaded.
     """
-    # Kept rows have memory for all chunks at once.
+    # If rows are kept, there is memory for all chunks from the start.
     ahead = degree if strategy.token_rows == "keep" else AHEAD
     program: list[Operation] = [FetchExpert()] if streamed else []
-    if replicas:  # sent from primaries, whose weights must be on the device
+    if replicas:  # primaries send their weights, which must be on the device
         program += [WaitExpert(), FetchReplicas()] if streamed else [FetchReplicas()]
     program.append(SendAssignments())
     program += [Expect(i, "rows") for i in range(min(ahead + 1, degree))]
@@ -189,12 +189,13 @@ def forward(degree: int, strategy: Strategy, replicas: bool = False, streamed: b
 def backward(degree: int, strategy: Strategy, lag: int, replicas: bool = False, streamed: bool = False) -> Program:
     """Return the program of a backward pass in `degree` chunks, with experts on several ranks.
 
-    The weight gradients of chunk i follow the input gradients of i + `lag`. `replicas`, `streamed`: see `forward`.
+    The weight gradients of chunk i follow the input gradients of chunk i + `lag`. `replicas`: experts may have replicas
+    on other ranks; `streamed`: the experts' weights are offloaded.
     """
     again, fetches = strategy.token_rows == "communicate", strategy.offloads
     sent = ("grads", "rows") if again else ("grads",)
     if again and strategy.preactivations == "recompute":
-        sent = ("rows", "grads")  # the rows are read first
+        sent = ("rows", "grads")  # the experts read the rows first
     awaited = ("rows", "grads") if again else ("grads",)
     program: list[Operation] = [FetchExpert()] if streamed else []
     program += [Expect(i, tensor) for tensor in ("grads", "rows")[: len(sent)] for i in range(min(AHEAD + 1, degree))]
@@ -261,11 +262,11 @@ def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> P
 
 
 class UnknownOperation(TypeError):
-    """Raised if an interpreter's table has no entry for an operation."""
+    """Error that an interpreter's table has no entry for an operation."""
 
 
 def line_for(table: Mapping[type[Operation], Line], operation: Operation, interpreter: str) -> Line:
-    """Return an interpreter's entry for an operation. Raises UnknownOperation, with both names, if it has none."""
+    """Return an interpreter's entry for an operation. Raises UnknownOperation with both names if there is none."""
     try:
         return table[type(operation)]
     except KeyError:

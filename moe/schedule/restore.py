@@ -22,32 +22,32 @@ from moe.route import Chunk, Chunks
 
 
 def host_bytes(strategy: Strategy, load: LayerLoad) -> int:
-    """Return the bytes of activations that a call with this load has on the host between its passes."""
+    """Return the bytes of activations that a call with this load stores on the host between its passes."""
     numbers = load.token_rows * load.hidden_size if strategy.token_rows == "offload" else 0
     numbers += load.assignments * load.hidden_columns if strategy.preactivations == "offload" else 0
     return numbers * load.element_size
 
 
 class DispatchedRows:
-    """Strategy for a call's dispatched rows between its passes. This class keeps none: they are dispatched again.
+    """A call's dispatched rows between its passes. This base class keeps none: the backward pass dispatches again.
 
-    `link` copies rows between device and host, if they are offloaded.
+    `link` copies offloaded rows between device and host.
     """
 
-    has_all = False  # one buffer holds the rows of all chunks
+    has_all = False  # whether one buffer holds the rows of all chunks
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         self._num_rows, self._like, self._link = num_rows, like, link
 
     def out(self, index: int) -> torch.Tensor:
-        """Return the receive buffer of chunk `index`, until `written` is called for this chunk."""
+        """Return the receive buffer of chunk `index`, for use until `written` is called for this chunk."""
         return WORKSPACE.take((self._num_rows[index], self._like.size(1)), self._like)
 
     def offload(self, index: int, rows_NH: torch.Tensor) -> None:
-        """Start copying a chunk's rows to the host; called once the chunk's experts are computed."""
+        """Start copying a chunk's rows to the host; called after the chunk's experts are computed."""
 
     def written(self, index: int, rows_NH: torch.Tensor) -> None:
-        """Free a chunk's receive buffer: the forward pass does not need it any more."""
+        """Free a chunk's receive buffer, which the forward pass no longer needs."""
         WORKSPACE.give(rows_NH)
 
     def fetch(self, index: int) -> None:
@@ -57,15 +57,15 @@ class DispatchedRows:
         """Prepare rows that were received in `chunks` to be read in `backward_chunks`."""
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a buffer [N, H] with a backward chunk's rows, and the row that each of its assignments reads [n]."""
-        raise AssertionError("rows that are dispatched again come from the exchange")
+        """Return a buffer [N, H] with the rows of a backward chunk, and each assignment's row in the buffer [n]."""
+        raise AssertionError("rows that are dispatched again are received, not restored")
 
     def free(self) -> None:
         """Free all memory; called after the backward pass."""
 
 
 class KeepRows(DispatchedRows):
-    """Keeps the rows of all chunks in one buffer."""
+    """A call's dispatched rows, kept on the device: the rows of all chunks in one buffer."""
 
     has_all = True
 
@@ -97,7 +97,7 @@ class KeepRows(DispatchedRows):
 
 
 class OffloadRows(DispatchedRows):
-    """Keeps the rows on the host between the passes, which have the same chunks."""
+    """A call's dispatched rows, kept on the host. Both passes must have the same chunks."""
 
     def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
         super().__init__(num_rows, like, link)
@@ -114,10 +114,10 @@ class OffloadRows(DispatchedRows):
 
 
 class Preactivations:
-    """Strategy for a call's preactivations between its passes. This class keeps none: they are recomputed.
+    """A call's preactivations between its passes. This base class keeps none: the backward pass recomputes them.
 
-    `num_columns` is G; `chunks` and `backward_chunks` are the same list if the degrees are equal. `link` copies
-    preactivations between device and host, if they are offloaded.
+    `num_columns` is G. `chunks` and `backward_chunks` are the same object if both passes have the same number of
+    chunks. `link` copies offloaded preactivations between device and host.
     """
 
     def __init__(
@@ -137,13 +137,13 @@ class Preactivations:
         return None
 
     def put(self, index: int, preactivation: torch.Tensor | None) -> None:
-        """Accept a chunk's preactivations: in the memory of `out`, or on a GPU in a new tensor of the experts."""
+        """Store a chunk's preactivations, which are in the memory from `out` or, on a GPU, in a new tensor."""
 
     def offload(self, index: int) -> None:
         """Start copying a chunk's preactivations to the host."""
 
     def written(self, index: int) -> None:
-        """Free the memory of a chunk's preactivations: the forward pass does not need it any more."""
+        """Free the memory of a chunk's preactivations, which the forward pass no longer needs."""
 
     def fetch(self, index: int) -> None:
         """Start copying the preactivations of backward chunk `index` to the device, one chunk before their use."""
@@ -163,7 +163,7 @@ class Preactivations:
 
 
 class KeepPreactivations(Preactivations):
-    """Keeps the preactivations: on the host in one buffer for all chunks, on a GPU in the tensors of the experts."""
+    """A call's preactivations, kept: on the host in one buffer, on a GPU in the tensors that the experts returned."""
 
     def __init__(self, chunks: Chunks, *rest: Any) -> None:
         super().__init__(chunks, *rest)
@@ -173,7 +173,7 @@ class KeepPreactivations(Preactivations):
         if self._like.device.type == "cpu":
             total = chunks[-1].span.stop
             self._buffer = WORKSPACE.take((total + SPARE_ROWS, self._num_columns), self._like)
-            # The next chunk overwrites the spare rows of this one.
+            # A chunk overwrites the spare rows of the chunk before it.
             self._kept = [self._buffer[chunk.span.start : chunk.span.stop + SPARE_ROWS] for chunk in chunks]
 
     def out(self, index: int) -> torch.Tensor | None:
@@ -184,7 +184,7 @@ class KeepPreactivations(Preactivations):
             self._kept.append(preactivation)
 
     def get(self, index: int, chunk: Chunk) -> torch.Tensor:
-        """Return kept preactivations; a sorted copy if the passes have different numbers of chunks."""
+        """Return the kept preactivations, as a sorted copy if the passes have different numbers of chunks."""
         if self._same:
             return self._kept[index]
         if self._index_Q is None:
@@ -201,7 +201,7 @@ class KeepPreactivations(Preactivations):
 
 
 class OffloadPreactivations(Preactivations):
-    """Keeps the preactivations on the host between the passes, which have the same chunks."""
+    """A call's preactivations, kept on the host. Both passes must have the same chunks."""
 
     def __init__(self, chunks: Chunks, *rest: Any) -> None:
         super().__init__(chunks, *rest)

@@ -1,9 +1,7 @@
-"""Buckets of optimizer state: how a rank's parameters are cut into them, where each is stored and updated, and the
-memory that this takes.
+"""Buckets of optimizer state: how parameters are cut into them, where each is stored and updated, and their memory.
 
-A bucket is a run of slices of a rank's parameters. Its record is its optimizer state (`bytes_per_element` bytes per
-element), which is copied between device, host and disk as a whole. These are pure functions without torch: a run
-allocates memory with them, and planning a run counts it.
+A bucket is a run of slices of a rank's parameters. Its record is its optimizer state, which is copied between device,
+host and disk as a whole. Pure functions without torch.
 """
 
 from __future__ import annotations
@@ -62,8 +60,7 @@ class SliceSpan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of slices of parameters whose optimizer state is stored and updated together. `order`: when the forward
-    pass first uses it.
+    """A run of slices whose optimizer state is stored and updated together. `order`: position by first use in a pass.
 
     For offloaded experts, `expert_bucket` is (MoE layer on this rank, number of the bucket in the layer's shard; see
     experts.py), and `run_numel` is the length of the run with the padding between its spans.
@@ -130,8 +127,7 @@ class Staging:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Storage of each bucket of optimizer state (device, host or disk), and the processor that updates it (device or
-    host). Buckets are sorted by first use in the forward pass."""
+    """Storage of each bucket of optimizer state, and the engine that updates it. Buckets are sorted by first use."""
 
     numels: Sequence[int]
     bytes_per_element: int  # of a record
@@ -178,20 +174,17 @@ class Arrangement:
     @property
     def host_bytes_by_purpose(self) -> dict[str, int]:
         """Bytes of host memory, as a dict from purpose to bytes."""
-        on_host = [target == "host" for target in self.targets]
+        records = zip(self.sizes, self.targets, self.early, strict=True)
+        on_host = [(padded(size), early) for size, target, early in records if target == "host"]
         return {
-            "optimizer state": sum(padded(size) for size, here in zip(self.sizes, on_host, strict=True) if here),
-            "optimizer shadows": sum(
-                padded(size)
-                for size, here, early in zip(self.sizes, on_host, self.early, strict=True)
-                if here and early
-            ),
+            "optimizer state": sum(size for size, _ in on_host),
+            "optimizer shadows": sum(size for size, early in on_host if early),
             "optimizer staging": self.disk_staging.total
             + self.staging("host").total * (GRAD_BYTES + self.weight_bytes)
             + padded(max(self.sizes, default=0)),
             "gradients": sum(GRAD_BYTES * n for n, leaves in zip(self.numels, self.leaving, strict=True) if leaves),
             "new weights": sum(
-                self.weight_bytes * n for n, has_some in zip(self.numels, self.new_weights, strict=True) if has_some
+                self.weight_bytes * n for n, new in zip(self.numels, self.new_weights, strict=True) if new
             ),
         }
 
@@ -202,12 +195,8 @@ class Arrangement:
     @property
     def disk_bytes(self) -> int:
         """Bytes of the scratch file on the disk: records, and their shadows for early updates."""
-        on_disk = [target == "disk" for target in self.targets]
-        return sum(
-            padded(size) * (1 + early)
-            for size, here, early in zip(self.sizes, on_disk, self.early, strict=True)
-            if here
-        )
+        records = zip(self.sizes, self.targets, self.early, strict=True)
+        return sum(padded(size) * (1 + early) for size, target, early in records if target == "disk")
 
     @property
     def early_share(self) -> float:
@@ -270,12 +259,10 @@ class Capacity:
 
 
 def arrange(request: ArrangementRequest, capacity: Capacity) -> Arrangement | None:
-    """Choose where each bucket of optimizer state is stored and updated. Returns None if the state does not fit the
-    capacity.
+    """Choose where each bucket of optimizer state is stored and updated. Returns None if the state does not fit.
 
-    Updates and gradient copies start during the backward pass if the config allows it and memory is left; no record is
-    stored on a slower target for them. With state_device=auto, whole buckets in the order of first use fill the device,
-    then the host, then the disk.
+    Updates and gradient copies start during the backward pass if the config allows it and no record has to be stored on
+    a slower target for them. With state_device=auto, whole buckets in the order of first use fill device, host, disk.
     """
     early, leaves = request.overlaps and request.early_update != "never", request.overlaps
     choices = [(early, leaves), (False, leaves), (False, False)]

@@ -1,10 +1,8 @@
-"""The choice between device and host for updating each bucket of optimizer state, and the predicted duration of a step:
-pure functions of sizes and measured bandwidths.
+"""Choice of the engine, device or host, that updates each bucket, and the predicted step time: pure functions.
 
 The seconds of a step are summed per resource: each direction of the link, the host's update, the device's update, the
-disk, and the host's memory. The busiest resource determines the duration, while the passes run. As a bucket must pass
-through all resources, the time of one bucket on the other resources is added ("filling"). See
-docs/decisions/optimizer-update-engines.md.
+disk, and the host's memory. The busiest resource determines the step time. As a bucket passes through all resources,
+the time of one bucket on the others is added ("filling"). See docs/decisions/optimizer-update-engines.md.
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ class ElementBytes:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of the passes that updates overlap with. early: both passes, else only the forward pass. leaving: even
-    without `early`, gradients are copied to the host during the backward pass."""
+    """Seconds of the passes that updates overlap with. early: both passes, else forward; leaving: gradients leave in
+    backward."""
 
     forward: float = 0.0  # seconds
     backward: float = 0.0
@@ -62,8 +60,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds for which updating one bucket, or all, keeps each resource busy. Seconds of reused buffers are divided by
-    the number of buffers."""
+    """Seconds that updates keep each resource busy; those of reused buffers are divided by the number of buffers."""
 
     up: float = 0.0
     down: float = 0.0
@@ -211,8 +208,7 @@ def _shared(numels: Sequence[int], targets: Sequence[str], share: float) -> list
     """Choose engines such that the host updates at least `share` of the offloaded elements.
 
     The host's buckets are spread over the order of use, so that link and host work at the same time. The first bucket
-    is always the host's: streaming a record takes longer than the copies of a host update, and the bucket that is used
-    last has the most time.
+    is always the host's: streaming a record takes longer than the copies of a host update.
     """
     engines: list[BucketEngine] = []
     seen = streamed = 0

@@ -1,11 +1,9 @@
-"""Offloaded experts: how their records are cut, the memory that these take on device, host and disk, and the bytes that
-a step transfers. These are pure functions without torch: a run allocates memory with them, and planning a run counts
-it.
+"""Offloaded experts: how their records are cut, their memory on device, host and disk, and the bytes transferred. These
+are pure functions without torch: a run allocates memory with them, and planning a run counts it.
 
 The experts of a MoE layer on one rank form one flat range: all experts' first matrices, second matrices, then biases,
 each kind starting at a multiple of CUT. Each of the ranks with the same experts stores an equal shard of the range
-(`moe.shard_weights`), or all of it. A bucket is a run of that shard, with one record for its weights, one for its
-gradient, and one for its optimizer state.
+(`moe.shard_weights`), or all of it. A bucket is a run of that shard, with one record per kind of data.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ MASTER_BYTES = 4  # of a weight in fp32, which is its own master
 
 @dataclass(frozen=True)
 class ExpertRecords:
-    """Sizes of one rank's offloaded experts: how the flat range of a layer's weights is cut into records, and the bytes
-    on device, host and disk."""
+    """Sizes of one rank's offloaded experts: records of a layer's flat range, and bytes on device, host and disk."""
 
     num_layers: int  # MoE layers of this rank
     numels: tuple[int, ...]  # parameters of one layer's experts on this rank, by kind
@@ -77,8 +74,8 @@ class ExpertRecords:
 
     @property
     def grad_slot_bytes(self) -> int:
-        """Bytes per element of a device buffer for gradients: fp32, or the weights' dtype if the host alone sums
-        them."""
+        """Bytes per element of a device buffer for gradients: the weights' bytes if the host alone sums them, else
+        4."""
         return self.weight_bytes if self.sums_on_host and self.data_parallel_size == 1 else GRAD_BYTES
 
     @property
@@ -178,16 +175,14 @@ def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecor
     return expert_records(config, world_size, sum(bool(is_moe[layer]) for layer in layers))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Traffic of a step
-# ---------------------------------------------------------------------------------------------------------------------
+# -- traffic of a step -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BytesMoved:
-    """Bytes of offloaded experts that one rank transfers: `up` to the device and `down` from it, `read` from the disk
-    and `written` to it; `gathered` and `reduced` over all ranks with the same experts; `host`: read and written in host
-    memory by additions and updates."""
+    """Bytes of offloaded experts that one rank transfers: `up` to the device and `down` from it, `read` and `written`
+    on disk; `gathered` and `reduced` over all ranks with the same experts; `host`: in host memory by additions and
+    updates."""
 
     up: int = 0
     down: int = 0
@@ -207,8 +202,7 @@ class BytesMoved:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Bytes that one rank transfers for the offloaded experts of one layer. `state_target`: where the optimizer state
-    is stored; `state_bytes`: its bytes per parameter."""
+    """Bytes that one rank transfers for a layer's offloaded experts. `state_bytes`: optimizer state per parameter."""
 
     records: ExpertRecords
     state_target: str
@@ -220,8 +214,7 @@ class LayerTraffic:
         return self.records.target == "disk"
 
     def fetch(self) -> BytesMoved:
-        """Return the bytes of fetching a layer's weights to the device: this rank's shard from host or disk, the other
-        shards from other ranks."""
+        """Return the bytes of fetching a layer's weights: one shard from host or disk, the others from other ranks."""
         shard = self.records.shard_numel * self.records.weight_bytes
         whole = self.records.padded_numel * self.records.weight_bytes
         return BytesMoved(up=shard, read=shard * self.on_disk, gathered=whole if self.records.num_shards > 1 else 0)
@@ -267,8 +260,7 @@ class LayerTraffic:
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """Bytes that one rank transfers for offloaded experts in a step. `visits`: MoE layers in the order of use; `fills`:
-    the copies of their weights to device buffers."""
+    """Bytes that one rank transfers for offloaded experts in a step. `fills`: copies of weights to device buffers."""
 
     layer: LayerTraffic
     visits: Sequence[int]

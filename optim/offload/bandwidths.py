@@ -1,8 +1,6 @@
-"""Measured bandwidths of a rank's link to the host, its optimizer updates and its disk, while all ranks are busy. The
-choice between host and device for updates depends on them.
+"""Measured bandwidths of a rank's link, optimizer updates and disk, from which the update engine is chosen.
 
-The ranks of a node share host memory, a disk and often the link, so one rank alone is faster than in a step. Therefore
-all ranks start each measurement together.
+The ranks of a node share host memory, a disk and often the link, so all ranks start each measurement together.
 """
 
 from __future__ import annotations

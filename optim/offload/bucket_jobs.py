@@ -2,10 +2,8 @@
 
 State on the device is updated in place. Engine `device_stream` copies the state to the device, updates it and copies it
 back (arXiv 2609.14306, section 3.4). Engine `host` copies the gradient to the host, updates there, and copies the
-weights back. Early updates run during the backward pass, before it is known whether the step is taken: they write new
-state to the bucket's shadow (a second record) and new weights to host memory.
-
-On a CPU, device and host are the same memory, but all copies are still made.
+weights back. Early updates run before it is known whether the step is taken: they write new state to the bucket's
+shadow (a second record) and new weights to host memory. On a CPU, all copies are still made.
 """
 
 from __future__ import annotations
@@ -47,11 +45,10 @@ class BucketJobs:
     def __init__(self, slices: Sequence[OwnedSlice], memory: OffloadMemory):
         self._memory, self._link, self._store = memory, memory.link, memory.store
         self._buckets, self._layout, self._experts = memory.buckets, memory.layout, memory.experts
-        buckets = memory.buckets
-        on_device = {s.index for bucket in buckets if bucket.expert_bucket is None for s in bucket.slice_spans}
+        on_device = {s.index for bucket in memory.buckets if bucket.expert_bucket is None for s in bucket.slice_spans}
         weights, grads = ({i: getattr(slices[i], what) for i in sorted(on_device)} for what in ("weights", "grads"))
-        self.weights = [_views(bucket, weights, slices) for bucket in buckets]
-        self._grads = [_views(bucket, grads, slices) for bucket in buckets]
+        self.weights = [_views(bucket, weights, slices) for bucket in memory.buckets]
+        self._grads = [_views(bucket, grads, slices) for bucket in memory.buckets]
         self._states: dict[tuple[int, int], State] = {}
         self._watched: list[Completion] = []
         device = self._link.device
@@ -72,9 +69,7 @@ class BucketJobs:
         self._watched = failed or [done for done in self._watched if not done.is_issued]
         return None if not failed else " ".join(str(failed[0].error).split()) or type(failed[0].error).__name__
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Updates after the gradient norm is known. They return the completion of the bucket's new weights.
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- updates after the gradient norm is known: they return the completion of the bucket's new weights -------------
 
     def in_place(self, index: int, job: UpdateJob, gradients: Completion) -> Completion:
         """Update a bucket whose state is stored on the device. Returns the completion of the update."""
@@ -113,8 +108,8 @@ class BucketJobs:
         return Early(there if early else updated, up if checkout.stage is None else checkout.there)
 
     def on_host(self, index: int, job: UpdateJob, before: Sequence[Completion], left: Completion | None) -> Completion:
-        """Update a bucket on the host, and copy its weights back. First copy its gradient to the host, unless `left` is
-        that copy. Gradients are final once the first of `before` is done."""
+        """Update a bucket on the host, and copy its weights back. `left`: the copy of its gradient, if it was
+        started."""
         numel = self._buckets[index].numel
         stage = self._memory.host_stages[soonest_free([stage.users for stage in self._memory.host_stages])]
         free = stage.users.all()
@@ -155,20 +150,14 @@ class BucketJobs:
         self._watch(self._store.put(checkout, updated))
         return Early(back, updated if checkout.stage is None else checkout.there)
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # During the backward pass
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- during the backward pass ------------------------------------------------------------------------------------
 
     def unscale(
         self, index: int, final: Sequence[Completion], found_inf: torch.Tensor, inverse_scale: torch.Tensor
     ) -> Completion:
         """Divide a bucket's gradient by the fp16 loss scale in place, and set `found_inf` if it overflowed."""
-        grads = self._grads[index]
-        return self._watch(
-            self._link.update.submit(
-                lambda: torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale), final
-            )
-        )
+        work = partial(torch._amp_foreach_non_finite_check_and_unscale_, self._grads[index], found_inf, inverse_scale)
+        return self._watch(self._link.update.submit(work, final))
 
     def leave(self, index: int, final: Sequence[Completion]) -> Completion:
         """Copy a bucket's final gradient to its own memory on the host. Returns the completion of the copy."""

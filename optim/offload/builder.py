@@ -1,5 +1,4 @@
-"""Builds the OffloadedOptimizer for a config: cuts parameters into buckets, decides where these are stored, and
-reserves the memory."""
+"""Builds the OffloadedOptimizer: cuts parameters into buckets, decides where they are stored, reserves the memory."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ def build_offload(
 ) -> OffloadedOptimizer:
     """Build the optimizer that has the offloaded state of Megatron's optimizers, and allocate all its memory.
 
-    A collective call. `device_capacity`: bytes of device memory for optimizer state. Raises ConfigError on every rank
-    if the state of a rank does not fit.
+    A collective call. `device_capacity`: bytes of device memory. Raises ConfigError on every rank if state does not
+    fit.
     """
     settings, dtype = config.optimizer, DTYPES[config.training.precision]
     experts = _experts(config, topology, chunks, link)
@@ -93,15 +92,14 @@ def build_offload(
     watch_reduced(chunks, offload.reduced)
     for member in members(optimizer):
         if isinstance(member, ExternalShardedOptimizer):
-            member.reload = offload.reload  # type: ignore[method-assign]
+            member.call_on_reload(offload.reload)
     return offload
 
 
 def _experts(
     config: Config, topology: Topology, chunks: Sequence[DistributedDataParallel], link: HostLink
 ) -> OffloadedExperts | None:
-    """Allocate the records of this rank's offloaded experts, filled with zeros. Returns None if no experts are
-    offloaded.
+    """Allocate the records of this rank's offloaded experts, filled with zeros, or return None if it has none.
 
     A collective call. Raises ConfigError on every rank if the records of a rank do not fit.
     """
@@ -194,9 +192,7 @@ def _cut_experts(
 def _arrange(request: ArrangementRequest, device_capacity: float, config: Config) -> Arrangement:
     """Decide where buckets are stored, within the budgets, and reserve their bytes. Raises ConfigError."""
     on_disk = DISK.headroom if config.memory.disk_dir is not None else 0.0
-    found = arrange(request, Capacity(device_capacity, HOST.headroom, on_disk))
-    if found is None:
-        found = least(request)
+    found = arrange(request, Capacity(device_capacity, HOST.headroom, on_disk)) or least(request)
     # Reserve the sum first, so that an error names a budget that is enough for all purposes.
     HOST.take(found.host_bytes, "optimizer state off the device")
     HOST.give(found.host_bytes, "optimizer state off the device")

@@ -2,9 +2,7 @@
 
 The experts of a layer are one flat range (optim/arrangement/experts.py). Ranks with the same experts may each store a
 shard of it: then a fetch copies that shard to the device and all-gathers the others (SE-MoE, arXiv 2205.10034, section
-3.2), and a gradient is reduce-scattered before it is copied out. The optimizer state of the shard is in
-OffloadedOptimizer.
-
+3.2), and a gradient is reduce-scattered before it is copied out. OffloadedOptimizer has the shard's optimizer state.
 Only the thread that computes makes calls, and no call waits.
 """
 
@@ -32,15 +30,14 @@ from parallel.owned import at_hand
 
 NUM_GRAD_STAGES = 2  # one buffer is filled while the host reads the other
 PURPOSE = "experts off the device"  # in the budgets
-# Gradients that replicas of experts have sent to their primary: (number of the expert on this rank, fp32 gradient of
-# all its matrices).
+# Gradients that replicas have sent to the primary: (number of the expert on this rank, fp32 gradient of its matrices).
 Arrived = Sequence[tuple[int, torch.Tensor]]
 
 
 @dataclass
 class GradStage:
-    """Host buffers for the gradient of a layer from one micro-batch, in the weights' dtype, and for the gradient that
-    an expert's replica has sent to its primary, in fp32."""
+    """Host buffers for a layer's gradient of one micro-batch (weights' dtype), and for one that a replica sent
+    (fp32)."""
 
     flat: torch.Tensor
     record: torch.Tensor
@@ -79,8 +76,8 @@ class GradStages:
 
 
 class OffloadedExperts:
-    """Stores the weights and gradients of one rank's offloaded experts, and copies them to and from the device. Layers
-    are numbered from 0 on this rank."""
+    """Weights and gradients of one rank's offloaded experts, with copies to and from the device. Layers count from
+    0."""
 
     def __init__(
         self,
@@ -118,7 +115,7 @@ class OffloadedExperts:
         number = 0 if on_host else PASS_STAGES + UPDATE_STAGES
         stages = [link.allocate(records.largest_record, in_blocks=True) for _ in range(number)]
         self.store = Store(link, sizes, memory, stages, disk, offsets(sizes)[:-1], min(PASS_STAGES, number))
-        self.when_final: Callable[[int], None] | None = None  # called with a layer once its gradient is complete
+        self._when_final: Callable[[int], object] = lambda layer: None
         self.buffer = link.allocate(records.largest_record, in_blocks=True)
         numels = records.padded_numel, records.arrived_numel
         self._stages = GradStages(link, *numels, self.dtype) if self.sums_on_host else None
@@ -131,7 +128,7 @@ class OffloadedExperts:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes of weights and gradients so far: copied to the device (up), from it (down), read from and written to
+        """Bytes of weights and gradients so far: copied to the device (up) and from it (down), read and written on
         disk."""
         down = self._bytes_down + (0 if self._stages is None else self._stages.num_bytes)
         store = self.store
@@ -209,8 +206,8 @@ class OffloadedExperts:
                 (at, start + expert * n, n) for at, start, n in zip(starts, self.kind_offsets, numels, strict=True)
             ]
             self._add(layer, (stage, stage.record, left_too), spans, False, is_last and number == len(arrived))
-        if is_last and self.when_final is not None:
-            self.when_final(layer)
+        if is_last:
+            self._when_final(layer)
         return [left]
 
     def _add(
@@ -253,8 +250,8 @@ class OffloadedExperts:
         return [self._copy_up(start + i, grad_slot[first:end], free) for i, (first, end) in enumerate(self._sums)]
 
     def finish(self, layer: int, grad_slot: torch.Tensor) -> list[Completion]:
-        """Reduce a layer's complete gradient, in a device buffer, over the ranks with the same experts, and store it on
-        the host or disk. Returns completions after which the device buffer is free."""
+        """Reduce a layer's complete gradient in a device buffer, and store it. Returns completions after which it is
+        free."""
         start = self.shard * self.records.shard_numel
         own = grad_slot[start : start + self.records.shard_numel]
         views = self._views_by_kind(own, start)
@@ -291,13 +288,16 @@ class OffloadedExperts:
             self._bytes_down += checkout.target.numel()
             self._watch(self.store.put(checkout, down))
             downs.append(down)
-        if self.when_final is not None:
-            self.when_final(layer)
+        self._when_final(layer)
         return downs
 
+    def call_when_final(self, call: Callable[[int], None]) -> None:
+        """Call `call` with the number of a layer as soon as jobs that complete the layer's gradient are submitted."""
+        self._when_final = call
+
     def squares(self) -> torch.Tensor:
-        """Return the squared norms of this rank's gradients, fp64 on its device: one per layer and kind of weight, and
-        per bucket if the host sums gradients. Empty if another rank counts them."""
+        """Return the squared norms of this rank's gradients, fp64 [n] on its device: one per layer, kind of weight and,
+        if the host sums gradients, bucket. Empty if another rank counts them."""
         found = [torch.zeros(0, dtype=torch.float64, device=self.link.device)]
         for _, (squares, done) in sorted(self._squares.items(), key=lambda item: item[0]):
             done.follow()
@@ -308,10 +308,10 @@ class OffloadedExperts:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def borrow(self, layer: int, bucket: int, early: bool, after: Sequence[Completion]) -> tuple[Checkout, Checkout]:
-        """Check out the records of a bucket's weights, to be changed, and of its gradient.
+        """Check out the records of a bucket's weights, to be changed, and of its gradient. `after`: jobs before disk
+        reads.
 
-        Old weights are read only if they are their own masters. early: changed weights go to the shadow. `after`: jobs
-        that reads from the disk wait for.
+        Old weights are read only if they are their own masters. early: changed weights go to the shadow.
         """
         index = self.weight_index(layer, bucket)
         to = self._first_shadow + index if early else index
@@ -341,7 +341,7 @@ class OffloadedExperts:
         return self._watch(self.store.put(weights, updated))
 
     def snapshot(self, buckets: Sequence[tuple[int, int]]) -> Snapshot:
-        """Return the weights of buckets, each (layer, bucket), for a save; they cannot change until it releases
+        """Return the weights of buckets, each (layer, bucket), for a save. They cannot change until it releases
         them."""
         return self.store.snapshot([self.weight_index(*each) for each in buckets], self.buffer)
 

@@ -1,7 +1,6 @@
 """AdamW on the tensors of a bucket, in place, with PyTorch's fused kernel, on the host or on the device.
 
-It is the kernel of torch.optim.AdamW(fused=True), on the same slices or on cuts of them that keep its bits. So the
-choice of the engine that updates a bucket changes no number.
+It is the kernel of torch.optim.AdamW(fused=True), with the same bits, so the choice of the engine changes no number.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def adamw(
     rates: Sequence[UpdateScalars],
     scratch: torch.Tensor,
 ) -> None:
-    """Update a bucket in place. step: number of the step, fp32 []; rates: hyperparameters per slice; scratch: fp32
-    [SCRATCH], used if exp_avg is stored in bf16."""
+    """Update a bucket in place. step: fp32 []; rates: hyperparameters per slice; scratch: fp32 [SCRATCH], if exp_avg is
+    bf16."""
     for own in dict.fromkeys(rates):
         chosen = [index for index, each in enumerate(rates) if each == own]
         tensors = [[each[i] for i in chosen] for each in (state.masters, grads, state.exp_avgs, state.exp_avg_sqs)]

@@ -1,10 +1,9 @@
-"""An optimizer whose state is stored on device, host or disk in buckets, and whose updates overlap with forward and
-backward passes.
+"""An optimizer whose state is stored in buckets on device, host or disk, and whose updates overlap with the passes.
 
-By default, updates run during the next forward pass, one bucket after the other in the order of first use; an operation
-that needs a weight waits only for the buckets of that weight. An early update runs during the backward pass, once its
-gradients are final. The gradient norm is not known then, so its result is written to a shadow, and is dropped if the
-step is clipped or rejected. In both cases the numbers are those of an update that waits for all gradients.
+By default, updates run during the next forward pass, in the order of first use; an operation that needs a weight waits
+only for that weight's buckets. An early update runs during the backward pass, once its gradients are final. The
+gradient norm is not known then, so its result is written to a shadow, and dropped if the step is clipped or rejected.
+Either way the numbers are those of an update that waits for all gradients.
 """
 
 from __future__ import annotations
@@ -40,15 +39,9 @@ class Hyperparameters:
 
 
 class OffloadedOptimizer:
-    """Stores and updates one rank's optimizer state. Only the training thread makes calls; none waits for the
-    device."""
+    """Stores and updates one rank's optimizer state. Only the training thread makes calls, without device waits."""
 
-    def __init__(
-        self,
-        slices: Sequence[OwnedSlice],
-        memory: OffloadMemory,
-        hyperparameters: Hyperparameters,
-    ):
+    def __init__(self, slices: Sequence[OwnedSlice], memory: OffloadMemory, hyperparameters: Hyperparameters):
         self.slices, self.memory, self.hyperparameters = slices, memory, hyperparameters
         self.buckets, self.layout, self.experts = memory.buckets, memory.layout, memory.experts
         self.device, self.jobs = memory.link.device, BucketJobs(slices, memory)
@@ -66,11 +59,10 @@ class OffloadedOptimizer:
                 indices = self._buckets_of.setdefault(slices[span.index].parameter, [])
                 if index not in indices:
                     indices.append(index)
-        # Jobs in flight, by bucket: the copy of new weights, until a pass has waited for it; the copy of this step's
-        # gradient to the host; this step's early update.
-        self._back: dict[int, Completion] = {}
-        self._left: dict[int, Completion] = {}
-        self._early: dict[int, Early] = {}
+        # Jobs in flight, by bucket
+        self._back: dict[int, Completion] = {}  # the copy of new weights, until a pass has waited for it
+        self._left: dict[int, Completion] = {}  # the copy of this step's gradient to the host
+        self._early: dict[int, Early] = {}  # this step's early update
         self._newest: list[int] = []  # buckets whose gradient DDP reduced last
         self._newest_records: list[int] = []  # buckets of the offloaded layer whose gradient became final last
         self._clipped: deque[bool] = deque(maxlen=CLIPPED_WINDOW)
@@ -80,11 +72,11 @@ class OffloadedOptimizer:
         self._unscaled: dict[int, Completion] = {}
         self._found_inf = torch.zeros(1, dtype=torch.float32, device=self.device)
         if self.experts is not None:
-            self.experts.when_final = self.final_records
+            self.experts.call_when_final(self.final_records)
 
     def begin_step(self, inverse_scale: torch.Tensor | None, passive: bool = False) -> None:
-        """Prepare for the passes of a step, and drop what an earlier step has left. inverse_scale: 1 / the fp16 loss
-        scale. passive: no update follows."""
+        """Prepare a step's passes, and drop early updates. inverse_scale: 1 / the fp16 loss scale. passive: no
+        update."""
         self.drop()
         if self.experts is not None:
             self.experts.begin_step()
@@ -129,9 +121,8 @@ class OffloadedOptimizer:
         self._cancel_ahead(keep=[*self._newest, *self._newest_records])
         self._newest_records = indices
         for index in indices:
-            self._early[index] = self.jobs.on_records(
-                index, UpdateJob(self.steps + 1, self._rates(index)), (), early=True
-            )
+            job = UpdateJob(self.steps + 1, self._rates(index))
+            self._early[index] = self.jobs.on_records(index, job, (), early=True)
 
     def _leaves(self, index: int) -> bool:
         return self.memory.grad_areas[index] is not None and self.engines[index] == "host"
@@ -184,8 +175,8 @@ class OffloadedOptimizer:
     def _cancel_ahead(self, keep: Sequence[int] = ()) -> None:
         """Cancel early copies and updates that have not started, except those of the buckets `keep`.
 
-        The backward pass reaches buckets in the reverse order of the next forward pass. If there is too little time for
-        all, working in the order of submission would leave the buckets that the forward pass needs first to the end.
+        The backward pass reaches buckets in the reverse order of the next forward pass, which must not wait for its
+        first.
         """
         for index in [index for index in self._early if index not in keep]:
             if self._early[index].first.cancel():
@@ -212,8 +203,7 @@ class OffloadedOptimizer:
         return self.jobs.problem() or (None if self.experts is None else self.experts.problem())
 
     def choose(self, engine: str) -> bool:
-        """Measure bandwidths, and choose whether device or host updates each bucket. Returns whether this changes any
-        bucket's engine.
+        """Measure bandwidths, and choose device or host to update each bucket. Returns whether any engine changed.
 
         A collective call between two steps, while no save is in flight. See optim/arrangement/engines.py.
         """
@@ -233,21 +223,19 @@ class OffloadedOptimizer:
         if self.experts is not None:
             self.experts.close()
 
-    # -----------------------------------------------------------------------------------------------------------------
-    # Saving and loading
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- saving and loading ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StateSnapshot:
-        """Return the current state for a save; a bucket cannot change until the save has released it. Waits until an
-        earlier snapshot is released."""
+        """Return the state for a save, once the last snapshot is released. Buckets cannot change until it releases
+        them."""
         if self._snapshot is not None:
             self._snapshot.wait()
         self._snapshot = StateSnapshot(self.memory)
         return self._snapshot
 
     def empty(self, index: int) -> dict[str, torch.Tensor]:
-        """Return flat host tensors by kind for a bucket's state (and weights of offloaded experts), to be filled before
-        `fill` stores them. All buckets use the same memory."""
+        """Return flat host tensors by kind for a bucket's state, to be filled before `fill`. All buckets share the
+        memory."""
         bucket = self.buckets[index]
         kinds = self.layout.split(self.memory.buffer, bucket.numel)
         if self.experts is not None and bucket.expert_bucket is not None:
@@ -270,6 +258,12 @@ class OffloadedOptimizer:
         checkout.target.copy_(record)
         self.memory.store.put(checkout, Completion.already()).result()
 
+    def expect_state(self, steps: int) -> None:
+        """Prepare to load the state after `steps` steps: drop early updates, and wait for those in flight."""
+        self.drop()
+        self.synchronize()
+        self.steps = steps
+
     @torch.no_grad()
     def initialize(self) -> None:
         """Set the optimizer state of a new run: masters are copies of the weights, and moments are zero."""
@@ -290,8 +284,7 @@ class OffloadedOptimizer:
 
     @torch.no_grad()
     def change(self, indices: Sequence[int], change: Callable[[int, dict[str, torch.Tensor]], None]) -> None:
-        """Call `change(index, state)` for each of these buckets, to modify its state in place: flat host tensors by
-        kind.
+        """Call `change(index, state)` for each of these buckets, to modify its state (flat host tensors) in place.
 
         Call it between two steps. It waits for a save that is in flight.
         """
@@ -319,12 +312,9 @@ class OffloadedOptimizer:
                 kinds["master"][span.offset : span.offset + span.end - span.start].copy_(weights)
 
     def _rates(self, index: int) -> list[UpdateScalars]:
-        shared = self.hyperparameters
+        shared = self.hyperparameters.beta1, self.hyperparameters.beta2, self.hyperparameters.epsilon
         groups = (self.slices[span.index].group for span in self.buckets[index].slice_spans)
-        return [
-            UpdateScalars(group["lr"], group["weight_decay"], shared.beta1, shared.beta2, shared.epsilon)
-            for group in groups
-        ]
+        return [UpdateScalars(group["lr"], group["weight_decay"], *shared) for group in groups]
 
 
 class _Reduction(Completion):

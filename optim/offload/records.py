@@ -1,5 +1,4 @@
-"""Records of optimizer state, one per bucket: their layout in bytes, the memory that stores them and that they pass
-through, and snapshots that a save reads bucket by bucket while training continues."""
+"""Records of optimizer state, one per bucket: their layout in bytes, their memory, and snapshots for saves."""
 
 from __future__ import annotations
 
@@ -188,8 +187,8 @@ class StateSnapshot:
         ]
 
     def read(self, index: int) -> dict[str, torch.Tensor]:
-        """Return a bucket's state as flat host tensors by kind, valid until the next `read` or its release. Raises the
-        error of its last change."""
+        """Return a bucket's state as flat host tensors by kind, valid until the next call. Raises its last change's
+        error."""
         if index in self._stored_index:
             record = self._records.read(self._stored_index[index])
         else:

@@ -1,5 +1,4 @@
-"""Costs of computation and communication here: models fitted to short measurements, and a cache of them on disk.
+"""Costs of computation and communication: models fitted to short measurements, and a cache of them on disk.
 
-A planner that decides from these numbers must decide alike on all ranks, so every number ends up equal on all of them,
-bit by bit: times are maxima over the ranks, and what is cached is what the group's first rank read or measured.
+Every number is equal on all ranks, bit by bit, so that planners decide alike: times are maxima over the ranks.
 """

@@ -1,5 +1,4 @@
-"""Measured costs in files, by a key of everything they depend on. The first rank of a group reads or writes them for
-all its ranks."""
+"""Measured costs in files, by a key of everything they depend on. A group's first rank reads and writes them."""
 
 from __future__ import annotations
 
@@ -53,17 +52,14 @@ def cached(
     group: dist.ProcessGroup | None = None,
     still_true: Callable[[dict[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
-    """Return the measured costs (JSON values) for a key: from its file in `folder` or, if there is none, the result of
-    `make()`, which is then written there. Without `folder` nothing is read or written.
+    """Return measured costs (JSON values): those of the key's file in `folder`, else `make()`, which is written there.
 
     All ranks of `group` make the call and get the values of its first rank. `still_true(values)` may measure whether
-    cached values are still valid; its answer must be equal on all ranks. A file that is damaged or of another version
-    is replaced, with a log line.
+    cached values are still valid; its answer must be equal on all ranks. Invalid files are replaced, with a log line.
     """
     is_first = group is None or group.rank() == 0
     path = None if folder is None else cache_path(folder, key)
-    values = read_cache(path, key) if path is not None and is_first else None
-    values = _from_first(values, device, group)
+    values = _from_first(read_cache(path, key) if path is not None and is_first else None, device, group)
     if values is not None and still_true is not None and not still_true(values):
         if is_first:
             logger.warning("measured costs in %s are no longer valid on this machine; measuring again", path)

@@ -53,8 +53,7 @@ def measure(
     group: dist.ProcessGroup | None,
     budget: float,
 ) -> tuple[list[int], list[float]]:
-    """Time `make(size)()` for increasing sizes. Returns the measured sizes and, for each, the median seconds of the
-    slowest rank.
+    """Time `make(size)()` for increasing sizes. Returns (sizes measured, median seconds of the slowest rank for each).
 
     Sizes alternate, so that a disturbance affects all of them. The measurement takes about `budget` seconds: sizes that
     would take longer are skipped (at least two are measured), and it repeats less often. The calls may communicate, so
@@ -107,8 +106,7 @@ def measure_curve(
 def measure_copies(
     sizes: Sequence[int], device: torch.device, group: dist.ProcessGroup | None = None, budget: float = 0.5
 ) -> tuple[Line, Line]:
-    """Time copies from the device to pinned host memory and back; return a line (seconds over bytes) for each
-    direction. On a CPU, both are copies within host memory."""
+    """Time copies from the device to pinned host memory and back. Returns a line (seconds over bytes) per direction."""
     on_gpu = device.type == "cuda"
     near = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
     far = torch.zeros(max(sizes), dtype=torch.uint8, pin_memory=on_gpu)
@@ -133,8 +131,8 @@ def measure_slowdown(
     """Return the factors by which communication slows computation down, and computation slows communication down.
 
     `communicate` starts a transfer and returns a function that waits for it; all ranks call both in the same order.
-    Enough transfers are started to last longer than the computation, so all of the computation is slowed down. The
-    other transfers then run at full speed, and their time shows how far communication got during the computation.
+    Enough transfers are started to outlast the computation. The others then run at full speed, so their time shows how
+    far communication got during the computation.
     """
 
     def exchange(count: int) -> None:

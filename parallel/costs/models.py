@@ -1,7 +1,7 @@
-"""Cost models: seconds as a function of a size.
+"""Cost models: seconds as a function of a size, without torch.
 
 A model is a straight line (startup time plus time per byte, as in PipeMoE, Shi et al., INFOCOM 2023) or, if small sizes
-are slower than a line predicts, a piecewise linear curve. The module does not import torch.
+are slower than a line predicts, a piecewise linear curve.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a piecewise linear, monotonic function of a size: constant up to the first point, and continued with
-    the last slope.
-
-    So it can model a size below which less work is not faster. With one point it is constant.
-    """
+    """Seconds as a piecewise linear, monotonic function of a size: constant, then linear, with the last slope
+    continued."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -49,12 +46,10 @@ NOTHING = Line(0.0, 0.0)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Fit a line by least squares with weights 1 / seconds^2, so that all sizes count equally; no coefficient is
-    negative. Raises ValueError without sizes."""
+    """Fit a line by least squares with weights 1 / seconds^2 and no negative coefficient. Raises ValueError if
+    empty."""
     if not sizes or len(sizes) != len(seconds):
-        raise ValueError(
-            f"Fitting a line needs at least one size and a time for each; got {len(sizes)} sizes, {len(seconds)} times."
-        )
+        raise ValueError(f"A line needs at least one size and a time for each; got {len(sizes)} and {len(seconds)}.")
     weights = [1.0 / max(t, 1e-12) ** 2 for t in seconds]
     total = sum(weights)
     mean_size = sum(w * n for w, n in zip(weights, sizes, strict=True)) / total
@@ -75,22 +70,15 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Fit a curve to measured points (positive, increasing sizes), such that time never falls with size and time per
-    item never rises.
+    """Fit a curve to points (positive, increasing sizes): time never falls with size, time per item never rises.
 
-    So a large size never costs more than the sum of its chunks: if chunks were measured to be cheaper, that is a
-    disturbance (or a cache that would not be warm for the chunks of a layer either), and no reason to cut work into
-    chunks. Neighbouring points that contradict this get their mean time per item. Raises ValueError for other sizes.
+    So a large size never costs more than the sum of its chunks: chunks that were measured to be cheaper are a
+    disturbance, or profit from a cache. Neighbouring points that contradict this get their mean time per item. Raises
+    ValueError.
     """
-    if (
-        not sizes
-        or len(sizes) != len(seconds)
-        or sizes[0] <= 0
-        or any(b <= a for a, b in zip(sizes, sizes[1:], strict=False))
-    ):
+    if not sizes or len(sizes) != len(seconds) or any(small >= large for small, large in pairwise([0, *sizes])):
         raise ValueError(
-            "Fitting a curve needs positive, increasing sizes, and one time for each; got the sizes "
-            f"{list(sizes)} and {len(seconds)} times."
+            f"A curve needs positive, increasing sizes, and one time for each; got {list(sizes)}, {len(seconds)} times."
         )
     pools: list[tuple[float, int]] = []  # (time per item, number of points that share it), with falling times
     for size, time_of_size in zip(sizes, seconds, strict=True):

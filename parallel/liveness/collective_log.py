@@ -1,8 +1,7 @@
 """A log of the last collective that this process started, and of the time it has waited for collectives.
 
-torch records this only for NCCL, and reports it only after a failure. So each method of a process group that starts a
-collective is wrapped, and so is the wait for one, which costs about a microsecond per call. The wrappers are installed
-once per process and never removed.
+torch records this only for NCCL, and reports it only after a failure. So the methods of a process group that start a
+collective are wrapped, and so is the wait for one, which costs about a microsecond per call.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ BOX_BYTES = _RECORD.size
 
 
 class CollectiveLog:
-    """A log of this process's collectives. `waiting_since`: when the host began to wait for a collective, or None.
-
-    `box` is shared memory of BOX_BYTES, from which other processes can read the last collective of a process that was
-    killed.
-    """
+    """A log of this process's collectives. `waiting_since`: when the host began to wait for a collective, or None."""
 
     def __init__(self) -> None:
         self.name = "none"
@@ -43,7 +38,11 @@ class CollectiveLog:
         self.error: BaseException | None = None  # the last error that a collective raised
         self.step = 0  # number of finished steps
         self.index = 0  # index of the last collective in _STARTERS
-        self.box: Any = None
+        self._box: Any = None
+
+    def write_to(self, box: Any) -> None:
+        """Write each collective to shared memory of BOX_BYTES, which other processes can read."""
+        self._box = box
 
     def note_step(self, step: int) -> None:
         """Record the number of finished steps."""
@@ -51,8 +50,8 @@ class CollectiveLog:
         self.write_box()
 
     def write_box(self) -> None:
-        if self.box is not None:
-            _RECORD.pack_into(self.box, 0, self.step, self.count, self.index, self.group_size)
+        if self._box is not None:
+            _RECORD.pack_into(self._box, 0, self.step, self.count, self.index, self.group_size)
 
     @property
     def last(self) -> str:
@@ -61,7 +60,7 @@ class CollectiveLog:
 
 
 def read_box(box: Any) -> tuple[int, str]:
-    """Return (number of finished steps, last collective as text) of another process from the memory it shares."""
+    """Return (number of finished steps, last collective as text) of another process, from memory that it shares."""
     step, count, index, group_size = _RECORD.unpack_from(box)
     return step, _describe(_STARTERS[index].strip("_"), group_size) if count else "none"
 

@@ -1,14 +1,13 @@
-"""How the ranks of a job find each other: the key-value store of the current attempt, and the network interface on
-which they listen.
+"""Rendezvous of a job's ranks: the key-value store of the current attempt, and the network interface for listening.
 
 torchrun (2.11 to 2.13) keeps one store over all its restarts. Restarted ranks find the entries of the last attempt in
 it: gloo then connects to addresses where nobody listens, and NCCL to an identity that no longer exists. Restart counts
 do not identify attempts either: a node that joins later counts from 0. So rank 0 invents a name for the attempt and
 gives it to each rank that asks.
 
-A run on one node listens only on the loopback interface. docs/guide/network.md describes what that guarantees, and the
-rules for several nodes. Otherwise gloo would listen at the address of the host's name, NCCL at that of the first
-network card, and torch's store, which does not authenticate, on every interface.
+A run on one node listens only on the loopback interface; docs/guide/network.md has the guarantees, and the rules for
+several nodes. Otherwise gloo would listen at the address of the host's name, NCCL at that of the first network card,
+and torch's store, which does not authenticate, on every interface.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import psutil
 import torch.distributed as dist
@@ -59,6 +60,13 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
     return _joined
 
 
+def absent(ranks: Sequence[int], timeout: timedelta) -> TimeoutError:
+    """Return the error for ranks that did not join the job in time."""
+    which = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    text = f"{which} did not join the job within {timeout.total_seconds():g} s. Check the logs of all nodes."
+    return TimeoutError(text)
+
+
 def forget() -> None:
     """Forget the key-value store, so that the next call of `job_store` connects to a new one."""
     global _joined
@@ -80,9 +88,7 @@ def _invite(store: dist.Store, world_size: int, timeout: timedelta) -> str:
                     answered.add(asking)
                     store.set(f"name/{asking}", name)
         if missing and time.monotonic() > deadline:
-            ranks = ", ".join(map(str, sorted(missing)))
-            seconds = f"{timeout.total_seconds():g} s"
-            raise TimeoutError(f"{len(missing)} of {world_size} ranks did not join the job within {seconds}: {ranks}")
+            raise absent(sorted(missing), timeout)
         time.sleep(POLL)
     return name
 
@@ -93,7 +99,7 @@ def _ask(store: dist.Store, rank: int, timeout: timedelta) -> str:
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check([f"name/{me}"]):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank 0 did not join the job within {timeout.total_seconds():g} s")
+            raise absent([0], timeout)
         time.sleep(POLL)
     name = store.get(f"name/{me}").decode()
     store.set(f"came/{name}/{rank}", "")
@@ -110,8 +116,7 @@ def is_loopback_enough(world_size: int) -> bool:
 
 
 def use_loopback() -> None:
-    """Make gloo and NCCL listen only on the loopback interface, unless the user has chosen an interface. Call it before
-    process groups exist."""
+    """Make gloo and NCCL listen only on the loopback interface, unless the user chose one. Call it before any group."""
     interface = next(
         name for name, entries in psutil.net_if_addrs().items() if any(entry.address == ADDRESS for entry in entries)
     )
@@ -128,24 +133,16 @@ def loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
     if not port or not _is_loopback(address):
         return None
     # Ranks do not wait for each other here: if they were started with different world sizes, some would wait in vain.
+    store = partial(dist.TCPStore, address, int(port), world_size, timeout=timeout, wait_for_workers=False)
     if rank != 0:
-        return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+        return store(is_master=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, int(port)), family=family)
-    return dist.TCPStore(
-        address,
-        int(port),
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return store(is_master=True, master_listen_fd=listener.detach())
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is the loopback. The host's own name does not count: on some systems it has a loopback address
-    that other nodes cannot reach."""
+    """Return whether a host is the loopback. A host's own name does not count: other nodes may not reach it."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,8 +1,7 @@
 """A check before the first collective that all ranks were started with the same command, code and versions.
 
-Otherwise a typing error on one node could train a mixture of two settings, or hang without naming a key. Each rank puts
-a digest into the job's key-value store. Rank 0 compares the digests and asks for details if they differ; then all ranks
-raise an error.
+Otherwise a typing error on one node could train a mixture of two settings, or hang without naming a key. Each rank
+stores a digest. Rank 0 compares them and asks for details if they differ; then all ranks raise an error.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,7 @@ from base.errors import ConfigError
 from configs.keys import get
 from configs.schema import KEYS, Config
 from configs.show import show
+from parallel.liveness.rendezvous import absent
 
 # Keys of a node's folders, budgets and processes, on which no number of the training depends.
 MAY_DIFFER = frozenset(
@@ -54,7 +53,7 @@ def facts_of(composed: Config) -> Facts:
 
 
 def refuse_other_starts(facts: Facts, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
-    """Raise ConfigError on every rank if facts differ between ranks. The message lists their names, values and ranks.
+    """Raise ConfigError on every rank if facts differ between ranks; the message lists names, values and ranks.
 
     All ranks call it. Raises TimeoutError if some ranks do not call it in time.
     """
@@ -135,7 +134,7 @@ def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) ->
                     end = min(end, time.monotonic() + LATE)
         time.sleep(POLL)
     if missing and all(digest == own for digest in found.values()):
-        _never_came(sorted(missing)[0], timeout)
+        raise absent(sorted(missing), timeout)
     return found
 
 
@@ -144,9 +143,5 @@ def _wait(store: dist.Store, key: str, rank: int, timeout: timedelta) -> str:
     try:
         store.wait([key], timeout)
     except dist.DistError:
-        _never_came(rank, timeout)
+        raise absent([rank], timeout) from None
     return store.get(key).decode()
-
-
-def _never_came(rank: int, timeout: timedelta) -> NoReturn:
-    raise TimeoutError(f"rank {rank} did not join the job within {timeout.total_seconds():g} s")

@@ -1,12 +1,11 @@
 """Ranks watch each other, so that a job with a dead, stopped or hung rank ends soon and names that rank.
 
 A collective with a lost rank blocks the other ranks, on NCCL in a way that Python cannot interrupt. So each rank has a
-thread that writes a heartbeat to the job's key-value store (which torchrun keeps in its own process, so it outlives the
-ranks) and watches the heartbeats of a few other ranks: the next ones in a ring, and all on its own machine. A dead
-process is missing in the machine's process table, which is noticed within a second. A silent process has been stopped,
-or its machine is lost. A rank whose collective takes nearly `parallel.timeout_seconds` waits for ranks that have not
-started it. The first rank that notices a problem writes a verdict to the store, where every rank finds it; then
-`on_verdict` of the caller runs in the thread.
+thread that writes a heartbeat to the job's key-value store (which outlives the ranks in torchrun's process) and watches
+the heartbeats of a few other ranks: the next ones in a ring, and all on its own machine. A dead process is missing in
+the machine's process table within a second. A silent process has been stopped, or its machine is lost. A rank whose
+collective takes nearly `parallel.timeout_seconds` waits for ranks that have not started it. The first rank that notices
+a problem writes a verdict to the store; then each rank's thread calls `on_verdict`.
 """
 
 from __future__ import annotations
@@ -88,8 +87,7 @@ NO_BEAT = _Beat(0, 0, 0, 0.0, 0.0, False, "", "none")  # of a rank that has not 
 
 
 class Watchdog:
-    """Threads of one rank that watch other ranks. The constructor is a collective call, in which ranks exchange their
-    process ids.
+    """Threads of one rank that watch other ranks. The constructor is a collective call that exchanges process ids.
 
     timeout: `parallel.timeout_seconds`. A rank that is silent for half of it, but at most MAX_SILENCE seconds, counts
     as lost. on_verdict: called once on every live rank, in a thread, with the verdict and whether this rank wrote it.
@@ -121,7 +119,7 @@ class Watchdog:
         self._local.discard(self.rank)
         self._watched = sorted((ring | self._local) - {self.rank})
         self._boxes = {rank: _open_box(self._processes[rank].box) for rank in self._local}
-        self._log.box = _open_box(box_path)
+        self._log.write_to(_open_box(box_path))
         self._beats: dict[int, tuple[_Beat, float]] = {}  # by rank: the last beat, and when it was first seen
         self._last_round = time.monotonic()
         self._store, self._store_host = _open_store()
@@ -142,8 +140,8 @@ class Watchdog:
         self._calls_per_step, self._calls_before = self._log.count - self._calls_before, self._log.count
 
     def accuse_myself(self, reason: str, stop: bool = False) -> Verdict:
-        """End the job because of this rank. Returns the verdict that counts, which may be another rank's earlier
-        one."""
+        """End the job because of this rank. Returns the verdict that counts, which may be an earlier one of another
+        rank."""
         mine = replace(self._about_myself(reason), stop=stop)
         try:
             return self._decide(mine)
@@ -199,9 +197,8 @@ class Watchdog:
             try:
                 verdict = _read_verdict(self._store.get("verdict"), self.world_size)
             except ValueError as error:
-                verdict = self._lost_store(
-                    f"holds a verdict that no rank has written ({error}); see docs/guide/network.md"
-                )
+                reason = f"holds a verdict that no rank has written ({error}); see docs/guide/network.md"
+                verdict = self._lost_store(reason)
             self._end(verdict, written=False)
             return
         for rank in self._watched:
@@ -291,8 +288,7 @@ class Watchdog:
 
     def _decide(self, mine: Verdict) -> Verdict:
         """Write a verdict to the store unless it has one, and act on the verdict in the store. Returns that verdict."""
-        text = json.dumps(asdict(mine))
-        counts = _read_verdict(self._store.compare_set("verdict", "", text), self.world_size)
+        counts = _read_verdict(self._store.compare_set("verdict", "", json.dumps(asdict(mine))), self.world_size)
         self._end(counts, written=counts == mine)
         return counts
 
@@ -320,8 +316,7 @@ class Watchdog:
 
     def _lost_store(self, reason: str) -> Verdict:
         if self._store_host is not None:  # in the launcher
-            lost = f"lost the launcher at {self._store_host}: it {reason}"
-            return self._about_myself(lost)
+            return self._about_myself(f"lost the launcher at {self._store_host}: it {reason}")
         self._beats.setdefault(0, (NO_BEAT, 0.0))
         return self._verdict_on(0, f"holds the job's store, which {reason}")
 

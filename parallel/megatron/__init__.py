@@ -33,8 +33,7 @@ def require_version() -> None:
 def apply_patches(device_type: str | None = None) -> None:
     """Patch Megatron-core once per process, before any of its objects is created.
 
-    `device_type` is "cuda" or "cpu"; None means CUDA if there is a GPU. Raises RuntimeError for another Megatron-core
-    version, or if a process asks for a second device type.
+    `device_type` is "cuda" or "cpu"; None means CUDA if there is a GPU. Raises RuntimeError for a second device type.
     """
     global _applied
     if device_type is None:

@@ -20,9 +20,7 @@ def around_checkpoints(
 ) -> None:
     """Make a model chunk, which must checkpoint all its layers, run these layers within a context.
 
-    In it, autograd saves the tensors that the checkpoints keep. If Megatron-core enables gradients inside a
-    checkpointed layer, autograd saves other tensors, too; the function that is passed to `context` returns whether such
-    a layer computes.
+    The function that is passed to `context` returns whether a checkpointed layer computes with gradients.
     """
     (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))
     forward = block._checkpointed_forward
@@ -35,8 +33,8 @@ def around_checkpoints(
 
 
 class CheckpointedCall:
-    """A layer's call under Megatron-core's activation checkpointing, but outside autograd's graph: the caller stores
-    the input and calls `backward`. `run`: the layer, [s, b, H] -> [s, b, H]."""
+    """A layer's call under Megatron-core's activation checkpointing, but outside autograd's graph. `run`: [s, b, H] ->
+    same."""
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._run = run

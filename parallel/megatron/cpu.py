@@ -1,9 +1,9 @@
 """Adapter for CPUs: Megatron-core 0.16.1 names CUDA in about a hundred places, which are changed to "cpu" here.
 
-The compiled functions of the listed modules are rewritten in place. The constant "cuda" becomes "cpu", the name `cuda`
+The compiled functions of the listed modules are rewritten in place: the constant "cuda" becomes "cpu", the name `cuda`
 (as in `torch.cuda.current_device()` or `tensor.cuda()`) becomes `cpu` (`torch.cpu` has the same small interface), and
-tensor type names that the optimizers compare lose their "cuda.". That costs nothing at run time, needs no global mode,
-leaves `torch.cuda` unchanged, and works in every thread. Functions that renaming cannot fix are replaced below.
+tensor type names lose their "cuda.". That costs nothing at run time, leaves `torch.cuda` unchanged, and works in every
+thread. Functions that renaming cannot fix are replaced below.
 """
 
 from __future__ import annotations

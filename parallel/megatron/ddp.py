@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from parallel.megatron import require_version
-from parallel.owned import OwnedParameter, owners
+from parallel.owned import owners
 
 require_version()
 
@@ -33,23 +32,26 @@ def in_half_precision(settings: TransformerConfig, chunk: torch.nn.Module) -> Fl
 def wrap(
     data: DistributedDataParallelConfig, chunks: Sequence[torch.nn.Module], groups: ProcessGroupCollection
 ) -> list[DistributedDataParallel]:
-    """Wrap bare model chunks in Megatron's DDP, except for owned parameters (parallel/owned.py), which get separate
-    gradients.
+    """Wrap bare model chunks in Megatron's DDP, but leave owned parameters (parallel/owned.py) out of its buffers.
 
     Gradients are summed over the ranks instead of averaged.
     """
     settings, wrapped = get_model_config(chunks[0]), []
     for i, chunk in enumerate(chunks):
         own = owners(chunk.parameters())
-        with _left_out(own):
+        for owner in own:  # else DDP's constructor puts it into a buffer
+            owner.parameter.requires_grad_(False)
+        try:
             outer = DistributedDataParallel(settings, data, chunk, disable_bucketing=i > 0, pg_collection=groups)
+        finally:
+            for owner in own:
+                owner.parameter.requires_grad_(True)
         # Without this, gradients are averages, and the loss must be multiplied by the number of ranks: the fp16
         # gradients of activations would overflow at a loss scale that is smaller by this factor.
         for buffer in (*outer.buffers, *outer.expert_parallel_buffers):
             for bucket in buffer.buckets:
-                bucket.gradient_scaling_factor = 1.0
+                bucket.gradient_scaling_factor = 1.0  # Megatron's bucket has no argument for this.
         for owner in own:
-            owner.parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
             owner.begin()
         # so that each step resets their gradients, too
         outer.params_with_grad += [owner.parameter for owner in own if not owner.off_device]
@@ -57,21 +59,8 @@ def wrap(
     return wrapped
 
 
-@contextlib.contextmanager
-def _left_out(own: Sequence[OwnedParameter]) -> Iterator[None]:
-    # Without this, DDP's constructor puts owned parameters into its buffers, as it does all that need gradients.
-    for owner in own:
-        owner.parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for owner in own:
-            owner.parameter.requires_grad_(True)
-
-
 def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **named: Any) -> None:
-    """Reduce all gradients: first those of owned parameters, then all others with Megatron-core's
-    `finalize_model_grads`.
+    """Reduce gradients: first those of owned parameters, then all others with Megatron-core's `finalize_model_grads`.
 
     Like that function, it reduces first over data-parallel ranks, then over tensor-parallel ranks and pipeline stages.
     """
@@ -84,8 +73,7 @@ def finalize_gradients(chunks: Sequence[DistributedDataParallel], *rest: Any, **
 def release(chunks: Sequence[DistributedDataParallel]) -> None:
     """Empty wrapped model chunks, so that their memory, process groups and threads are freed with the last reference.
 
-    Without this, a process that trains several models would keep them all: autograd's hooks refer to the DDP, in cycles
-    that Python's garbage collector cannot see.
+    Without this they are kept: autograd's hooks refer to the DDP in cycles that Python's garbage collector cannot see.
     """
     settings = get_model_config(chunks[0])
     settings.grad_scale_func = settings.no_sync_func = settings.grad_sync_func = settings.param_sync_func = None
@@ -96,7 +84,7 @@ def release(chunks: Sequence[DistributedDataParallel]) -> None:
         for owner in owners(chunk.params_with_grad):
             owner.release()
         chunk._modules.clear()
-        chunk.gate = None  # refers to the offloaded optimizer, as the gates of groups do
+        chunk.gate = None  # set by gate_weights; refers to the offloaded optimizer, as the attributes of groups do
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.gate = group.reduced = None
 

@@ -55,8 +55,7 @@ def _norm(
 
 
 def _updated_bias(tokens_LE: torch.Tensor, bias_LE: torch.Tensor, rate: float) -> torch.Tensor:
-    # Megatron compares the token counts with their mean in fp32: a difference of one token is lost if a layer routes
-    # more than 2^24 tokens in a global batch.
+    # Megatron compares counts with their mean in fp32: beyond 2^24 tokens, a difference of one token is lost.
     group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(tokens_LE, group=group)
     below_LE = tokens_LE.sum(dim=-1, keepdim=True) - tokens_LE * tokens_LE.size(-1)

@@ -1,8 +1,6 @@
-"""Patches that add gradients to Megatron-core 0.16.1's buffers, and reduce them over data-parallel ranks, without
-needless passes over memory.
+"""Patches that spare Megatron-core 0.16.1 needless passes over its gradient buffers.
 
-The buffers are in fp32 and as large as the model's gradients: each pass over them takes a noticeable part of a step on
-every device.
+The buffers are in fp32 and as large as the model's gradients: each pass takes a noticeable part of the step time.
 """
 
 from __future__ import annotations
@@ -20,16 +18,15 @@ Gate = Callable[[torch.nn.Parameter], None]  # waits until no update uses a para
 
 def apply() -> None:
     """Apply the patches of this module to Megatron-core. Called once, by parallel.megatron.apply_patches."""
-    # Without this each step fills the buffers with zeros and adds the first micro-batch's gradients to them: one write
-    # and one read of the buffers more than needed.
+    # Without this each step zeros the buffers and adds the first gradients to them: a needless write and read.
     DistributedDataParallel.zero_grad_buffer = _forget_gradients
     DistributedDataParallel._make_backward_post_hook = _gradient_hook
     _exchange_nothing_alone()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The first micro-batch of a step writes its gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# -- the first micro-batch of a step writes its gradients --------------------------------------------------------------
+# torch.nn.Parameter has no argument for its attributes: Megatron's main_grad and grad_added_to_main_grad, and
+# grad_is_old (whether main_grad is the last step's) and grad_parts (gradients of its elements that are to be added).
 
 
 def _forget_gradients(self: DistributedDataParallel) -> None:
@@ -51,8 +48,8 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
 
 
 def add_with_next(param: torch.Tensor, index: int, grad: torch.Tensor) -> bool:
-    """Add `grad` to the gradient of `param[index]` when autograd has the next gradient of `param`, before DDP counts it
-    as ready. Returns False if the parameter has no gradient buffer."""
+    """Add `grad` to the gradient of `param[index]` with autograd's next gradient of `param`, before DDP counts it as
+    ready. Returns False if the parameter has no gradient buffer."""
     if not hasattr(param, "main_grad"):
         return False
     param.__dict__.setdefault("grad_parts", []).append((index, grad))
@@ -74,8 +71,7 @@ def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
 
 
 def open_buffer(param: torch.nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Return a parameter's gradient buffer for a backward pass that writes to it directly, and whether the pass must
-    overwrite the last step's gradient instead of adding.
+    """Return a parameter's gradient buffer to write to in a backward pass, and whether the pass must overwrite it.
 
     No update reads the buffer any more: the forward pass waited for updates before it read the parameter. Autograd may
     still pass a dummy, or the gradient of another use of the parameter (a tied embedding), to the parameter's hook.
@@ -114,8 +110,7 @@ class GradientSum:
 
 
 def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
-    """Add a micro-batch's gradient to a parameter's buffer. The first micro-batch overwrites the last step's gradient,
-    after `gate` has waited for updates that may read it."""
+    """Add a micro-batch's gradient to a parameter's buffer; the first overwrites it, after `gate` has waited."""
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -154,9 +149,7 @@ def _gradient_hook(self: DistributedDataParallel, param: torch.nn.Parameter) -> 
     return hook
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A rank without data parallel peers exchanges nothing
-# ---------------------------------------------------------------------------------------------------------------------
+# -- a rank without data-parallel peers exchanges nothing --------------------------------------------------------------
 
 
 class _Done:
@@ -181,8 +174,7 @@ class _WaitedOnce:
 
 
 def _exchange_nothing_alone() -> None:
-    # Without this, a group of one rank copies all gradients and weights onto themselves; gloo does that through another
-    # buffer of their size.
+    # Without this, a group of one rank copies all gradients and weights onto themselves.
     reduce, gather = _ParamAndGradBucketGroup.start_grad_sync, _ParamAndGradBucketGroup.start_param_sync
 
     def start_grad_sync(self: Any, force_all_reduce: bool | None = False) -> None:

@@ -1,9 +1,6 @@
-"""Megatron-core 0.16.1's optimizers for offloaded state: they compute gradients and norms and gather weights, but have
-no state, and the offloaded optimizer updates the weights.
-
-Megatron's "precision-aware" mode keeps no fp32 copies and attaches gradients to views of the weights
-(`decoupled_grad`). It is enabled only for these optimizers.
-"""
+"""Megatron-core 0.16.1's optimizers for offloaded state: they have gradients and norms and gather weights, but have no
+state, and the offloaded optimizer updates the weights. Only they use Megatron's "precision-aware" mode: no fp32 copies,
+and gradients on views of the weights (`decoupled_grad`)."""
 
 from __future__ import annotations
 
@@ -36,16 +33,19 @@ require_version()
 class ExternalShardedOptimizer(DistributedOptimizer):
     """A sharded optimizer in Megatron's chain that only all-gathers weights; the offloaded optimizer updates them."""
 
-    # Called when Megatron would copy the weights to the fp32 copies.
-    reload: Callable[[], None] = staticmethod(lambda: None)
+    _reload: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, optimizer: Any, config: Any, *rest: Any, **named: Any):
         config = copy.copy(config)
         config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
         super().__init__(optimizer, config, *rest, **named)
 
+    def call_on_reload(self, reload: Callable[[], None]) -> None:
+        """Call `reload` whenever Megatron would copy the weights to their fp32 copies."""
+        self._reload = reload
+
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        self.reload()
+        self._reload()
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
@@ -57,11 +57,8 @@ class ExternalShardedOptimizer(DistributedOptimizer):
 
 
 class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
-    """An optimizer in Megatron's chain for owned parameters (parallel/owned.py), which the offloaded optimizer updates
-    whole.
-
-    It only has their parameter groups and gradients, in any precision, and makes no fp32 copies.
-    """
+    """An optimizer in Megatron's chain for owned parameters: it has parameter groups and gradients, but no fp32
+    copies."""
 
     def __init__(self, optimizer: Any, config: Any, *rest: Any):
         scaler = rest[0] if len(rest) > 1 else None  # (scaler, init) or (init,), as in the two replaced classes
@@ -73,7 +70,7 @@ class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
 
     def _copy_model_grads_to_main_grads(self) -> None:
         for parameter in self._parameters_here():
-            parameter.decoupled_grad = parameter.main_grad  # type: ignore[attr-defined]
+            parameter.decoupled_grad = parameter.main_grad  # the attribute that Megatron's optimizers read
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         return [parameter.main_grad for parameter in self._parameters_here()]  # type: ignore[attr-defined]
@@ -184,18 +181,18 @@ def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torc
         return before_forward
 
     for chunk in chunks:
-        chunk.gate = gate  # see parallel/megatron/grad_buffers.py
-        own = owners(chunk.params_with_grad)
-        for each in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups, *own):
-            each.gate = gate
+        chunk.gate = gate  # Megatron's DDP has no argument for this; parallel/megatron/grad_buffers.py reads it.
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.gate = gate  # Megatron's bucket group has no argument for this, either.
+        for owner in owners(chunk.params_with_grad):
+            owner.wait_with(gate)
         for module in chunk.module.modules():
             if own := [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]:
                 module.register_forward_pre_hook(hook(own, adds_by_itself(module)), prepend=True)
 
 
 def watch_reduced(chunks: Sequence[DistributedDataParallel], reduced: Callable[[Any], None]) -> None:
-    """Call `reduced` with a group of DDP's buckets when its gradient reduction starts, during the last micro-batch's
-    backward pass. The group's `grad_reduce_handle` waits for the reduction."""
+    """Call `reduced` with a group of DDP's buckets when its gradient reduction (`grad_reduce_handle`) starts."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            group.reduced = reduced
+            group.reduced = reduced  # Megatron's bucket group has no argument for this.

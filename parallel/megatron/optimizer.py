@@ -1,8 +1,4 @@
-"""Access to internals of Megatron-core 0.16.1's optimizers: the single optimizers of a chain, the shards of the sharded
-optimizer, and the fp16 loss scaler.
-
-The docstrings say what would fail without a function.
-"""
+"""Access to Megatron-core 0.16.1's optimizers: members of a chain, shards of the sharded one, the fp16 loss scaler."""
 
 from __future__ import annotations
 
@@ -28,12 +24,11 @@ require_version()
 def build_chain(
     config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], groups: ProcessGroupCollection
 ) -> MegatronOptimizer:
-    """Build Megatron-core's optimizer of wrapped model chunks. Its last member updates owned parameters
-    (parallel/owned.py) whole. A collective call.
+    """Build Megatron-core's optimizer of wrapped model chunks. Its last member updates owned parameters. A collective
+    call.
 
     Without this, the sharded optimizer would look for owned parameters in DDP's buffers. Megatron-core still forms the
-    groups of all parameters: its rule for weight decay applies to owned ones too, and no rank needs to know whether
-    another has any.
+    groups of all parameters, so its rule for weight decay applies to owned ones too.
     """
     make, outside = megatron.core.optimizer._get_megatron_optimizer_based_on_param_groups, []
 
@@ -87,8 +82,7 @@ class HeldShard:
 def find_held(optimizer: MegatronOptimizer, parameters: Iterable[torch.nn.Parameter]) -> list[HeldShard | None]:
     """Return this rank's shard of each parameter, or None if another data-parallel rank has the whole parameter.
 
-    Without this, optimizer state has no names: Megatron's own checkpoint of a sharded optimizer is cut by ranks, and
-    cannot be loaded in another layout.
+    Without this, optimizer state has no names: Megatron's checkpoints cannot be loaded in a different layout.
     """
     plain: dict[int, Any] = {}  # id of a main parameter -> the member that steps all of it
     sharded = []
@@ -121,8 +115,7 @@ def gradient_of(main: torch.Tensor) -> torch.Tensor | None:
 def ready_gradients(
     optimizer: MegatronOptimizer, unscaled: Container[int] = (), overflowed: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Copy gradients to the tensors that the optimizer updates, unscaled in fp16. Returns this rank's number of
-    overflows as a device tensor, or None.
+    """Copy gradients to the tensors that the optimizer updates, unscaled in fp16. Returns the number of overflows.
 
     `unscaled`: addresses of gradients that are unscaled already; `overflowed`: the number of overflows among them.
     Megatron's `prepare_grads` would read the number on the host, once per optimizer, after a separate reduction.
@@ -150,13 +143,12 @@ def scaler_of(optimizer: MegatronOptimizer) -> Any:
 def share_scaler(optimizer: MegatronOptimizer) -> None:
     """Make all optimizers of the chain unscale gradients with the scale that multiplies the loss.
 
-    Megatron gives each optimizer its own scaler: after an overflow in only the experts' gradients, these would be
-    divided by half of the loss's scale forever.
+    Each has its own scaler: after an overflow in only the experts' gradients, their scale would differ forever.
     """
     scaler = scaler_of(optimizer)
     for member in members(optimizer):
         if getattr(member, "grad_scaler", None) is not None:
-            member.grad_scaler = scaler
+            member.grad_scaler = scaler  # Megatron has no argument for a shared scaler.
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> tuple[float, float]:
@@ -178,8 +170,7 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float] | None:
 
 def restore_scaler(optimizer: MegatronOptimizer, saved: dict[str, float] | None) -> None:
     """Set the fp16 loss scaler to the numbers of `scaler_state`. None leaves the initial scale."""
-    scaler = scaler_of(optimizer)
-    if scaler is not None and saved is not None:
+    if saved is not None and (scaler := scaler_of(optimizer)) is not None:
         scaler._scale = torch.full_like(scaler._scale, saved["scale"])
         scaler._growth_tracker = int(saved["growth_tracker"])
         scaler._hysteresis_tracker = int(saved["hysteresis_tracker"])

@@ -1,5 +1,4 @@
-"""Megatron-core 0.16.1's top-k router with three private methods fixed. Its hook for replayed routing selects the
-experts."""
+"""Megatron-core 0.16.1's top-k router with three private methods fixed. Its replay hook selects the experts."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ from parallel.megatron import require_version
 
 require_version()
 
-# (scores [T, E], top_k, num_groups, group_top_k, Megatron's function) -> (scores [T, k] of the chosen experts, their
-# numbers [T, k]).
+# (scores [T, E], top_k, num_groups, group_top_k, Megatron's function) -> (chosen scores [T, k], their experts [T, k])
 Choose = Callable[[torch.Tensor, int, int | None, int | None, Callable[..., Any]], tuple[torch.Tensor, torch.Tensor]]
 
 # (layer from 0, scores [T, E], routing map [T, E]) -> the loss of these tokens, without its coefficient.
@@ -32,17 +30,11 @@ Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RouterRows:
-    """The tokens that this rank's routers get if context parallelism shards a micro-batch's tokens in any order.
+    """The tokens of this rank's routers if context parallelism shards a micro-batch's tokens in any order."""
 
-    Attributes:
-        ids: int64 `[T]` on the routers' device, in the order of the hidden states: sample * length + position.
-        num_samples: samples of the micro-batch, over all ranks.
-        length: tokens of a sample.
-    """
-
-    ids: torch.Tensor
-    num_samples: int
-    length: int
+    ids: torch.Tensor  # int64 [T] on the device, in the order of the hidden states: sample * length + position
+    num_samples: int  # of the micro-batch, over all ranks
+    length: int  # tokens of a sample
 
     @functools.cached_property
     def members(self) -> torch.Tensor:

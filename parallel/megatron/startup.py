@@ -1,9 +1,8 @@
 """Imports Megatron-core without packages that training does not use, which take half of a rank's start.
 
-Megatron-core's decorators compile functions when they are defined, which imports PyTorch's compiler, though most of the
-functions are never called; here each is compiled at its first call. Its timers and its inference engine import
-TensorBoard and wandb, which Mixtrain's own tracker imports if a run needs it. It imports TransformerEngine if that is
-installed, and fails if the import fails; so the import is tried first.
+Megatron-core's decorators compile functions when they are defined, which imports PyTorch's compiler; here each is
+compiled at its first call. Its timers and its inference engine import TensorBoard and wandb. It imports
+TransformerEngine if that is installed, and fails if the import fails; so the import is tried first.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def transformer_engine_fault() -> str | None:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Within this context, `torch.compile` does nothing until the first call, and packages in NOT_USED cannot be
-    imported, unless they were before.
+    """Within this context, `torch.compile` waits for the first call, and packages in NOT_USED cannot be newly imported.
 
     Objects that exist at the end are excluded from garbage collection.
     """

@@ -18,7 +18,7 @@ ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 @dataclass(frozen=True)
 class Group:
-    """A group of ranks that communicate: how many there are, and how many of them are in one node."""
+    """Size of a group of communicating ranks, in total and within one node."""
 
     size: int
     in_node: int
@@ -26,7 +26,7 @@ class Group:
 
     @property
     def link(self) -> str:
-        """The slowest link that the group uses: "inside" a node or "between" nodes."""
+        """Slowest link that the group uses: "inside" a node or "between" nodes."""
         return INSIDE if self.in_node >= self.size else BETWEEN
 
 
@@ -57,7 +57,7 @@ def groups(config: Config, world_size: int, ranks_per_node: int) -> dict[str, Gr
 
 
 def rate(hardware: Hardware, group: Group) -> float:
-    """Return the bytes per second at which each rank of the group sends in a ring."""
+    """Return the bytes per second that each rank of the group sends in a ring collective."""
     if group.link == INSIDE:
         return hardware["inside.rate"]
     own = _card_rate(hardware, group.in_node * group.num_sharing) / group.num_sharing
@@ -65,10 +65,7 @@ def rate(hardware: Hardware, group: Group) -> float:
 
 
 def startup_inside(hardware: Hardware, ranks: int) -> float:
-    """Return the start-up seconds of an all-gather between ranks of one node.
-
-    They are interpolated linearly between the figures for 2, 4 and 8 ranks, and extrapolated with the last slope.
-    """
+    """Return the start-up seconds of an all-gather in one node, linear between the figures for 2, 4 and 8 ranks."""
     if ranks == 1:
         return 0.0
     two, four, eight = (hardware[f"inside.startup_{size}"] for size in (2, 4, 8))
@@ -87,10 +84,9 @@ def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) ->
 
 
 def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
-    """Return the start-up seconds and the seconds per byte of an all-to-all in which each rank sends equally much to
-    all others.
+    """Return (start-up seconds, seconds per byte) of an all-to-all that sends the same amount to each rank.
 
-    The slower of the node's internal links and its network card determines the rate.
+    The slower of the links inside the node and its network card determines the rate.
     """
     if group.size == 1:
         return 0.0, 0.0
@@ -103,7 +99,7 @@ def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
 
 
 def send(hardware: Hardware, group: Group, num_bytes: float) -> float:
-    """Return the seconds in which a rank sends to the next pipeline stage while all ranks of its node do the same."""
+    """Return the seconds of a transfer to the next pipeline stage while all ranks of the node send."""
     if group.in_node > 1:
         return hardware["inside.startup_2"] + num_bytes / hardware["inside.rate"]
     return hardware["between.startup"] + num_bytes * group.num_sharing / _card_rate(hardware, group.num_sharing)

@@ -42,8 +42,7 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
     operations = STARTED_PER_CHUNK + experts * STARTED_PER_EXPERT[hardware.kind]
 
     def product(columns: float) -> Curve:
-        """Return the seconds of a matmul of hidden states with a weight of `columns` columns, as a curve over the
-        number of assignments (pairs of a token and an expert)."""
+        """Return the seconds of a matmul with a weight of `columns` columns, as a curve over assignments."""
         flops = 2.0 * load.hidden_size * columns / clock.products
         moved = (load.hidden_size + 2 * columns) * element / rate
         fixed = weights * columns / matrices + operations * (each + host)
@@ -89,11 +88,10 @@ class ExpertCalls:
         self.costs = measured or costs_of(config, hardware, self.group, self.load, clock)
 
     def of(self, work: BlockWork, stage: int) -> tuple[Reasons, Reasons]:
-        """Return the seconds of the forward and the backward pass by reason: computing, and waiting for expert-parallel
-        ranks.
+        """Return the seconds of the (forward, backward) pass by reason: computing, and waiting for expert ranks.
 
-        `work` is the MoE layer's work, of which the shared expert overlaps the all-to-alls. Raises ConfigError if no
-        chunk plan fits moe.memory_budget.
+        `work`: of the MoE layer, whose shared expert overlaps the all-to-alls. Raises ConfigError if no chunk plan fits
+        moe.memory_budget.
         """
         costs = self.costs
         if not self.measured:
@@ -121,8 +119,7 @@ class ExpertCalls:
 
 
 def measured_costs(config: Config, device: str) -> tuple[LayerCosts, str] | None:
-    """Return the newest measured costs of this config's MoE layers, and a text that names the device on which they were
-    measured; None if nothing was measured."""
+    """Return the newest measured costs of this config's MoE layers, and their device; None if nothing was measured."""
     if not derived.is_moe(config):
         return None
     shared = (config.moe.shared_expert_ffn_hidden_size or 0) // config.parallel.tensor

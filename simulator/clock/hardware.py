@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -44,19 +44,11 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
     "device.operation": ("s", "fixed time of each operation on the device", True),
     "launch.operation": ("s", "time in which the host launches an operation", True),
     "launch.exposed": ("share", "share of launching (or of computing, if that is shorter) that is not hidden", True),
-    "inside.startup_2": (
-        "s",
-        "start-up time of an all-gather between 2 ranks of a node; an all-reduce has it twice",
-        True,
-    ),
+    "inside.startup_2": ("s", "start-up time of an all-gather between 2 ranks of a node (all-reduce: doubled)", True),
     "inside.startup_4": ("s", "start-up time of an all-gather between 4 ranks of a node", True),
     "inside.startup_8": ("s", "start-up time of an all-gather between 8 ranks of a node", True),
     "inside.rate": ("bytes/s", "rate at which a rank sends to others in its node, per direction", True),
-    "between.startup": (
-        "s",
-        "start-up time of an all-gather between 2 nodes; between n nodes log2(n) times as much",
-        True,
-    ),
+    "between.startup": ("s", "start-up time of an all-gather between 2 nodes (n nodes: log2(n) times as much)", True),
     "between.rate": ("bytes/s", "rate of a node's network card, per direction", True),
     "between.shared_by": ("ranks", "number of ranks of a node that share a network card", False),
     "host.up": ("bytes/s", "rate of copies from a host to a device", True),
@@ -72,7 +64,7 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A value with its source; `stated` is the source's value if a fit changed it."""
+    """A hardware figure with its source. `stated`: the source's value, if a fit changed the value."""
 
     value: float
     source: str
@@ -81,7 +73,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal nodes. `kind`: cuda or cpu; `errors`: results of back-tests with these figures."""
+    """A cluster of equal nodes as figures. `kind`: cuda or cpu; `errors`: results of back-tests with the figures."""
 
     name: str
     kind: str
@@ -97,7 +89,7 @@ class Hardware:
         return replace(self, figures={name: _stated(figure) for name, figure in self.figures.items()}, errors=())
 
     def with_values(self, values: Mapping[str, float], source: str) -> Hardware:
-        """Return the hardware with some values replaced. `source` names the fit or the test that found them."""
+        """Return the hardware with some values replaced. `source`: the fit or the test that found the values."""
         new = dict(self.figures)
         for name, value in values.items():
             of = _stated(new[name])
@@ -145,13 +137,8 @@ def _parse(content: Mapping[Any, Any], path: Path) -> Hardware:
         _refuse(path, "errors", errors, "be a list of mappings, as python -m simulator.fit writes them", "errors: []")
     found = content.get("figures")
     if not isinstance(found, Mapping):
-        _refuse(
-            path,
-            "figures",
-            found,
-            "be a mapping from each figure to its value and source",
-            "a copy of those in another file",
-        )
+        rule = "be a mapping from each figure to its value and source"
+        _refuse(path, "figures", found, rule, f"a copy of the figures in {hardware_files.FOLDER / 'h100_8x.yaml'}")
     _check_keys(path, "figures.", found, tuple(FIGURES))
     for name, (unit, meaning, _) in FIGURES.items():
         if name not in found:
@@ -180,15 +167,13 @@ def _number(path: Path, key: str, name: str, unit: str, value: Any) -> float:
     """Return a figure's value; raise ConfigError if it is outside the range of its unit."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         _refuse(path, key, value, f"be a number, in {unit}", f"{key.rpartition('.')[2]}: {_usual(unit)}")
-    zero = name in MAY_BE_ZERO or unit == "s" or unit.startswith("s ")
-    low, high = (0.0, 1.0) if unit == "share" else (0.0, math.inf)
-    if unit == "s":
-        high = 60.0  # larger values are in another unit
-    if unit in ("FLOP/s", "bytes/s") and not zero or unit in ("FLOP/s", "bytes/s") and value > 0:
-        low = 1e5  # smaller values are in another unit
+    zero = name in MAY_BE_ZERO or unit == "s"
+    # Values outside the range are in a different unit.
+    high = {"share": 1.0, "s": 60.0}.get(unit, math.inf)
+    low = 1e5 if unit in ("FLOP/s", "bytes/s") and not (zero and value <= 0) else 0.0
     if unit in COUNTS and value != int(value) or not low <= value <= high or value == 0 and not zero:
         what = f"a whole number, in {unit}" if unit in COUNTS else f"in {unit}"
-        least = "at least 0" if zero and low == 0 else f"at least {low:g}" if low else "above 0"
+        least = f"at least {low:g}" if low or zero else "above 0"
         most = "" if math.isinf(high) else f" and at most {high:g}"
         _refuse(path, key, value, f"be {least}{most}, {what}", f"{key.rpartition('.')[2]}: {_usual(unit)}")
     return float(value)
@@ -202,8 +187,8 @@ def _check_keys(path: Path, prefix: str, content: Mapping[Any, Any], known: tupl
     for key in content:
         if key not in known:
             close = nearest(str(key), known)
-            advice = f"Did you mean {prefix}{close}" if close else f"Known keys are {', '.join(known)}"
-            raise ConfigError(f"{path}: {prefix}{key} ({show(content[key])}) must be a known key. {advice}.")
+            advice = f"Did you mean {prefix}{close}?" if close else f"Use one of {', '.join(known)}."
+            raise ConfigError(f"{path}: {prefix}{key} ({show(content[key])}) is not a known key. {advice}")
 
 
 def _refuse(path: Path, key: str, value: Any, rule: str, example: str) -> NoReturn:
@@ -211,17 +196,11 @@ def _refuse(path: Path, key: str, value: Any, rule: str, example: str) -> NoRetu
 
 
 def hardware_yaml(hardware: Hardware) -> str:
-    """Return the text of a file that `load_hardware` can read."""
-    figures: dict[str, dict[str, Any]] = {}
-    for name in FIGURES:
-        figure = hardware.figures[name]
-        figures[name] = {"value": figure.value, "source": figure.source}
-        if figure.stated is not None:
-            figures[name]["stated"] = figure.stated
-    content = {
-        "kind": hardware.kind,
-        "about": hardware.about,
-        "figures": figures,
-        "errors": [dict(error) for error in hardware.errors],
+    """Return the YAML text of a hardware file, which `load_hardware` can read."""
+    figures = {
+        name: {key: value for key, value in asdict(hardware.figures[name]).items() if value is not None}
+        for name in FIGURES
     }
+    errors = [dict(error) for error in hardware.errors]
+    content = {"kind": hardware.kind, "about": hardware.about, "figures": figures, "errors": errors}
     return str(yaml.safe_dump(content, sort_keys=False, width=120))

@@ -7,11 +7,12 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from simulator.clock.passes import Reasons
+
 
 @dataclass
 class Task:
-    """A task of one resource. `after`: numbers of the tasks that must end before it starts; `reasons`: its seconds by
-    reason."""
+    """A task of one resource. `after`: numbers of the tasks that it waits for; `reasons`: its seconds by reason."""
 
     resource: str
     name: str
@@ -27,12 +28,11 @@ class Task:
 
 
 class Loop:
-    """Simulates tasks on resources. Each resource runs its tasks in the order of `add`; a task may depend on a task of
-    another resource that is added afterwards."""
+    """Simulates resources that run tasks in the order of `add`. A task may wait for a task that is added later."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self._queues: dict[str, deque[int]] = defaultdict(deque)
+        self.queues: dict[str, list[int]] = defaultdict(list)  # numbers of each resource's tasks, in order
 
     def add(
         self,
@@ -46,11 +46,11 @@ class Loop:
         """Add a task to the end of a resource's queue and return its number."""
         number = len(self.tasks)
         self.tasks.append(Task(resource, name, sum(reasons.values()), after, reasons, overlaps_next))
-        self._queues[resource].append(number)
+        self.queues[resource].append(number)
         return number
 
     def wait_also(self, task: int, other: int) -> None:
-        """Make an added task depend on another task, too."""
+        """Make an added task also depend on another task."""
         self.tasks[task].after = (*self.tasks[task].after, other)
 
     def run(self) -> float:
@@ -59,11 +59,10 @@ class Loop:
         Raises RuntimeError if tasks wait for each other in a cycle.
         """
         tasks, end = self.tasks, 0.0
-        queues = {name: deque(queue) for name, queue in self._queues.items()}
+        queues = {name: deque(queue) for name, queue in self.queues.items()}
         free = dict.fromkeys(queues, 0.0)
-        waiting: dict[int, list[str]] = defaultdict(
-            list
-        )  # resources whose first task waits, by the task that it waits for
+        # Resources whose first task waits, by the task that it waits for.
+        waiting: dict[int, list[str]] = defaultdict(list)
         ready = list(queues)
         while ready:
             name = ready.pop()
@@ -86,19 +85,14 @@ class Loop:
                     ready += waiting.pop(number, ())
                     continue
                 break
-        left = [tasks[queue[0]].name for queue in queues.values() if queue]
-        if left:
+        if left := [tasks[queue[0]].name for queue in queues.values() if queue]:
             raise RuntimeError(f"tasks wait for each other: {', '.join(left)}")
         return end
 
-    def overlapping(self) -> dict[str, dict[str, float]]:
-        """Return the seconds by reason of each resource that has tasks overlapping the next step. A step cannot be
-        shorter than the sum of any of them."""
-        found: dict[str, dict[str, float]] = {}
-        for name in {task.resource for task in self.tasks if task.overlaps_next}:
-            total = found.setdefault(name, {})
-            for task in self.tasks:
-                if task.resource == name:
-                    for reason, seconds in task.reasons.items():
-                        total[reason] = total.get(reason, 0.0) + seconds
+    def overlapping(self) -> dict[str, Reasons]:
+        """Return the seconds by reason of resources whose tasks overlap the next step; each sum bounds a step."""
+        found = {task.resource: Reasons() for task in self.tasks if task.overlaps_next}
+        for task in self.tasks:
+            if task.resource in found:
+                found[task.resource].add(task.reasons)
         return found

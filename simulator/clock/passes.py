@@ -66,8 +66,7 @@ MIXTRAIN = Recipe()
 
 @dataclass(frozen=True)
 class Product:
-    """A matmul: its floating-point operations, the bytes it reads and writes, and `edge`, the sum of the inverses of
-    its three sizes, which measures how much of its tiles is unused."""
+    """A matmul as FLOPs and bytes. `edge`: sum of the inverses of its three sizes, which grows with unused tiles."""
 
     flops: float
     bytes: float
@@ -76,8 +75,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective that the pass waits for. `num_bytes`: size of the complete tensor; `overlapped`: matmul that runs at
-    the same time."""
+    """A collective that the pass waits for. `num_bytes`: of the complete tensor; `overlapped`: simultaneous matmul."""
 
     kind: str
     axis: str
@@ -87,7 +85,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class PassWork:
-    """Work of one rank in the forward or backward pass of a block."""
+    """FLOPs, bytes, launches and collectives of one rank in the forward or backward pass of a block."""
 
     products: tuple[Product, ...] = ()
     attention: float = 0.0  # floating-point operations of fused attention
@@ -116,7 +114,7 @@ class BlockWork:
 
 
 class Fold:
-    """Sums up the work of a block's operations. Raises ValueError for an unknown kind of operation."""
+    """Sums the FLOPs, bytes and collectives of a block's operations. Raises ValueError for an unknown kind."""
 
     def __init__(
         self, config: Config, device: str, shared: SharedRows, attended_share: float | None, recipe: Recipe = MIXTRAIN
@@ -213,8 +211,7 @@ class Fold:
         )
 
     def _edge(self, operation: ModelOperation, flops: float) -> float:
-        """Return `Product.edge` (sum of the inverse sizes) of a matmul with a weight, from its rows, inputs and
-        outputs."""
+        """Return `Product.edge`, the sum of the inverse sizes, of an operation's matmul with its weight."""
         matrices = [blueprint.local_shape(w, self.sizes.ranks) for w in operation.weights if len(w.shape) == 2]
         if not matrices or not flops:
             return 0.0
@@ -231,13 +228,13 @@ class Fold:
 
 
 class Reasons(dict[str, float]):
-    """Seconds by reason. Keys are those of prediction.REASONS; a missing key counts as 0."""
+    """Seconds by reason (a key of prediction.REASONS). A missing reason counts as 0."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
 
     def add(self, of: Mapping[str, float], times: float = 1.0) -> None:
-        """Add the seconds of another mapping, multiplied by `times`."""
+        """Add seconds by reason, multiplied by `times`."""
         for name, seconds in of.items():
             self[name] += times * seconds
 
@@ -268,7 +265,7 @@ class PassClock:
         return BlockSeconds(forward, backward)
 
     def product(self, of: Product) -> float:
-        """Return the seconds of a matmul."""
+        """Return the seconds of a matmul: of its FLOPs or of its bytes, whichever take longer."""
         computing = of.flops / self.products * (1 + self.tile * of.edge)
         return max(computing, of.bytes / self.hardware["device.rate"])
 

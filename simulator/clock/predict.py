@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from configs import derived
@@ -33,8 +34,7 @@ _works: OrderedDict[Any, BlockWork] = OrderedDict()
 
 
 class StepClock:
-    """Predicts the step of a job on some hardware. Raises ConfigError if no chunk plan of the MoE layers fits their
-    memory budget."""
+    """Predicts the step of a job on some hardware. Raises ConfigError if no chunk plan fits moe.memory_budget."""
 
     def __init__(
         self,
@@ -47,35 +47,30 @@ class StepClock:
         measured: LayerCosts | None = None,
     ) -> None:
         """`attended_share`: as in simulator/flops.py. `shared`: sharding of sequences over context ranks, if known.
-        `recipe`: properties of another training framework. `measured`: costs of MoE layers measured on this
-        hardware."""
-        self._measured = measured
+        `recipe`: of the training framework. `measured`: costs of MoE layers measured on this hardware."""
         config = job.config
-        self.job, self.config = job, config
-        self.hardware, self.recipe = hardware, recipe
+        self.job, self.config, self.hardware, self.recipe, self._measured = job, config, hardware, recipe, measured
         self.groups = groups(config, job.world_size, int(hardware["ranks_per_node"]))
         self.clock = PassClock(config, hardware, self.groups)
         self.shared = shared or shared_rows(config)
         self._fold = Fold(config, hardware.kind, self.shared, attended_share, recipe)
         self._key = _key(config, job.vocab_size, hardware.kind, attended_share, shared, recipe)
-        self._calls: ExpertCalls | None = None
         self._seconds: dict[Any, BlockSeconds] = {}
         self.micro_batches = derived.num_micro_batches(config, job.world_size)
 
     def chunks(self) -> list[list[BlockSeconds]]:
         """Return the seconds of each model chunk's forward and backward pass by reason, per pipeline stage."""
         slides = derived.window_pattern(self.config)
-        result = []
+        result: list[list[BlockSeconds]] = []
         for stage, chunks in enumerate(blueprint.model_chunks(self.config)):
-            of_stage = []
+            result.append([])
             for chunk in chunks:
                 forward, backward = Reasons(), Reasons()
                 for name, number in self._blocks(chunk, slides).items():
                     seconds = self._block(name, stage)
                     forward.add(seconds.forward, number)
                     backward.add(seconds.backward, number)
-                of_stage.append(BlockSeconds(forward, backward))
-            result.append(of_stage)
+                result[-1].append(BlockSeconds(forward, backward))
         return result
 
     def _blocks(self, chunk: blueprint.ModelChunk, slides: Sequence[int]) -> Counter[tuple[Any, ...]]:
@@ -93,17 +88,14 @@ class StepClock:
         key = (*name, stage if derived.plans_moe(self.config) else 0)
         if key not in self._seconds:
             work = self._work(name)
-            calls = self._expert_calls().of(work, stage) if work.forward.moe else None
+            calls = self._expert_calls.of(work, stage) if work.forward.moe else None
             seconds = self.clock.block(work, calls)
             self._seconds[key] = self._with_layer_inputs(seconds, stage) if name[0] == "layer" else seconds
         return self._seconds[key]
 
+    @cached_property
     def _expert_calls(self) -> ExpertCalls:
-        if self._calls is None:
-            self._calls = ExpertCalls(
-                self.config, self.job.world_size, self.hardware, self.groups, self.clock, self._measured
-            )
-        return self._calls
+        return ExpertCalls(self.config, self.job.world_size, self.hardware, self.groups, self.clock, self._measured)
 
     def _work(self, name: tuple[Any, ...]) -> BlockWork:
         key = (name, self._key)
@@ -123,25 +115,24 @@ class StepClock:
 
     def _with_layer_inputs(self, block: BlockSeconds, stage: int) -> BlockSeconds:
         """Return a layer's seconds, plus the time by which copying its offloaded input takes longer than computing."""
-        if self.config.training.activation_offload == "none":
+        config, world_size = self.config, self.job.world_size
+        if config.training.activation_offload == "none":
             return block
-        count = derived.layer_input_bytes(self.config)
-        of = rates(self.hardware, self.job.world_size)
+        if not offloaded_layer_inputs(config, world_size, stage, float("inf")):
+            return block
+        count, of = derived.layer_input_bytes(config), rates(self.hardware, world_size)
         forward, backward = Reasons(block.forward), Reasons(block.backward)
-        if not offloaded_layer_inputs(self.config, self.job.world_size, stage, float("inf")):
-            return block
         # Bytes (to the host, to the device) of each pass; both directions transfer at the same time.
         transfers = ((count, 0), (0, count))
-        if self.config.training.pass_order == "by_layer":  # each pass reads its input, and gradients are copied, too
+        if config.training.pass_order == "by_layer":  # each pass reads its input, and gradients are copied, too
             transfers = ((count, count), (count, 2 * count))
         for seconds, (down, up) in zip((forward, backward), transfers, strict=True):
             seconds["host_link"] += max(0.0, max(down / of.down, up / of.up) - sum(seconds.values()))
         return BlockSeconds(forward, backward)
 
     def predict(self, arrangements: Sequence[Arrangement | None] | None = None, with_spans: bool = False) -> Prediction:
-        """Return the prediction of the step. `arrangements`: of offloaded optimizer state, one per pipeline stage, if
-        known."""
-        config = self.config
+        """Return the predicted step. `arrangements`: of offloaded optimizer state, one per pipeline stage, if known."""
+        config, pipeline = self.config, self.groups[PIPELINE]
         rest = stage_rest(self.job, self.hardware, self.groups, self.recipe, arrangements)
         streams: list[StreamSeconds | None] = []
         if derived.streams_experts(config):
@@ -149,7 +140,6 @@ class StepClock:
                 stream_seconds(config, self.job.world_size, stage, self.hardware, self.groups)
                 for stage in range(config.parallel.pipeline)
             ]
-        pipeline = self.groups[PIPELINE]
         state = derived.layer_input_bytes(config)
         step = StepWork(
             self.chunks(),
@@ -172,8 +162,7 @@ class StepClock:
         )
 
     def _simulate(self, step: StepWork, with_spans: bool) -> tuple[float, Reasons, list[PlannedSpan]]:
-        """Return seconds, reasons and spans of a step. With many micro-batches the repeating period of the pipeline is
-        extrapolated."""
+        """Return seconds, reasons and spans of a step; the pipeline's period is extrapolated to many micro-batches."""
         stages, number = self.config.parallel.pipeline, self.micro_batches
         few = 2 * stages + (number - 2 * stages) % stages
         spans: list[PlannedSpan] = []
@@ -194,7 +183,7 @@ class StepClock:
                 found.add(of_first, 1.0 - periods)
                 found.add(of_second, periods)
         # Work that overlaps the next step, and other work on the same links, cannot take longer than a step.
-        overlapping = max(first.loop.overlapping().values(), key=lambda of: sum(of.values()), default={})
+        overlapping = max(first.loop.overlapping().values(), key=lambda of: sum(of.values()), default=Reasons())
         for longest in (busy, overlapping):
             if (least := sum(longest.values())) > end:
                 result.add(longest, (least - end) / least)
@@ -212,8 +201,7 @@ def predict_step(
     measured: LayerCosts | None = None,
     with_spans: bool = False,
 ) -> Prediction:
-    """Return the predicted step of a job with a validated config on some hardware. The hardware's kind of device is
-    used, not `job.device`.
+    """Return the predicted step of a job with a validated config on hardware, whose `kind` replaces `job.device`.
 
     Args:
         attended_share: as in simulator/flops.py.
@@ -238,14 +226,7 @@ def least_seconds(job: Job, hardware: Hardware) -> float:
 def _key(config: Config, vocab_size: int, device: str, *rest: Any) -> Any:
     """Return a cache key with everything that a block's work depends on."""
     parallel, training = config.parallel, config.training
-    layout = (
-        parallel.tensor,
-        parallel.sequence,
-        parallel.context,
-        derived.context_heads(config),
-        parallel.expert,
-        derived.expert_tensor_size(config),
-        parallel.pipeline > 1,
-    )
+    sizes = derived.context_heads(config), derived.expert_tensor_size(config), parallel.expert
+    layout = parallel.tensor, parallel.sequence, parallel.context, *sizes, parallel.pipeline > 1
     trained = training.micro_batch_size, training.recompute, training.token_tile, training.precision
     return repr(config.model), repr(config.moe), config.data.documents, vocab_size, device, layout, trained, rest

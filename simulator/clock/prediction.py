@@ -34,8 +34,7 @@ UNTESTED = "not held to measured steps"
 
 @dataclass(frozen=True)
 class PlannedSpan:
-    """A task of a resource, which starts at second `start` of the step. `track`: pipeline stage and resource, such as
-    "stage 0: compute" or "stage 0: link between nodes"."""
+    """A task of a resource, from second `start` of a step. `track`: such as "stage 0: compute" or "stage 0: disk"."""
 
     track: str
     name: str
@@ -68,9 +67,9 @@ def reason_shares(prediction: Prediction) -> list[tuple[float, str]]:
 
 
 def describe_back_tests(errors: tuple[Mapping[str, Any], ...]) -> str:
-    """Describe the back-tests of hardware figures (`Hardware.errors`), for display next to a prediction.
+    """Return a text about the back-tests of hardware figures (`Hardware.errors`), to show next to a prediction.
 
-    If some back-tests used other steps than the fit, only these are described.
+    Back-tests on the steps of the fit itself count only if there are no others.
     """
     others = [error for error in errors if not error.get("fitted_to")]
     return "; ".join(map(_describe_back_test, others or errors)) if errors else UNTESTED
@@ -87,8 +86,7 @@ def _describe_back_test(error: Mapping[str, Any]) -> str:
 
 
 def describe_step(prediction: Prediction, hardware: Hardware, tokens: int) -> str:
-    """Return the lines that describe a predicted step of `tokens` tokens: its time, its reasons and the back-tests'
-    error."""
+    """Return the lines about a predicted step of `tokens` tokens: its time, its reasons and the back-tests' error."""
     reasons = "; ".join(f"{share:.0%} {text}" for share, text in reason_shares(prediction))
     return (
         f"Step time on {hardware.name}: predicted {prediction.seconds:.3g} s, {tokens / prediction.seconds:,.0f} "

@@ -3,9 +3,10 @@ updates."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from configs import derived
 from configs.schema import Config
@@ -40,7 +41,7 @@ def _scaled(reasons: Mapping[str, float], factor: float) -> dict[str, float]:
 
 
 class Schedule:
-    """The simulated tasks of one step with `micro_batches` micro-batches; the constructor runs the simulation."""
+    """Simulated tasks of one step with `micro_batches` micro-batches. The constructor runs the simulation."""
 
     def __init__(self, config: Config, step: StepWork, micro_batches: int) -> None:
         self.config, self.step, self.micro_batches = config, step, micro_batches
@@ -57,16 +58,13 @@ class Schedule:
     def busy(self) -> Reasons:
         """Return the seconds by reason of the resource that offloaded experts use most; a step cannot be shorter.
 
-        Some tasks share a link with others but no pass waits for them, so the event loop alone does not account for
-        them.
+        The event loop alone misses tasks that share a link but that no pass waits for.
         """
         if not self._streams:
             return Reasons()
         share = self.micro_batches / derived.num_micro_batches(self.config, self.step.world_size)
-        found = [streams.busy(self.step.rest[stage].jobs, share) for stage, streams in self._streams.items()]
-        result = Reasons()
-        result.add(max(found, key=lambda of: sum(of.values()), default={}))
-        return result
+        found = [Reasons(streams.busy(self.step.rest[stage].jobs, share)) for stage, streams in self._streams.items()]
+        return max(found, key=lambda of: sum(of.values()))
 
     def _name(self, stage: int, what: str) -> str:
         return f"stage {stage}: {what}"
@@ -118,11 +116,9 @@ class Schedule:
             self.loop.add(self._name(stage, COMPUTE), "update", rest.update, tail)
 
     def _before(self, stage: int, rest: StageRest) -> tuple[list[list[list[int]]], list[list[int]]]:
-        """Return the tasks that the first forward passes wait for: gathers of weights by model chunk, and updates of
-        offloaded optimizer-state buckets."""
+        """Return the tasks that the first forward passes wait for: weight gathers by chunk, and bucket updates."""
         jobs = [] if rest.early else self._jobs(stage, rest)
-        found: list[list[list[int]]] = []
-        every: list[int] = []
+        found, every = list[list[list[int]]](), list[int]()
         for gathers in rest.gathers:
             own = [self.loop.add(self._name(stage, GRADIENTS), "gather weights", each) for each in gathers]
             every += own
@@ -132,14 +128,11 @@ class Schedule:
         return found, [[number] for number in jobs]
 
     def _jobs(self, stage: int, rest: StageRest, backward: Sequence[int] = ()) -> list[int]:
-        """Add the updates of offloaded optimizer-state buckets; return the tasks after which the new weights are on the
-        device.
+        """Add the updates of offloaded optimizer-state buckets; return the tasks that finish their weights.
 
-        Each update waits until its staging buffer is free. If tasks of the `backward` pass are given, it also waits for
-        the one that computes its gradients.
+        An update waits for a free staging buffer and, if `backward` has tasks, for the one that computes its gradients.
         """
-        ends: list[int] = []
-        weights_ends: list[int] = []
+        ends, weights_ends = list[int](), list[int]()
         jobs = rest.jobs[::-1] if backward else rest.jobs
         for index, job in enumerate(jobs):
             waits = [ends[index - NUM_STAGES]] if index >= NUM_STAGES else []
@@ -163,14 +156,12 @@ class Schedule:
         waits: Sequence[Sequence[int]],
         is_last: bool = False,
     ) -> list[int]:
-        """Add a pass as one task per element of `waits`, or one per MoE layer with offloaded experts, and return the
-        tasks.
+        """Add a pass as one task per element of `waits`, or per MoE layer with offloaded experts; return the tasks.
 
         `is_last`: whether this is the model chunk's last pass in this direction in the step.
         """
-        name = f"{'forward' if key[0] else 'backward'} {key[3]}" + (
-            f" of chunk {key[2]}" if self.num_chunks > 1 else ""
-        )
+        name = f"{'forward' if key[0] else 'backward'} {key[3]}"
+        name += f" of chunk {key[2]}" if self.num_chunks > 1 else ""
         streams, visited = self._streams.get(stage), 0
         if streams is not None and (visited := len(streams.seconds.layers[key[2]])):
             waits = _spread(waits, visited)
@@ -192,13 +183,7 @@ class Schedule:
             return
         seconds = {f"pipeline:{self.step.send_link}": self.step.send}
         last = self.stages * self.num_chunks - 1
-        following: dict[int, int] = {}  # the next task on a task's stage
-        order: dict[str, int] = {}
-        for number, task in enumerate(self.loop.tasks):
-            if task.resource.endswith(COMPUTE):
-                if task.resource in order:
-                    following[order[task.resource]] = number
-                order[task.resource] = number
+        following = dict(pair for queue in self._computing() for pair in pairwise(queue))
         for (is_forward, stage, chunk, number), (_, end) in sorted(self._passes.items(), key=lambda item: item[1]):
             next_chunk = chunk * self.stages + stage + (1 if is_forward else -1)
             if not 0 <= next_chunk <= last:
@@ -210,19 +195,17 @@ class Schedule:
             if self.step.send_blocks and end in following:
                 self.loop.wait_also(following[end], sent)
 
+    def _computing(self) -> list[list[int]]:
+        """Return the numbers of the tasks that each pipeline stage's device computes, in order."""
+        return [queue for name, queue in self.loop.queues.items() if name.endswith(COMPUTE)]
+
     def reasons(self) -> Reasons:
         """Return the seconds in which the busiest pipeline stage computes or waits, by reason; they add up to `end`."""
         tasks = self.loop.tasks
-        before: dict[int, int] = {}  # the previous task on a task's resource
-        of_resource: dict[str, list[int]] = defaultdict(list)
-        for number, task in enumerate(tasks):
-            own = of_resource[task.resource]
-            if own:
-                before[number] = own[-1]
-            own.append(number)
-        computing = [numbers for name, numbers in of_resource.items() if name.endswith(COMPUTE)]
+        # The previous task on a task's resource.
+        before = {number: earlier for queue in self.loop.queues.values() for earlier, number in pairwise(queue)}
         result, now = Reasons(), 0.0
-        for number in max(computing, key=lambda numbers: sum(tasks[number].seconds for number in numbers)):
+        for number in max(self._computing(), key=lambda queue: sum(tasks[number].seconds for number in queue)):
             self._add_waiting(number, tasks[number].start, now, before, result)
             result.add(tasks[number].reasons)
             now = tasks[number].end
@@ -233,14 +216,7 @@ class Schedule:
         return result
 
     def _add_waiting(
-        self,
-        number: int,
-        until: float,
-        since: float,
-        before: Mapping[int, int],
-        result: Reasons,
-        *,
-        itself: bool = False,
+        self, number: int, until: float, since: float, before: Mapping[int, int], result: Reasons, itself: bool = False
     ) -> None:
         """Add the reasons for waiting between `since` and `until` to `result`, following predecessors back from task
         `number`. `until` is the start of that task, or its end if `itself` is set."""

@@ -18,7 +18,7 @@ from optim.arrangement.engines import Bandwidths, BucketEngine, ElementBytes, ch
 from simulator.buffers import buffers
 from simulator.clock.axes import DENSE_REPLICAS, EXPERT_REPLICAS, Group, collective
 from simulator.clock.hardware import Hardware
-from simulator.clock.passes import Recipe
+from simulator.clock.passes import Reasons, Recipe
 from simulator.offload.state import stage_arrangements
 from simulator.sizes import FP32
 
@@ -59,8 +59,7 @@ def stage_rest(
 ) -> list[StageRest]:
     """Return the seconds of each pipeline stage's work besides its passes.
 
-    `arrangements`: arrangement of offloaded optimizer state on one rank of each stage; None: the one that the config
-    gives with unlimited host memory.
+    `arrangements`: of offloaded optimizer state on one rank of each stage; None: arranged with unlimited host memory.
     """
     config, ends = job.config, bucket_ends(job)
     element, distributed = derived.element_size(config), config.optimizer.distributed
@@ -68,13 +67,10 @@ def stage_rest(
         arrangements = stage_arrangements(job, Capacity(device=hardware["device.memory"]))
     result = []
     for stage in range(config.parallel.pipeline):
-        reductions: list[tuple[Seconds, ...]] = []
-        gathers: list[tuple[Seconds, ...]] = []
-        owned = 0.0
-        of_kind = ends[stage]
+        reductions, gathers, owned = list[tuple[Seconds, ...]](), list[tuple[Seconds, ...]](), 0.0
         for chunk in range(config.parallel.virtual_pipeline or 1):
             reduced, gathered = list[Seconds](), list[Seconds]()
-            for kind, of_chunk in of_kind.items():
+            for kind, of_chunk in ends[stage].items():
                 group, start = groups[GROUP_OF_KIND[kind]], 0
                 for end in of_chunk[chunk]:
                     numbers, start = end - start, end
@@ -129,25 +125,20 @@ def bucket_ends(job: Job) -> list[dict[str, list[tuple[int, ...]]]]:
 
 
 def _at_most(seconds: Sequence[Seconds]) -> tuple[Seconds, ...]:
-    """Return the same seconds, summed up in at most MOST_TASKS groups."""
+    """Return the seconds merged into at most MOST_TASKS mappings, in order."""
     if len(seconds) <= MOST_TASKS:
         return tuple(seconds)
     size = math.ceil(len(seconds) / MOST_TASKS)
-    sums = []
-    for first in range(0, len(seconds), size):
-        total: dict[str, float] = {}
-        for each in seconds[first : first + size]:
-            for name, value in each.items():
-                total[name] = total.get(name, 0.0) + value
-        sums.append(total)
+    sums = [Reasons() for _ in range(0, len(seconds), size)]
+    for index, each in enumerate(seconds):
+        sums[index // size].add(each)
     return tuple(sums)
 
 
 def _tied(
     config: Config, vocab_size: int, hardware: Hardware, groups: Mapping[str, Group], stage: int
 ) -> dict[str, float]:
-    """Return the seconds of all-reducing a tied embedding's gradient between first and last stage; {} for other
-    stages."""
+    """Return the seconds of all-reducing a tied embedding's gradient; {} except on the first and the last stage."""
     stages = config.parallel.pipeline
     if stages == 1 or not config.model.tie_embeddings or stage not in (0, stages - 1):
         return {}

@@ -8,6 +8,7 @@ a step can be (`ExpertStreams.busy`).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,9 +43,7 @@ class StreamSeconds:
     """Seconds of the transfers and updates of a pipeline stage's offloaded experts, per layer."""
 
     fetch: Transfers  # of weights to a device buffer
-    gradients: Sequence[
-        Transfers
-    ]  # of the step's first gradient, one in between, and the last; fewer if a step has fewer
+    gradients: Sequence[Transfers]  # of the step's first gradient, one in between, the last; fewer in a short step
     update: Transfers
     num_slots: int  # device buffers for a layer's weights
     early: bool  # updates follow the last gradient, not the start of the next step
@@ -53,8 +52,7 @@ class StreamSeconds:
     inputs: Mapping[str, float]  # seconds per step in which layer inputs use the link, by direction
 
     def visits(self, order: Iterable[tuple[bool, int]]) -> list[int]:
-        """Return the MoE layers in the order in which the passes use them. `order`: (is forward, model chunk) of each
-        pass."""
+        """Return the MoE layers in the order of use. `order`: (is forward, model chunk) of each pass."""
         return [each for is_forward, chunk in order for each in self.layers[chunk][:: 1 if is_forward else -1]]
 
 
@@ -150,15 +148,14 @@ def _nonzero(*transfers: tuple[str, str, float]) -> Transfers:
 
 
 def _over(num_bytes: float, rate: float) -> float:
-    """Return the seconds of a transfer: infinite if there are bytes but the rate is 0, as on a machine without a
-    disk."""
+    """Return the seconds of a transfer; infinity for bytes at rate 0, as on a machine without a disk."""
     return num_bytes / rate if num_bytes and rate else float("inf") if num_bytes else 0.0
 
 
 class ExpertStreams:
     """Adds the tasks of a pipeline stage's offloaded experts to the event loop.
 
-    Call `begin` before and `end` after adding the computation of each visit to an MoE layer.
+    Call `begin` before and `end` after adding the computation of each visit (pass through an MoE layer).
     """
 
     def __init__(self, loop: Loop, seconds: StreamSeconds, name: str, visits: Sequence[int]) -> None:
@@ -166,33 +163,34 @@ class ExpertStreams:
         self._fills = {fill.visit: fill for fill in slot_fills(visits, seconds.num_slots)}
         self._visits, self._computed = visits, list[int]()  # layer and task of each visit
         self._freed: list[int] = []  # task that frees a gradient's device buffer, by backward visit
-        self._counts: dict[int, int] = {}  # backward visits by layer
+        self._reduced: set[int] = set()  # layers that have had a backward visit
         self._ends: list[int] = []  # of updates
         # Each layer's update, in the order of use: its weights may be fetched after this task.
         before = () if seconds.early else dict.fromkeys(visits)
         self._updates = {layer: self._update(layer, []) for layer in before}
 
     def _update(self, layer: int, waits: list[int]) -> int:
-        """Add the update of a layer and return its last task. It starts after `waits` and when a staging buffer is
-        free."""
+        """Add a layer's update, which waits for `waits` and for a free staging buffer; return its last task."""
         if len(self._ends) >= NUM_STAGES:
             waits = [*waits, self._ends[-NUM_STAGES]]
-        for resource, reason, seconds in self.seconds.update:
-            waits = [self.loop.add(f"{self.name} {resource}", f"update layer {layer}", {reason: seconds}, waits)]
+        waits = self._transfer(self.seconds.update, f"update layer {layer}", waits)
         self._ends += waits
         return waits[0]
+
+    def _transfer(self, transfers: Transfers, name: str, waits: list[int]) -> list[int]:
+        """Add consecutive transfers, the first of which waits for `waits`, and return the last transfer's task."""
+        for resource, reason, seconds in transfers:
+            waits = [self.loop.add(f"{self.name} {resource}", name, {reason: seconds}, waits)]
+        return waits
 
     def begin(self, is_backward: bool) -> list[int]:
         """Return the tasks that the computation of the next visit must wait for."""
         visit = len(self._computed)
         waits: list[int] = []
-        fill = self._fills.get(visit)
-        if fill is not None:
+        if (fill := self._fills.get(visit)) is not None:
             waits = [self._updates[fill.layer]] if fill.layer in self._updates else []
             waits += [self._computed[fill.after]] if fill.after >= 0 else []
-            name = f"weights of layer {fill.layer}"
-            for resource, reason, seconds in self.seconds.fetch:
-                waits = [self.loop.add(f"{self.name} {resource}", name, {reason: seconds}, waits)]
+            waits = self._transfer(self.seconds.fetch, f"weights of layer {fill.layer}", waits)
         if is_backward and len(self._freed) >= GRAD_SLOTS:
             waits.append(self._freed[-GRAD_SLOTS])
         return waits
@@ -206,10 +204,9 @@ class ExpertStreams:
         self._computed.append(task)
         if not is_backward:
             return
-        number = self._counts.get(layer, 0)
-        self._counts[layer] = number + 1
         kinds = self.seconds.gradients
-        gradient = kinds[-1] if is_last else kinds[0] if number == 0 else kinds[len(kinds) // 2]
+        gradient = kinds[-1] if is_last else kinds[len(kinds) // 2] if layer in self._reduced else kinds[0]
+        self._reduced.add(layer)
         waits, freed = [task], task
         for resource, reason, seconds in gradient:
             waits = [self.loop.add(f"{self.name} {resource}", f"gradient of layer {layer}", {reason: seconds}, waits)]
@@ -221,19 +218,17 @@ class ExpertStreams:
     def busy(self, jobs: Sequence[BucketJob], share: float = 1.0) -> dict[str, float]:
         """Return the seconds per step in which the most used resource is busy, by reason.
 
-        Updates of other offloaded buckets count, too, and the share `share` of the step's layer inputs.
+        Updates of other offloaded buckets and the share `share` of the step's layer inputs count, too.
         """
-        total = {used: seconds * share for used, seconds in self.seconds.inputs.items()}
+        total = defaultdict(float, {used: seconds * share for used, seconds in self.seconds.inputs.items()})
         start = f"{self.name} "
         for task in self.loop.tasks:
-            if task.resource.startswith(start):
-                used = USED.get(task.resource[len(start) :])
-                if used is not None:
-                    total[used] = total.get(used, 0.0) + task.seconds
+            if task.resource.startswith(start) and (used := USED.get(task.resource.removeprefix(start))):
+                total[used] += task.seconds
         for job in jobs:
             for resource, _, seconds in job.steps:
                 if resource in USED_BY_JOBS:
-                    total[USED_BY_JOBS[resource]] = total.get(USED_BY_JOBS[resource], 0.0) + seconds
+                    total[USED_BY_JOBS[resource]] += seconds
         if not total:
             return {}
         most = max(total, key=total.__getitem__)

@@ -28,8 +28,7 @@ def trace_path(run_dir: Path, stage: int, rank: int) -> Path:
 
 
 def write_traces(prediction: Prediction, run_dir: Path, first_ranks: Sequence[int]) -> list[Path]:
-    """Write the traces of a prediction that has spans, and return their paths. `first_ranks`: the first rank of each
-    stage.
+    """Write the traces of a prediction with spans; return their paths. `first_ranks`: first rank of each stage.
 
     Files of an earlier prediction are removed. A full disk is logged and does not stop the run.
     """
@@ -47,7 +46,7 @@ def write_traces(prediction: Prediction, run_dir: Path, first_ranks: Sequence[in
 
 
 def of_stages(spans: Sequence[PlannedSpan]) -> dict[int, list[tuple[str, PlannedSpan]]]:
-    """Return (track name without the stage, span) pairs by pipeline stage."""
+    """Return (track without the stage, span) pairs by pipeline stage."""
     found: dict[int, list[tuple[str, PlannedSpan]]] = {}
     for span in spans:
         match = TRACK.fullmatch(span.track)
@@ -66,17 +65,9 @@ def _trace(stage: int, spans: Sequence[tuple[str, PlannedSpan]], prediction: Pre
         for i, track in enumerate(tracks)
     ]
     for track, span in spans:
-        events.append(
-            {
-                "ph": "X",
-                "cat": "user_annotation" if track == COMPUTE else MESSAGE,
-                "name": span.name,
-                "pid": stage,
-                "tid": tracks.index(track),
-                "ts": span.start * 1e6,
-                "dur": span.seconds * 1e6,
-            }
-        )
+        kind = {"ph": "X", "cat": "user_annotation" if track == COMPUTE else MESSAGE, "name": span.name}
+        times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
+        events.append({**kind, "pid": stage, "tid": tracks.index(track), **times})
     return {
         "displayTimeUnit": "ms",
         "predicted": {"hardware": prediction.hardware, "step_seconds": prediction.seconds},

@@ -55,8 +55,7 @@ class AttentionBytes:
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
         """Return the memory of latent attention for a query, latents and an output of these bytes.
 
-        The latents of a round are expanded to keys and values, and again in the backward pass; expanded tensors are not
-        kept.
+        Both passes expand the latents of a round to keys and values; expanded tensors are not kept.
         """
         model, head, wide = self.config.model, derived.head_dim(self.config), self.wide
         is_merged = self.shared.rounds > 1
@@ -77,8 +76,7 @@ class AttentionBytes:
 
     @property
     def leaving(self) -> int:
-        """Bytes of sent key and value rows that stay allocated until a pass ends, because other ranks may receive them
-        late."""
+        """Bytes of sent key and value rows that stay allocated until a pass ends, because receivers may be late."""
         model, tensor = self.config.model, self.config.parallel.tensor
         num_rows = min(self.num_rows, int(max(self.shared.received)))
         if model.attention == "latent":
@@ -88,8 +86,7 @@ class AttentionBytes:
         return num_rows * groups * 2 * derived.head_dim(self.config) * self.element
 
     def _in_flight(self, own_bytes: int) -> tuple[int, int]:
-        """Return the bytes of sequence rows in flight to and from a cp_rank: in the forward pass, and in the backward
-        pass with the returned gradients. `own_bytes`: bytes of all sequence rows of the cp_rank."""
+        """Return the bytes in flight at a cp_rank, per (forward, backward) pass. `own_bytes`: of all its rows."""
         shared = self.shared
         keys = min(2 * shared.coming_rows, shared.moved_rows)
         home = min(2 * self.num_rows + shared.round_rows, shared.moved_rows)

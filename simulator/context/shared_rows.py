@@ -25,7 +25,7 @@ MOST_CACHED = 1024  # cached results: a search of layouts asks for the same ones
 
 @dataclass(frozen=True)
 class SharedRows:
-    """The sharding of micro-batches over context ranks. Values are means over several micro-batches, unless noted."""
+    """Sharding of micro-batches over context ranks. Values are means over the micro-batches, unless noted."""
 
     context: int
     heads: int  # ranks of a cp_rank, which exchange heads for rows
@@ -63,7 +63,7 @@ _OF_SAMPLES: dict[tuple[object, ...], SharedRows] = {}
 
 
 def shared_rows(config: Config, micro_batches: Sequence[Lengths] | None = None) -> SharedRows:
-    """Return the sharding of micro-batches whose documents have these lengths; None: each sample is one document."""
+    """Return the sharding of micro-batches with documents of these lengths; None: each sample is one document."""
     if micro_batches is not None:
         return _shared_rows(config, micro_batches)
     model = config.model
@@ -124,7 +124,7 @@ class _Batch:
         self._rounds: dict[int | None, list[tuple[Slices, list[ExchangeRound]]]] = {}
 
     def _window_of(self, slides: bool) -> int | None:
-        """Return the window of layers that slide; None if it is not shorter than the longest document."""
+        """Return the window of layers with or without a sliding window; None if no document is longer."""
         return self._window if slides and self._window is not None and self._window < self._segments.max() else None
 
     def schedule(self, slides: bool) -> ExchangeSchedule:
@@ -142,8 +142,7 @@ class _Batch:
         return len(found), num_rows, min(int(received.max()), (1 + schedule.ahead) * num_rows), int(moved.max())
 
     def own_rounds(self, slides: bool) -> float:
-        """Return the mean number of slice lists that a cp_rank computes on its own keys; latents are expanded once for
-        each."""
+        """Return the mean number of slice lists per cp_rank on its own keys; each list expands the latents once."""
         if not self._has_latents:
             return 1.0
         return sum(len(own) for own, _ in self._computed(slides)) / self._cp_size

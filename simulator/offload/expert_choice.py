@@ -17,7 +17,7 @@ from optim.arrangement.buckets import Capacity
 from optim.arrangement.experts import expert_traffic
 from simulator.clock.hardware import Hardware
 from simulator.clock.predict import predict_step
-from simulator.memory import RankMemory, first_arrangements, over_budget, rank_memory
+from simulator.memory import RankMemory, first_arrangements, fits, rank_memory
 from simulator.offload.expert_options import ORDER, STATE, WEIGHTS, expert_candidates, expert_option
 from simulator.search.space import with_keys
 
@@ -28,8 +28,7 @@ SAME = 0.02
 
 @dataclass(frozen=True)
 class ExpertDecision:
-    """A config with a chosen device for expert weights. `values`: of the keys WEIGHTS, ORDER and STATE; `line`: for the
-    log."""
+    """A config with a chosen device for experts. `values`: of WEIGHTS, ORDER and STATE; `line`: for the log."""
 
     config: Config
     values: dict[str, Any]
@@ -47,13 +46,13 @@ class _Candidate:
     moved: int  # bytes of experts and of layer inputs that a rank's links and disk move
 
     def missing(self, capacity: Capacity) -> float:
-        """Return how many bytes the fullest rank needs beyond the capacity, summed over device, host and disk."""
+        """Return the bytes that the fullest rank lacks, summed over device, host and disk."""
         limits = [("total", capacity.device), ("host", capacity.host), ("disk", capacity.disk)]
         return sum(max(max(getattr(rank, key) for rank in self.memory) - limit, 0.0) for key, limit in limits)
 
 
 def is_asked(config: Config) -> bool:
-    """Whether a config leaves the device of expert weights or the order of passes to be chosen."""
+    """Return whether a config leaves the device of expert weights or the order of passes to be chosen."""
     return "auto" in (config.moe.weights_device, config.training.pass_order)
 
 
@@ -93,10 +92,9 @@ def decide(job: Job, hardware: Hardware, capacity: Capacity, given: frozenset[st
 
 
 def fitting_override(job: Job, capacity: Capacity, most: float) -> str:
-    """Return overrides that offload experts so that every rank fits, with the bytes that it then needs; "" if there are
-    none.
+    """Return overrides that offload experts so that every rank fits, and the bytes needed; "" if there are none.
 
-    Every rank then has at most `most` bytes on its device and stays within `capacity` on host and disk.
+    A rank may use `most` bytes of its device, and the host and disk bytes of `capacity`.
     """
     config = job.config
     if not derived.is_moe(config) or derived.streams_experts(config):
@@ -105,43 +103,36 @@ def fitting_override(job: Job, capacity: Capacity, most: float) -> str:
         if not derived.streams_experts(changed):
             continue
         memory = rank_memory(replace(job, config=changed), capacity=capacity)
-        if max(rank.total for rank in memory) <= most and not over_budget(memory, capacity):
+        if fits(memory, replace(capacity, device=most)):
             keys = {key: get(changed, key) for key in (WEIGHTS, ORDER, STATE) if get(changed, key) != get(config, key)}
-            sizes = max(rank.total for rank in memory), max(rank.host for rank in memory)
-            on_device, on_host = (f"{size / 2**30:.2f} GiB" for size in sizes)
-            return f"with {_typed(keys)} each rank needs at most {on_device} of its device and {on_host} of the host"
+            device, host = max(rank.total for rank in memory), max(rank.host for rank in memory)
+            sizes = f"{device / 2**30:.2f} GiB of its device and {host / 2**30:.2f} GiB of the host"
+            return f"set {_typed(keys)}, so that each rank needs at most {sizes}"
     return ""
 
 
 def _matching(asked: dict[str, str], candidates: Iterator[Config]) -> Iterator[Config]:
-    """Yield the candidates that agree with the values that the user set. A given pass order is kept even if it has no
-    effect."""
+    """Yield the candidates with the values that the user set; a given pass order stays even without an effect."""
     for changed in candidates:
-        own = {key: value for key, value in asked.items() if value != "auto"}
-        if WEIGHTS in own and get(changed, WEIGHTS) != own[WEIGHTS]:
-            continue
-        if ORDER in own and get(changed, ORDER) != own[ORDER]:
-            if changed.moe.weights_device != "device":
-                continue
-            changed = with_keys(changed, {ORDER: own[ORDER]})
-        yield changed
+        weights, order = changed.moe.weights_device, changed.training.pass_order
+        if asked[WEIGHTS] in ("auto", weights) and (asked[ORDER] in ("auto", order) or weights == "device"):
+            yield changed if asked[ORDER] == "auto" else with_keys(changed, {ORDER: asked[ORDER]})
 
 
 def _evaluate(job: Job, hardware: Hardware, capacity: Capacity) -> _Candidate:
     config, memory = job.config, rank_memory(job, capacity=capacity)
     seconds = predict_step(job, hardware, arrangements=first_arrangements(config, memory)).seconds
-    fits = max(rank.total for rank in memory) <= capacity.device and not over_budget(memory, capacity)
     inputs = max(sum(rank.link_activations) for rank in memory)
     traffic = [expert_traffic(config, job.world_size, stage) for stage in range(config.parallel.pipeline)]
     totals = [found.total for found in traffic if found is not None]
     experts = max((each.up + each.down + each.read + each.written for each in totals), default=0)
-    return _Candidate(config, memory, seconds, fits, inputs + experts)
+    return _Candidate(config, memory, seconds, fits(memory, capacity), inputs + experts)
 
 
 def _format_line(
     config: Config, best: _Candidate, candidates: Sequence[_Candidate], hardware: Hardware, world_size: int
 ) -> str:
-    """Return the log line on the chosen candidate, with its prediction and those of the other candidates."""
+    """Return the log line about the chosen candidate, with its prediction and those of the other candidates."""
     own = {key: get(best.config, key) for key in (WEIGHTS, ORDER)}
     moved = best.config.optimizer.state_device != config.optimizer.state_device
     state = {STATE: best.config.optimizer.state_device} if moved else {}
@@ -161,8 +152,7 @@ def _format_line(
 
 
 def _wider(job: Job, best: _Candidate, hardware: Hardware, capacity: Capacity) -> str:
-    """Return the advice to spread experts over more ranks; "" unless all experts then stay on the device and steps are
-    faster."""
+    """Return the advice to use more expert ranks; "" unless experts then fit the device and steps are faster."""
     if not derived.streams_experts(best.config):
         return ""
     config = job.config

@@ -32,12 +32,11 @@ DAY = 86400.0
 
 @dataclass(frozen=True)
 class ExpertOption:
-    """An offload target for experts with an order of passes. Bytes are those that one rank transfers per step, in the
-    pipeline stage with the most traffic.
+    """An offload target for experts with an order of passes, and its traffic in the busiest pipeline stage.
 
-    `moved`: bytes of experts; `read` and `written`: disk bytes of experts and optimizer state; `tokens`: tokens that an
-    expert computes between two transfers of its weights; `break_even`: number of tokens for which the transfer takes as
-    long as the matmuls of the forward pass.
+    Bytes are per rank and step. `moved`: of experts; `read`, `written`: of experts and optimizer state on the disk.
+    `tokens`: per expert between two transfers of its weights. `break_even`: number of tokens for which the transfer
+    takes as long as the forward matmuls.
     """
 
     values: dict[str, Any]  # of WEIGHTS, ORDER and STATE
@@ -57,15 +56,14 @@ class ExpertOption:
         return self.ranks_of_node * self.written * DAY / self.seconds if self.seconds else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for JSON."""
+        """Return the option as a dict for JSON."""
         return {**asdict(self), "disk_written_a_day": self.written_a_day}
 
 
 def expert_candidates(config: Config, world_size: int, moves_state: bool) -> Iterator[Config]:
-    """Yield the config with each device for expert weights and each order of passes that the rules allow, simplest
-    first.
+    """Yield the config with each allowed device for expert weights and order of passes, simplest first.
 
-    The layer-wise order is left out for weights on the device, where it makes no difference.
+    Weights on the device have only one order, because the layer-wise order makes no difference.
     """
     for weights in ("device", "host", "disk"):
         state = config.optimizer.state_device
@@ -92,11 +90,9 @@ def tokens_between(config: Config, world_size: int) -> float:
 
 
 def break_even(config: Config, world_size: int, hardware: Hardware) -> float:
-    """Return the number of tokens per expert for which the forward matmuls take as long as the copy of the expert's
-    weights.
+    """Return the number of tokens per expert for which the forward matmuls take as long as copying the weights.
 
-    This is FLOP/s over bytes/s, times bytes of a weight over 2 FLOP. Ranks that keep a shard of the weights copy only
-    that.
+    This is FLOP/s divided by bytes/s, times bytes of a weight over 2 FLOP. Ranks that keep a shard copy only the shard.
     """
     half, of = config.training.precision != "fp32", rates(hardware, world_size)
     flops = hardware["products.half" if half else "products.fp32"]
@@ -116,8 +112,7 @@ def expert_option(
 ) -> ExpertOption:
     """Return the memory, traffic and time of a validated config's experts.
 
-    `arrangements`: arrangement of offloaded optimizer state on one rank of each pipeline stage; `seconds`: of a
-    predicted step.
+    `arrangements`: of offloaded optimizer state on one rank of each pipeline stage; `seconds`: predicted per step.
     """
     stages = [expert_traffic(config, world_size, stage) for stage in range(config.parallel.pipeline)]
     found = [_of_stage(config, traffic, of) for traffic, of in zip(stages, arrangements, strict=True)]
@@ -133,8 +128,7 @@ def expert_option(
 def _of_stage(
     config: Config, traffic: ExpertTraffic | None, arrangement: Arrangement | None
 ) -> tuple[BytesMoved, int, int, int]:
-    """Return (experts' traffic, bytes read from the disk, bytes written to the disk, device bytes of experts) of a
-    stage."""
+    """Return a stage's expert traffic, bytes read from and written to the disk, and device bytes of experts."""
     others = 0
     if arrangement is not None:
         buckets = zip(arrangement.sizes, arrangement.targets, arrangement.engines, strict=True)
@@ -170,7 +164,7 @@ def expert_options(
     return found
 
 
-HEADINGS = ["weights", "passes", "state", "device", "tokens", "break-even", "up", "down", "read", "written", "step"]
+HEADINGS = "weights passes state device tokens break-even up down read written step".split() + ["TB a day"]
 
 
 def format_expert_options(found: Sequence[ExpertOption], memory: Sequence[RankMemory]) -> str:
@@ -178,12 +172,12 @@ def format_expert_options(found: Sequence[ExpertOption], memory: Sequence[RankMe
     if len(found) < 2 and not any(each.moved.up for each in found):
         return ""
     own = found[0]
-    lines = ["Experts by where their weights lie (bytes of one rank in a step; the first is this run's):"]
-    lines.append(format_table([*HEADINGS, "TB a day"], [_row(each) for each in found]))
-    lines.append(
-        "  tokens: of an expert between two transfers of its weights; below the break-even the link is slower."
-    )
-    lines += _format_kept(memory)
+    lines = [
+        "Experts by where their weights lie (bytes of one rank in a step; the first is this run's):",
+        format_table(HEADINGS, [_row(each) for each in found]),
+        "  tokens: of an expert between two transfers of its weights; below the break-even the link is slower.",
+        *_format_kept(memory),
+    ]
     if own.written_a_day:
         lines.append(f"  This run writes {own.written_a_day / 1e12:.3g} TB a day to a node's disk.")
     elif own.written and own.seconds is None:
@@ -208,7 +202,7 @@ def _row(of: ExpertOption) -> list[str]:
 
 
 def _format_kept(memory: Sequence[RankMemory]) -> list[str]:
-    """Return the lines on expert bytes on device, host and disk, for the rank with the most of them."""
+    """Return the lines about expert bytes on device, host and disk, for the rank with the most of them."""
     found = [rank.experts for rank in memory if rank.experts is not None]
     if not found:
         return []

@@ -37,8 +37,7 @@ ASSUMED = Bandwidths(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, w
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """The slice of a parameter whose optimizer state a rank will own: OwnedSlice of parallel/megatron/ without
-    tensors."""
+    """A slice whose optimizer state a rank will own, like OwnedSlice of parallel/megatron/ but without tensors."""
 
     start: int
     end: int
@@ -49,12 +48,10 @@ class PlannedSlice:
 
 
 class OffloadPlan:
-    """Arranges the optimizer state of each rank on device, host and disk; ranks that own the same slices share the
-    result."""
+    """Arranges each rank's optimizer state on device, host and disk; ranks with the same slices share the result."""
 
     def __init__(self, job: Job, capacity: Capacity) -> None:
-        """`capacity`: bytes of each rank's device, host and disk; of the device, other tensors take some (`used` of
-        `of`)."""
+        """`capacity`: bytes of each rank's device, host and disk, including other tensors (`used` in `of`)."""
         self.config, self.capacity = job.config, capacity
         stages = range(job.config.parallel.pipeline)
         self._static = [buffers(job, stage) for stage in stages]
@@ -106,8 +103,7 @@ def planned_slices(
 ) -> list[PlannedSlice]:
     """Return the slices of a stage's parameters that a rank owns, in the order of the forward pass.
 
-    `static`: the stage's gradient buffers by kind and model chunk; `ranks`: by kind, the rank's index among those that
-    share the optimizer state.
+    `static`: gradient buffers by kind and model chunk; `ranks`: by kind, the index among ranks that share the state.
     """
     found, first = [], 0
     for chunk, of_chunk in enumerate(local):
@@ -140,8 +136,7 @@ def least_host_bytes(request: ArrangementRequest, capacity: Capacity) -> int | N
 
 
 def engine_seconds(arrangement: Arrangement, passes: float = 0.0, rates: Bandwidths = ASSUMED) -> dict[Engine, float]:
-    """Return the seconds of a rank's update with each engine. `passes`: seconds of both passes, of which a third is
-    forward."""
+    """Return the seconds of a rank's update with each engine. `passes`: of both passes; a third is forward."""
     element = ElementBytes.of(arrangement)
     both = Passes(passes / 3, passes * 2 / 3, any(arrangement.early), any(arrangement.leaving))
     indices = [index for index, engine in enumerate(arrangement.engines) if engine != "record"]

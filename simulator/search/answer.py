@@ -37,8 +37,8 @@ VERBS = {
 class SearchedLayout:
     """A layout that fits the memory, with its predicted step.
 
-    `overrides`: to be added to the command line of the search. `why`: why it is slower than the best layout; "" for the
-    best. `choices`: overrides of which this is the fastest layout found.
+    `overrides`: to add to the search's command line. `why`: why it is slower than the best layout; "" for the best.
+    `choices`: overrides with which it is the fastest layout found.
     """
 
     config: Config = field(repr=False)
@@ -82,8 +82,7 @@ class SearchCounts:
 
 @dataclass(frozen=True)
 class TooLargeChoice:
-    """An override with which no examined layout fits: the closest one is `short` bytes over the capacity of
-    `target`."""
+    """An override with which no examined layout fits; the closest exceeds the capacity of `target` by `short` bytes."""
 
     choice: str
     short: float
@@ -153,8 +152,7 @@ def answer_text(answer: LayoutAnswer) -> str:
 
 
 def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the two lines that describe a layout; the error next to its seconds is the largest mean error of the
-    back-tests."""
+    """Return the two lines about a layout; the error after its seconds is the back-tests' largest mean error."""
     worst = max((float(error["mean_absolute_error_percent"]) for error in errors), default=None)
     seconds = f"{layout.prediction.seconds:.4g} s ({UNTESTED if worst is None else f'+-{worst:.1f}%'})"
     memory = format_bytes(layout.memory.device)
@@ -167,7 +165,7 @@ def _layout(layout: SearchedLayout, errors: Sequence[Mapping[str, Any]]) -> list
 
 
 def why_slower(loser: Prediction, best: Prediction) -> str:
-    """Return why a layout is slower than the best one: the reason for most of the additional seconds."""
+    """Return why a layout is slower than the best layout: the reason for most of the additional seconds."""
     names = dict.fromkeys([*loser.reasons, *best.reasons])
     longer = {name: loser.reasons.get(name, 0.0) - best.reasons.get(name, 0.0) for name in names}
     name = max(longer, key=lambda each: longer[each], default="")

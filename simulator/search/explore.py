@@ -66,8 +66,7 @@ class Node:
 
 
 def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
-    """Return a sort key: fewer dimensions, less recomputation, no offloading, fewer chunks, then small sizes come
-    first."""
+    """Return a sort key: fewer dimensions, less recomputation, no offloading, fewer chunks, small sizes first."""
     group = cell.group
     dimensions = (group.tensor, group.pipeline, group.context, group.expert, group.expert_tensor or 1)
     used = sum(size > 1 for size in dimensions) + (cell.chunks is not None) + group.sequence
@@ -105,8 +104,7 @@ class LayoutExplorer:
         self._push_groups()
 
     def counts(self) -> SearchCounts:
-        """Return the number of candidates for each outcome; candidates that were not examined count as bounded by
-        time."""
+        """Return the number of candidates by outcome; candidates that were not examined count as bounded by time."""
         rest = self.candidates - self.bounded_by_memory - self.too_large - self.timed
         best, left = self.best, 0
         if best is not None and self.near:
@@ -126,8 +124,7 @@ class LayoutExplorer:
         return min(self.found, key=lambda each: each.rank, default=None)
 
     def run(self, most_nodes: float = float("inf")) -> None:
-        """Examine nodes until none can be faster than the best found by more than `near`, or until `most_nodes` were
-        examined."""
+        """Examine nodes, at most `most_nodes`, until none can be faster than the best by more than `near`."""
         best, examined = float("inf"), 0
         while self._heap and examined < most_nodes:
             node = self._heap[0][2]
@@ -203,7 +200,7 @@ class LayoutExplorer:
                 yield replace(node, kind="layout", cell=cell, savings=own, bound=bound)
 
     def _layout(self, node: Node) -> Iterator[Node]:
-        """Yield the same candidates with a tighter lower bound of their seconds, computed for this layout alone."""
+        """Yield the node with a tighter lower bound, computed for this layout alone; nothing for a rejected layout."""
         config = self.space.layout(node.cell, node.savings[0])
         if not is_legal(config, self.space.world_size):
             self.candidates -= len(node.savings)
@@ -233,10 +230,8 @@ class LayoutExplorer:
             if _leaves(node.savings):  # staging buffers and new weights take at most as much as the state itself
                 needed += self.sizer.fixed_bytes(node.cell, False) - self.sizer.fixed_bytes(node.cell, True)
             if first.state_device == "device" and needed <= self.limits.device:
-                others = [group for group in groups[1:] if not first.is_below(group[0])]
-                groups = [
-                    tuple(each for each in group if each.state_device != "auto") for group in [groups[0], *others]
-                ]
+                groups[1:] = [group for group in groups[1:] if not first.is_below(group[0])]
+                groups = [tuple(each for each in group if each.state_device != "auto") for group in groups]
         used = derived.context_heads(self.space.layout(node.cell, first))
         for group in groups:
             if group:  # bounds include recomputation before a group is examined
@@ -270,12 +265,11 @@ class LayoutExplorer:
     def _fitting(self, cell: LayoutCell, saving: Saving) -> LayoutMemory | None:
         """Return the memory of a candidate; None if it exceeds a limit."""
         memory = self.sizer.memory(cell, saving)
-        limits = self.limits
-        fits = memory.device <= limits.device and memory.host <= limits.host and memory.disk <= limits.disk
+        fits = all(getattr(memory, target) <= getattr(self.limits, target) for target in ("device", "host", "disk"))
         return memory if fits else None
 
     def _candidate(self, node: Node) -> Iterator[Node]:
-        """Time a candidate that fits, and add it to those found. Yields no further nodes."""
+        """Time a candidate that fits, and add it to the candidates found. Yields nothing."""
         assert node.memory is not None
         self.timed += 1
         prediction = self.time(node.cell, node.savings[0])
@@ -288,12 +282,12 @@ class LayoutExplorer:
 
 
 def _leaves(savings: Sequence[Saving]) -> bool:
-    """Whether any of these memory savings offloads optimizer state."""
+    """Return whether any of these memory savings offloads optimizer state."""
     return any(saving.state_device != "device" for saving in savings)
 
 
 def _stream(savings: Sequence[Saving]) -> bool:
-    """Whether any of these memory savings offloads experts."""
+    """Return whether any of these memory savings offloads experts."""
     return any(saving.streams for saving in savings)
 
 

@@ -54,7 +54,7 @@ class LayoutFloor:
     def closer(self, cell: LayoutCell, saving: Saving) -> float | None:
         """Return a lower bound of one candidate's step seconds; None without `row_seconds`.
 
-        It is computed from the seconds per row with its micro-batch size, and from its transfers of experts.
+        The bound follows from the seconds per row with its micro-batch size, and from its transfers of experts.
         """
         if self.row_seconds is None:
             return None
@@ -66,8 +66,7 @@ class LayoutFloor:
         return max(seconds, self.streamed(cell, [saving]))
 
     def streamed(self, cell: LayoutCell, savings: Sequence[Saving]) -> float:
-        """Return a lower bound of the step seconds from the transfers of offloaded experts; 0 if any of the memory
-        savings keeps experts on the device."""
+        """Return a lower bound of step seconds from expert transfers; 0 if a saving keeps experts on the device."""
         if self.row_seconds is None or not all(each.streams for each in savings):
             return 0.0
         bounds = []
@@ -82,15 +81,14 @@ class LayoutFloor:
         return min(bounds)
 
     def _micro_batches(self, cell: LayoutCell) -> tuple[int, int]:
-        """Return the number of a rank's micro-batches per step, and its sequence rows in one micro-batch."""
+        """Return the number of micro-batches per rank and step, and a rank's sequence rows per micro-batch."""
         group, config = cell.group, self.space.config
         replicas = self.space.world_size // (group.tensor * group.pipeline * group.context)
         count = config.training.global_batch_size // (replicas * cell.micro)
         return count, cell.micro * config.model.sequence_length // group.context
 
     def _step(self, cell: LayoutCell, row: RowSeconds, count: int, of_micro: int, more: float) -> float:
-        """Return the seconds of the slowest pipeline stage: all its passes, and one micro-batch's passes of the stages
-        before it, for which it waits at the start and at the end.
+        """Return the slowest stage's seconds: all its passes, and one micro-batch's passes of the stages before it.
 
         `more`: seconds to add per layer and micro-batch.
         """
@@ -120,9 +118,8 @@ class LayoutFloor:
     def _of_stages(self, cell: LayoutCell) -> Stages:
         key = cell.group.pipeline, cell.chunks
         if key not in self._stages:
-            config = with_keys(
-                self.space.config, {"parallel.pipeline": cell.group.pipeline, "parallel.virtual_pipeline": cell.chunks}
-            )
+            sizes = dict(zip(("parallel.pipeline", "parallel.virtual_pipeline"), key, strict=True))
+            config = with_keys(self.space.config, sizes)
             slides, found = derived.window_pattern(config), []
             for of_stage in model_chunks(config):
                 kinds = [

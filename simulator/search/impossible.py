@@ -61,8 +61,7 @@ class Closest:
 
 
 def closest(asked: Asked, only_fitting: bool = False) -> Closest | None:
-    """Return the first candidate that fits, or else the one that exceeds its limits least; None if the rules allow
-    none.
+    """Return the first candidate that fits, or else the closest one; None if the rules allow none.
 
     `only_fitting`: skip candidates that a lower bound proves too large.
     """
@@ -74,8 +73,7 @@ def closest(asked: Asked, only_fitting: bool = False) -> Closest | None:
 def closest_in(
     space: LayoutSpace, sizer: LayoutSizer, limits: MemoryLimits, most_cells: int, only_fitting: bool = False
 ) -> Closest | None:
-    """Search a space for the first candidate that fits, or else the one that exceeds its limits least; None if there is
-    none.
+    """Search a space for the first candidate that fits, or else the closest one; None if there is none.
 
     At most `most_cells` layouts are examined. `only_fitting`: skip candidates that a lower bound proves too large.
     """
@@ -106,7 +104,7 @@ def closest_in(
 
 
 def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: float) -> Iterator[Saving]:
-    """Yield the memory saving that keeps most on the device, then those that need the least of it.
+    """Yield the memory saving that keeps most on the device, then those that need the least device memory.
 
     Savings that need more than `most` bytes of the device even without optimizer state are left out.
     """
@@ -127,9 +125,12 @@ def _thrifty(space: LayoutSpace, sizer: LayoutSizer, cell: LayoutCell, most: flo
 
 
 def no_layout_error(asked: Asked) -> ConfigError:
-    """Return the one-line error for a search in which no layout fits."""
+    """Return the one-line error about a search in which no layout fits."""
     nearest = closest(asked)
-    found = _change(asked, nearest) or "No layout fits with another value of a given key or with more ranks, either"
+    found = _change(asked, nearest) or (
+        "Use a smaller model (model.num_layers, model.hidden_size): no other value of a given key and no other number "
+        "of ranks was found that helps"
+    )
     return ConfigError(f"{_missing(asked, nearest)}. {found}.")
 
 
@@ -149,7 +150,7 @@ def _missing(asked: Asked, nearest: Closest | None) -> str:
 
 
 def _broken_rule(asked: Asked) -> str:
-    """Return the rule that is broken even by the smallest layout."""
+    """Return the first rule that even the smallest layout breaks."""
     plain = {key: KEYS[key].fresh_default() for key in SEARCHED if key not in asked.fixed}
     plain["training.micro_batch_size"] = 1
     config = with_keys(asked.job.config, {key: value for key, value in plain.items() if key not in asked.fixed})
@@ -227,8 +228,7 @@ def _other_values(asked: Asked, key: str) -> list[Any]:
 
 
 def _budgets(asked: Asked) -> str | None:
-    """Return the advice to raise the host budget up to the node's memory or to set a disk folder; None if nothing fits
-    then."""
+    """Return the advice to raise the host budget or to set a disk folder; None if nothing fits then."""
     config, hardware = asked.job.config, asked.hardware
     if config.memory.host_budget is not None:
         most = memory_limits(with_keys(config, {"memory.host_budget": None}), asked.job.world_size, hardware).host
@@ -245,11 +245,8 @@ def _budgets(asked: Asked) -> str | None:
 
 def _other_ranks(asked: Asked, nearest: Closest | None) -> list[int]:
     given = asked.job.world_size
-    more = [given * factor for factor in MORE_RANKS]
-    if nearest is not None:
-        return more
-    near = [n for step in range(1, 65) for n in (given - step, given + step) if n > 0]
-    return [*near, *more]
+    near = [n for step in range(1, 65) for n in (given - step, given + step) if n > 0] if nearest is None else []
+    return [*near, *(given * factor for factor in MORE_RANKS)]
 
 
 def _larger_limit(asked: Asked, nearest: Closest | None) -> str | None:
@@ -262,6 +259,5 @@ def _larger_limit(asked: Asked, nearest: Closest | None) -> str | None:
     limit = math.ceil(nearest.memory.device / GIB * 100 + 1) / 100
     tried = _fitting(asked.with_values({"training.memory_limit_gib": limit}))
     if tried is None:
-        limit = math.ceil(found.memory.device / GIB * 100 + 1) / 100
-        tried = found
+        limit, tried = math.ceil(found.memory.device / GIB * 100 + 1) / 100, found
     return _try([f"training.memory_limit_gib={limit}"], tried)

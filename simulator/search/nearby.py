@@ -27,10 +27,7 @@ MOST_VALUES = {"parallel.tensor": 4, "parallel.pipeline": 4, "parallel.expert": 
 MOST_TENSOR = 8  # tensor ranks that are tried, unless the best layout has more
 # Keys that may change with any choice, with single choices, and if nothing else fits.
 ALWAYS = (
-    "parallel.virtual_pipeline",
-    "training.micro_batch_size",
-    "training.recompute",
-    "training.activation_offload",
+    *("parallel.virtual_pipeline", "training.micro_batch_size", "training.recompute", "training.activation_offload"),
     "optimizer.state_device",
 )
 WITH = {
@@ -88,20 +85,15 @@ def _values(space: LayoutSpace, best: Config) -> dict[str, list[Any]]:
 
 
 def found_with(explorer: LayoutExplorer, best: Candidate, choice: OtherChoice) -> Candidate | TooLargeChoice | None:
-    """Return the fastest candidate found with a choice; if nothing fits, how much is missing; None if the rules allow
-    nothing."""
+    """Return the fastest candidate found with a choice; how much is missing if none fits; None if none is allowed."""
     own = explorer.space.layout(best.cell, best.saving)
     free = {*ALWAYS, *WITH.get(choice.key, ())}
     if own.optimizer.engine != "auto":
         free.add("optimizer.engine")
     for more in ((), AT_LAST):
         fixed = explorer.space.fixed | {choice.key} | {key for key in SEARCHED if key not in free | set(more)}
-        space = LayoutSpace(
-            replace(explorer.space.job, config=with_keys(own, {choice.key: choice.value})),
-            fixed,
-            explorer.space.ranks_per_node,
-            explorer.space.given,
-        )
+        job = replace(explorer.space.job, config=with_keys(own, {choice.key: choice.value}))
+        space = LayoutSpace(job, fixed, explorer.space.ranks_per_node, explorer.space.given)
         near = LayoutExplorer(
             space, explorer.sizer, explorer.limits, explorer.predict, explorer.least, explorer.floor, explorer.near
         )

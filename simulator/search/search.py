@@ -56,27 +56,18 @@ def search_layout(
 
 
 def layout_explorer(
-    job: Job,
-    hardware: Hardware,
-    fixed: frozenset[str],
-    timer: LayoutTimer,
-    limits: MemoryLimits,
-    near: float = 0.0,
+    job: Job, hardware: Hardware, fixed: frozenset[str], timer: LayoutTimer, limits: MemoryLimits, near: float = 0.0
 ) -> LayoutExplorer:
     """Return an explorer of all candidates that has not examined any yet."""
-    space = LayoutSpace(job, fixed, int(hardware["ranks_per_node"]))
-    row_seconds = timer.row_seconds
+    space, row_seconds = LayoutSpace(job, fixed, int(hardware["ranks_per_node"])), timer.row_seconds
+    of_row = None if row_seconds is None else lambda asked: row_seconds(replace(job, config=asked), hardware)
     return LayoutExplorer(
         space,
         LayoutSizer(space, limits.capacity),
         limits,
         lambda asked, state: timer.predict(replace(job, config=asked), hardware, state),
         lambda asked: timer.least(replace(job, config=asked), hardware),
-        LayoutFloor(
-            space,
-            hardware,
-            None if row_seconds is None else lambda asked: row_seconds(replace(job, config=asked), hardware),
-        ),
+        LayoutFloor(space, hardware, of_row),
         near,
     )
 
@@ -104,15 +95,13 @@ def _ranked(
 def _searched_layout(
     explorer: LayoutExplorer, candidate: Candidate, start: Config, best: Candidate, choices: Sequence[str]
 ) -> SearchedLayout:
-    """Return a candidate as an entry of the answer. The memory of the best one is counted rank by rank, as in a run."""
+    """Return a candidate as an entry of the answer; the best one's memory is counted rank by rank, as in a run."""
     config = explorer.space.layout(candidate.cell, candidate.saving)
     tokens = config.training.global_batch_size * config.model.sequence_length
     memory, why = candidate.memory, ""
     if candidate is best:
         counted = rank_memory(replace(explorer.space.job, config=config), capacity=explorer.sizer.capacity)
-        memory = LayoutMemory(
-            max(rank.total for rank in counted), max(rank.host for rank in counted), max(rank.disk for rank in counted)
-        )
+        memory = LayoutMemory(*map(max, zip(*((rank.total, rank.host, rank.disk) for rank in counted))))
     else:
         why = why_slower(candidate.prediction, best.prediction)
         plain = explorer.space.legal_savings(candidate.cell)[0]
@@ -122,10 +111,8 @@ def _searched_layout(
                 before, now = plain.values(), candidate.saving.values()
                 saved = " ".join(as_typed(key, value) for key, value in now.items() if before[key] != value)
                 why += f"; without {saved} it would need {format_bytes(short)} more than {explorer.limits.device_name}"
-    seconds = candidate.prediction.seconds
-    return SearchedLayout(
-        config, changes(start, config), candidate.prediction, memory, tokens / seconds, why, tuple(choices)
-    )
+    speed = tokens / candidate.prediction.seconds
+    return SearchedLayout(config, changes(start, config), candidate.prediction, memory, speed, why, tuple(choices))
 
 
 def changes(start: Config, config: Config) -> list[str]:

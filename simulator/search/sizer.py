@@ -64,7 +64,7 @@ class MemoryLimits:
 
 
 def memory_limits(config: Config, world_size: int, hardware: Hardware) -> MemoryLimits:
-    """Return the memory limits of a rank: those of the config, else shares of the hardware's memory."""
+    """Return the memory limits of a rank: from the config, or else shares of the hardware's memory."""
     ranks = max(1, min(int(hardware["ranks_per_node"]), world_size))
     cap = config.training.memory_limit_gib
     device = hardware["device.memory"] * (1 - TOLERANCE) if cap is None else cap * GIB
@@ -101,8 +101,7 @@ def _weights_and_gradients(config: Config, stage: _SizedStage, records: ExpertRe
 
 
 class _Profiles:
-    """Memory profiles of model chunks. Equal chunks are profiled once; chunks of many equal layers are extrapolated
-    from a few."""
+    """Memory profiles of model chunks: equal chunks share one, and many equal layers are extrapolated."""
 
     def __init__(self, activations: Activations) -> None:
         self.activations = activations
@@ -110,7 +109,7 @@ class _Profiles:
         self._pattern = derived.window_pattern(activations.config)
 
     def profile(self, chunk: ModelChunk, leaving: int = 0) -> MemoryProfile:
-        """Return the same profile as Activations.profile."""
+        """Return the memory of one micro-batch in a model chunk, as `Activations.profile` does."""
         slides = tuple(self._pattern[chunk.first_layer : chunk.first_layer + len(chunk.layers)])
         key = chunk.layers, slides, chunk.is_first, chunk.is_last, leaving
         if key not in self._found:
@@ -121,8 +120,7 @@ class _Profiles:
         return self._found[key]
 
     def _extrapolated(self, chunk: ModelChunk) -> MemoryProfile | None:
-        """Return a chunk's profile, extrapolated from FEW - 1 and FEW equal layers; None if memory does not grow
-        linearly."""
+        """Return a chunk's profile, extrapolated from a few equal layers; None if memory does not grow linearly."""
         less, some = (self.activations.profile(replace(chunk, layers=chunk.layers[:n])) for n in (FEW - 1, FEW))
         step = some.kept - less.kept
         if some.forward - less.forward != step or some.backward - less.backward != step:
@@ -132,8 +130,7 @@ class _Profiles:
 
 
 class LayoutSizer:
-    """Counts the memory of the candidates of a search space. `capacity`: bytes of device, host and disk that a rank may
-    use."""
+    """Counts the memory of a search space's candidates. `capacity`: bytes of device, host and disk per rank."""
 
     def __init__(self, space: LayoutSpace, capacity: Capacity) -> None:
         self.space, self.job, self.world_size, self.capacity = space, space.job, space.world_size, capacity
@@ -145,8 +142,7 @@ class LayoutSizer:
         self._one_layer: dict[Hashable, dict[int, MemoryProfile]] = {}
 
     def memory(self, cell: LayoutCell, saving: Saving) -> LayoutMemory:
-        """Return the largest number of bytes that any rank needs on device, host and disk, for each of the three
-        separately."""
+        """Return the largest bytes that any rank needs on device, host and disk, each separately."""
         config = self._few_micro_batches(self.space.layout(cell, saving))
         stages = self.stages(cell, saving.streams)
         working = self._activation_bytes(cell, saving, config, self.capacity.host)
@@ -154,10 +150,8 @@ class LayoutSizer:
         records = [records_of_stage(config, self.world_size, stage.number) for stage in stages]
         fixed = [_weights_and_gradients(config, stage, of) for stage, of in zip(stages, records, strict=True)]
         if not derived.has_own_optimizer_state(config):
-            device = max(
-                some + of.state + live + stay
-                for some, of, (live, _), stay in zip(fixed, stages, working, staying, strict=True)
-            )
+            every = zip(fixed, stages, working, staying, strict=True)
+            device = max(some + of.state + live + stay for some, of, (live, _), stay in every)
             return LayoutMemory(device, max(host for _, host in working), 0)
         found = self._stage_arrangements(config, stages, working)
         if any(host for _, host in working):  # layer inputs get the host memory that optimizer state leaves
@@ -176,10 +170,9 @@ class LayoutSizer:
         return LayoutMemory(*(max(numbers) for numbers in zip(*each)))
 
     def arrangements(self, cell: LayoutCell, saving: Saving) -> list[Arrangement | None] | None:
-        """Return the arrangement of offloaded optimizer state on one rank of each stage; None if all state is on the
-        device.
+        """Return each stage's arrangement of offloaded optimizer state on one rank; None if all state is on the device.
 
-        Equal stages use the arrangement of the first of them, which has most other memory.
+        Equal stages use the arrangement of the first of them, which has the most other memory.
         """
         config = self._few_micro_batches(self.space.layout(cell, saving))
         if not derived.has_own_optimizer_state(config):
@@ -187,11 +180,8 @@ class LayoutSizer:
         stages = self.stages(cell, saving.streams)
         working = self._activation_bytes(cell, saving, config, self.capacity.host)
         found = self._stage_arrangements(config, stages, working)
-        result: list[Arrangement | None] = [None] * config.parallel.pipeline
-        for stage, of_stage in zip(stages, found, strict=True):
-            for number in stage.alike:
-                result[number] = of_stage[0]
-        return result
+        by_stage = {n: of[0] for stage, of in zip(stages, found, strict=True) for n in stage.alike}
+        return [by_stage[number] for number in range(config.parallel.pipeline)]
 
     def _stage_arrangements(
         self, config: Config, stages: Sequence[_SizedStage], working: Sequence[tuple[int, int]]
@@ -200,9 +190,8 @@ class LayoutSizer:
         found, records = [], [records_of_stage(config, self.world_size, stage.number) for stage in stages]
         taken = max((of.host_bytes for of in records if of), default=0)
         taken_disk = max((of.disk_bytes for of in records if of), default=0)
-        capacity = replace(
-            self.capacity, host=max(self.capacity.host - taken, 0), disk=max(self.capacity.disk - taken_disk, 0)
-        )
+        host, disk = max(self.capacity.host - taken, 0), max(self.capacity.disk - taken_disk, 0)
+        capacity = replace(self.capacity, host=host, disk=disk)
         for stage, (live, _), of in zip(stages, working, records, strict=True):
             others = _weights_and_gradients(config, stage, of) + live + staying_bytes(config, stage.number)
             key = id(stage), config.optimizer.state_device, config.optimizer.engine, others, taken, taken_disk
@@ -214,8 +203,7 @@ class LayoutSizer:
         return found
 
     def device_bytes(self, cell: LayoutCell, saving: Saving, state_leaves: bool) -> int:
-        """Return the bytes on the fullest rank's device, without optimizer state if `state_leaves` allows to offload
-        it."""
+        """Return the bytes on the fullest rank's device, without optimizer state if `state_leaves`."""
         config = self._few_micro_batches(self.space.layout(cell, saving))
         working = self._activation_bytes(cell, saving, config, self.capacity.host)
         return max(
@@ -227,15 +215,13 @@ class LayoutSizer:
         )
 
     def exceeds(self, cell: LayoutCell, savings: Sequence[Saving], limit: float) -> bool:
-        """Whether one layer's backward pass needs more than `limit` bytes even if all memory savings are on; larger
-        micro-batches need more still."""
+        """Return whether a layer's backward pass exceeds `limit` bytes with all memory savings and any micro-batch."""
         most = max(saving.steps[0] for saving in savings)
         degrees = [saving.degree for saving in savings if isinstance(saving.degree, int)]
         least = max(degrees, default=savings[0].degree)
         some = {each.strategy: each for each in savings if each.steps[0] == most and each.degree == least}
-        return all(
-            max(profile.backward for profile in self._layers(cell, saving).values()) > limit for saving in some.values()
-        )
+        layers = (self._layers(cell, saving).values() for saving in some.values())
+        return all(max(profile.backward for profile in of_kinds) > limit for of_kinds in layers)
 
     def _layers(self, cell: LayoutCell, saving: Saving) -> dict[int, MemoryProfile]:
         """Return the memory profiles of a layer in the middle of the model: dense (0) and with experts (1)."""
@@ -251,7 +237,7 @@ class LayoutSizer:
     def kept_floor(self, cell: LayoutCell, saving: Saving) -> int:
         """Return a lower bound of the activation bytes that the first stage keeps between passes.
 
-        It counts as many micro-batches as there are stages, or all if there are fewer.
+        It counts one micro-batch per stage, or all micro-batches if there are fewer.
         """
         layers = self._layers(cell, saving)
         if saving.offload != "none":
@@ -266,16 +252,12 @@ class LayoutSizer:
         return kept * min(count, cell.group.pipeline)
 
     def fixed_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> int:
-        """Return the fullest rank's bytes of weights, gradients and optimizer state, without state or experts that may
-        be offloaded."""
-        element = derived.element_size(self.space.config)
-        return max(
-            of.numbers * (element + FP32) + (0 if state_leaves else of.state) for of in self.stages(cell, experts_leave)
-        )
+        """Return the fullest rank's weights, gradients and state in bytes, without what may be offloaded."""
+        per_number, stages = derived.element_size(self.space.config) + FP32, self.stages(cell, experts_leave)
+        return max(of.numbers * per_number + (0 if state_leaves else of.state) for of in stages)
 
     def least_device_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> float:
-        """Return a lower bound of `fixed_bytes` for every layout of the cell's group: that of an average stage without
-        padding."""
+        """Return a lower bound of `fixed_bytes` for all layouts of a group: an average stage without padding."""
         config = self.space.layout(cell, self.space.savings(cell.group.expert > 1)[0])
         element, group = derived.element_size(config), cell.group
         key = group.tensor, group.expert, group.expert_tensor, experts_leave
@@ -306,7 +288,7 @@ class LayoutSizer:
         return with_keys(config, {"training.global_batch_size": size})
 
     def stages(self, cell: LayoutCell, offloads_experts: bool = False) -> list[_SizedStage]:
-        """Return the sizes of one pipeline stage of each kind."""
+        """Return the sizes of one pipeline stage per kind of stage."""
         group = cell.group
         layout = group.tensor, group.sequence, group.pipeline, cell.chunks, group.expert, group.expert_tensor
         key = (*layout, offloads_experts)
@@ -349,25 +331,21 @@ class LayoutSizer:
         else:
             every = [buffer for kind in found.values() for buffer in kind]
             state = sum(-(-each.size // each.num_ranks) * state_bytes + FP32 * len(each.ranges) for each in every)
-        buckets, seen = [], set()
+        buckets: dict[tuple[tuple[int, ...], tuple[bool, ...]], None] = {}
         if distributed:
             ranks = state_ranks(config, self.world_size)
-            some = pairs or [(0, 0), (ranks["dense"] - 1, max(ranks["expert"] - 1, 0))]
-            for data, expert in some:
+            for data, expert in pairs or [(0, 0), (ranks["dense"] - 1, max(ranks["expert"] - 1, 0))]:
                 slices = planned_slices(found, local, {"dense": data, "expert": expert})
                 of_rank = cut(slices, largest(slices, config.optimizer.bucket_parameters))
-                entry = (tuple(each.numel for each in of_rank), tuple(each.reduced_at_step_end for each in of_rank))
-                if entry not in seen:
-                    seen.add(entry)
-                    buckets.append(entry)
+                numels = tuple(each.numel for each in of_rank)
+                buckets[numels, tuple(each.reduced_at_step_end for each in of_rank)] = None
         numbers = sum(buffer.size for kind in found.values() for buffer in kind)
-        return _SizedStage(number, alike, found, numbers, state, buckets)
+        return _SizedStage(number, alike, found, numbers, state, list(buckets))
 
     def _activation_bytes(
         self, cell: LayoutCell, saving: Saving, config: Config, host_bytes: float
     ) -> list[tuple[int, int]]:
-        """Return, per stage, the bytes of activations on the device and of layer inputs on the host (at most
-        `host_bytes`)."""
+        """Return, per stage, activation bytes on the device and layer-input bytes (up to `host_bytes`) on the host."""
         if cell != self._last_cell:
             self._last_cell, self._activations = cell, {}
         kept = saving.recompute, saving.offload, saving.degree, saving.backward_degree, saving.strategy

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 from configs import derived
@@ -31,15 +32,14 @@ CHECKED = [rule for rule in RULES if rule is not values.values]  # generated val
 
 @dataclass(frozen=True)
 class LayoutGroup:
-    """Layouts that differ only in model chunks, exchanged heads and micro-batch size. `expert_tensor` None: the
-    config's null."""
+    """Layouts that differ only in model chunks, exchanged heads and micro-batch size."""
 
     tensor: int
     sequence: bool
     pipeline: int
     context: int
     expert: int
-    expert_tensor: int | None
+    expert_tensor: int | None  # None: the config's null
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,7 @@ class Saving:
         return layers, int(self.strategy not in ("keep", "auto")), state, ENGINES.index(self.engine), int(experts)
 
     def is_below(self, other: Saving) -> bool:
-        """Whether `other` keeps at most as much in every respect, with the same number of chunks, and so cannot be
-        faster."""
+        """Return whether `other` keeps no more in any respect, with equal chunks, and so cannot be faster."""
         same = (self.degree, self.backward_degree) == (other.degree, other.backward_degree)
         one, two = self.steps, other.steps
         strategy = one[1] == 0 or self.strategy == other.strategy
@@ -119,7 +118,7 @@ def with_keys(config: Config, changes: dict[str, Any]) -> Config:
 
 
 def is_legal(config: Config, world_size: int) -> bool:
-    """Whether no rule rejects a config, provided that each value is in its key's range."""
+    """Return whether no rule rejects a config, provided that each value is in its key's range."""
     return not any(True for rules in CHECKED for _ in rules(config, world_size))
 
 
@@ -129,8 +128,7 @@ class LayoutSpace:
     def __init__(
         self, job: Job, fixed: frozenset[str], ranks_per_node: int, given: frozenset[str] | None = None
     ) -> None:
-        """`ranks_per_node` (or the number of tensor ranks, if larger) limits expert_tensor. `given`: keys that the user
-        gave; by default all of `fixed`."""
+        """`ranks_per_node` (or tensor ranks, if more) limits expert_tensor. `given`: keys from the user, or `fixed`."""
         fixed -= {key for key in ASKED_KEYS if get(job.config, key) == "auto"}
         self.job, self.config, self.world_size, self.fixed = job, job.config, job.world_size, fixed
         self.given = fixed if given is None else given
@@ -178,8 +176,7 @@ class LayoutSpace:
         return [None, *(d for d in divisors_of(width) if 1 < d <= most and ranks % d == 0)]
 
     def chunks_of(self, group: LayoutGroup) -> list[int | None]:
-        """Return the possible numbers of model chunks per stage, largest first, because the pipeline then waits
-        least."""
+        """Return the possible numbers of model chunks per stage, largest (shortest pipeline wait) first."""
         of_stage = self.config.model.num_layers // group.pipeline
         more = [d for d in reversed(divisors_of(of_stage)) if d > 1] if group.pipeline > 1 else []
         return self._values("parallel.virtual_pipeline", [*more, None])
@@ -213,8 +210,7 @@ class LayoutSpace:
         return [None if n == chosen else n for n in sorted(found, key=lambda n: (n != chosen, n))]
 
     def _differs(self, group: LayoutGroup, heads: int, micro: int) -> bool:
-        """Whether a layout with this number of ranks that exchange heads differs from one with more data-parallel
-        ranks.
+        """Return whether exchanging heads between `heads` ranks differs from using more data-parallel ranks.
 
         It does if all context ranks exchange heads, if a micro-batch is one sample, if documents of unequal length are
         balanced between context ranks, or if the user gave one of the keys.
@@ -239,8 +235,8 @@ class LayoutSpace:
     def num_cells(self, group: LayoutGroup, chunks: int | None = 0, first: int = 0) -> int:
         """Return the number of layouts in a group.
 
-        `chunks` other than 0: count only layouts with this number of chunks; `first`: index of the first micro-batch
-        size that counts.
+        `chunks` other than 0: count only layouts with this number. `first`: index of the first micro-batch size to
+        count.
         """
         wanted = self.chunks_of(group) if chunks == 0 else [chunks]
         found = {number: self.micros_of(group, number)[first:] for number in wanted}
@@ -255,7 +251,7 @@ class LayoutSpace:
 
     @property
     def _plain(self) -> Saving:
-        """No memory savings but those that the user set, and those that the set ones require."""
+        """Memory savings that the user set and those that they require, with defaults for the rest."""
         config, fixed = self.config, self.fixed
         offloads = "training.activation_offload" in fixed and config.training.activation_offload != "none"
         has_engine = "optimizer.engine" in fixed and config.optimizer.engine != "auto"
@@ -268,7 +264,7 @@ class LayoutSpace:
         return Saving(*(get(config, key) if key in fixed else value for key, value in zip(SAVING_KEYS, least)))
 
     def savings(self, is_spread: bool) -> list[Saving]:
-        """Return all memory savings, those that keep most on the device first.
+        """Return all memory savings, starting with those that keep most on the device.
 
         `is_spread`: whether experts are spread over ranks.
         """
@@ -278,30 +274,27 @@ class LayoutSpace:
         return self._savings[is_spread]
 
     def _all_savings(self, is_spread: bool) -> Iterator[Saving]:
-        config, on_cpu = self.config, self.job.device == "cpu"
-        strategies = ["keep"]
+        moe, on_cpu = self.config.moe, self.job.device == "cpu"
+        strategies, degrees, back = [moe.memory_strategy], [moe.pipeline_degree], [moe.backward_pipeline_degree]
         if self.is_moe:
             strategies = [
                 name
                 for name, strategy in STRATEGIES.items()
                 if not (on_cpu and strategy.offloads) and (is_spread or "communicate" not in name)
             ]
-        degrees = list(DEGREES) if self.is_moe else [config.moe.pipeline_degree]
-        back = [None] if self.is_moe else [config.moe.backward_pipeline_degree]
+            degrees, back = list(DEGREES), [None]
+        keys = "moe.memory_strategy", "moe.pipeline_degree", "moe.backward_pipeline_degree"
+        generated: tuple[list[Any], ...] = strategies, degrees, back
+        of_moe = [self._values(key, found) for key, found in zip(keys, generated, strict=True)]
         for recompute in self._values("training.recompute", list(RECOMPUTE)):
-            offloads = ["none", "auto"] if recompute == "full" else ["none"]
-            for offload in self._values("training.activation_offload", offloads):
-                for strategy in self._values(
-                    "moe.memory_strategy", strategies if self.is_moe else [config.moe.memory_strategy]
-                ):
-                    for degree in self._values("moe.pipeline_degree", degrees):
-                        for backward in self._values("moe.backward_pipeline_degree", back):
-                            for targets in self._targets(recompute):
-                                yield Saving(recompute, offload, degree, backward, strategy, *targets)
+            offloads = self._values(
+                "training.activation_offload", ["none", "auto"] if recompute == "full" else ["none"]
+            )
+            for offload, strategy, degree, backward, targets in product(offloads, *of_moe, self._targets(recompute)):
+                yield Saving(recompute, offload, degree, backward, strategy, *targets)
 
     def _targets(self, recompute: str) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the device of optimizer state, its update engine, the device of expert weights, and the order of
-        passes."""
+        """Yield (device of optimizer state, update engine, device of expert weights, order of passes)."""
         has_disk = self.config.memory.disk_dir is not None
         for weights, order in self._expert_targets(recompute, has_disk):
             targets = [t for t in STATE_DEVICES if t != "disk" or has_disk]

@@ -154,7 +154,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     [
         (["no/such/file"], "no/such/file: No such file"),
         (["{folder}"], "Is a directory"),
-        (["{text}"], "a_file:1 is no header of recorded routing"),
+        (["{text}"], "a_file:1 must be a header of recorded routing"),
         (["{empty}"], "empty.jsonl has no whole pass"),
         (["{empty}", "--slots", "0"], "--slots (0) must be at least 1"),
         (["{empty}", "--shares", "1.5"], "--shares (1.5) must be above 0 and at most 1"),

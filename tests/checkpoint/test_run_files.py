@@ -119,10 +119,10 @@ def lose_a_line(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda path: flipped(path, b"1", b"7"), "has other bytes among its first"),
+        (lambda path: flipped(path, b"1", b"7"), "differs within its first"),
         (truncate, "has 23 of its 24 bytes"),
-        (lose_a_line, "has other bytes among its first 24"),
-        (Path.unlink, "is gone"),
+        (lose_a_line, "differs within its first 24 bytes"),
+        (Path.unlink, "is missing"),
     ],
 )
 def test_damage_is_named_in_one_line_and_one_event(

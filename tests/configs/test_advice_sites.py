@@ -43,7 +43,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "parallel/topology.py": (2, "parallel/test_topology"),
     "simulator/clock/hardware.py": (2, "simulator/test_hardware_files"),
     "simulator/search/impossible.py": (3, "simulator/search/test_impossible"),
-    "simulator/run_plan.py": (3, "simulator/test_plan simulator/offload/test_state"),
+    "simulator/run_plan.py": (2, "simulator/test_plan simulator/offload/test_state"),
     "training/callbacks/logging/external_loggers.py": (1, "training/test_another_model"),
     "training/callbacks/loss_scale.py": (1, "training/test_health"),
     "training/resilience/recovery.py": (3, "training/test_health"),

@@ -8,7 +8,9 @@ import pytest
 import zstandard
 
 from base.errors import ConfigError
-from data.corpus import BadLine, Document, parse_corpus, plan_shards, read_span, split_sentences, unpack
+from data.corpus import BadLine, parse_corpus, plan_shards, read_span, unpack
+from data.corpus.documents import Document
+from data.corpus.sentences import split_sentences
 
 pytestmark = pytest.mark.fast
 

@@ -11,9 +11,10 @@ import pytest
 import xxhash
 
 from configs.schema import Config
-from data.corpus import Document, parse_corpus, plan_shards, read_span
+from data.corpus import parse_corpus, plan_shards, read_span
 from data.corpus import shards as shards_module
 from data.corpus import text as text_module
+from data.corpus.documents import Document
 from data.indexed import IndexedTokens
 from data.prepare import prepare
 from data.prepare.notes import lone_documents

@@ -83,7 +83,7 @@ def test_of_many_documents_a_sample_is_read(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_advised_ends_the_warning(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = byte_folder(tmp_path / "t", {CONFIG: FAST, file: {**FAST, "eos_token": "</s>"}})
     (note,) = notes_of(tmp_path, folder, ends(*[EOT] * 50))
-    assert note.endswith(f"or name the former as eos_token in {folder / file}")
+    assert note.endswith(f"or set eos_token to '<|endoftext|>' in {folder / file}")
     arguments = {"corpus": tmp_path / "x", "tokenizer": folder, "cache_dir": tmp_path / "cache"}
     assert prepare_command([f"data.{key}={value}" for key, value in arguments.items()]) == 0
     assert f"note        {note}" in capsys.readouterr().out

@@ -113,7 +113,7 @@ def test_a_digest_is_kept_while_the_file_is_not_touched(tmp_path, monkeypatch, c
         with pytest.raises(TypeError):
             file_digest(path, cache, 10)
     assert file_digest(path, cache, 10) == digests[-1]
-    with pytest.raises(ConfigError, match="cannot read .*none"):
+    with pytest.raises(ConfigError, match="none cannot be read: "):
         file_digest(tmp_path / "none", cache, 10)
 
 

@@ -222,7 +222,7 @@ def test_special_tokens_in_a_corpus_are_said_and_can_be_text(
 
 
 def test_parts_count_special_tokens(tmp_path: Path) -> None:
-    from data.corpus import Span  # as a worker gets it
+    from data.corpus.documents import Span  # as a worker gets it
 
     tokenizer = load_tokenizer(byte_folder(tmp_path / "t", {CONFIG: {**FAST, "eos_token": "</s>"}}))
     file = corpus(tmp_path, "x <pad>")

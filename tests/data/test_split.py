@@ -10,7 +10,7 @@ import pytest
 
 from base.errors import ConfigError
 from configs.compose import compose
-from data.corpus import document_hash
+from data.corpus.documents import document_hash
 from data.indexed import IndexedTokens, documents
 from data.loader import build_data
 from data.prepare import prepare

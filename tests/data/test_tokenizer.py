@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from base.errors import ConfigError
-from data.tokenizer import CLS, EOD, MASK, PAD, SEP, load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer.base import CLS, EOD, MASK, PAD, SEP
 from data.tokenizer.huggingface import HuggingFaceTokenizer
 from tests.waits import LONG
 

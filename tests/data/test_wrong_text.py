@@ -13,7 +13,8 @@ import pytest
 import zstandard
 
 from base.errors import ConfigError
-from data.corpus import BadLine, Document, parse_corpus, plan_shards, read_span, unpack
+from data.corpus import BadLine, parse_corpus, plan_shards, read_span, unpack
+from data.corpus.documents import Document
 from data.prepare import prepare
 from data.prepare.command import main
 

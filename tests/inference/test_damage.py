@@ -116,7 +116,7 @@ def _last(answer: Answer) -> str:
 @pytest.mark.parametrize("kind", ["deleted", "replaced", "slow"])
 def test_what_does_no_harm(kind: str, model: Path, victim: Path) -> None:
     expected = _run(model)
-    assert expected[0] == 0 and "come from the files in every pass" in expected[2]
+    assert expected[0] == 0 and "are read from the files in every pass" in expected[2]
     ((status, out, errors),) = distributed.run(_while_damaged, 1, kind, victim, _line(victim))
     assert (status, out) == expected[:2]
     slow = re.findall(r"waiting for (.*): tensor (\S+) for 0.2 s", errors)
@@ -152,7 +152,10 @@ def test_a_rank_that_lost_another_says_so_in_a_line(
     parser = argparse.ArgumentParser()
     arguments.add_model_arguments(parser)
     assert arguments.run_command(body, parser, ["--checkpoint", str(model), "--device", "cpu"]) == 1
-    assert capsys.readouterr().err == "error: another rank has failed; the last line of that rank names the cause\n"
+    assert (
+        capsys.readouterr().err
+        == "error: another rank has failed. Read its last line of output, which names the cause.\n"
+    )
     monkeypatch.setenv("WORLD_SIZE", "1")  # nobody else can have left: a bug, which keeps its traceback
     with pytest.raises(RuntimeError, match="Connection closed"):
         arguments.run_command(body, parser, ["--checkpoint", str(model), "--device", "cpu"])
@@ -267,5 +270,7 @@ def test_the_advised_budget_is_enough(layout: list[str], model: Path) -> None:
 
 def test_a_model_that_continues_text_fills_no_masks(model: Path) -> None:
     line = ["--checkpoint", str(model), "--ids", "--mask-id", "4", "--text", "1 4", "--device", "cpu"]
-    assert "Try python -m inference.generate." in _last(distributed.run(command, 1, fill_mask.main, line)[0])
+    assert "Try python -m inference.generate, which continues text." in _last(
+        distributed.run(command, 1, fill_mask.main, line)[0]
+    )
     assert _run(model)[0] == 0

@@ -399,12 +399,15 @@ def test_masked_words(layout: list[str], tmp_path: Path) -> None:
     assert status == 0 and [len(guesses) for guesses in json.loads(out)["places"]] == [3, 3], err
     assert re.match(r"Loading .* \.\.\.\n", err)
     wrong = {
-        "the text has no [MASK]": (fill_mask.main, [*source, "--text", "a = 1"]),
+        "--text has no [MASK] (token id ": (fill_mask.main, [*source, "--text", "a = 1"]),
         f"more than the model's sequence length ({LENGTH})": (
             fill_mask.main,
             [*source, "--text", "[MASK]" + "a" * LENGTH],
         ),
-        "fills in masked words. Try python -m inference.fill_mask": (generation.main, [*source[:4], "--prompt", "a"]),
+        "(bert) must be gpt to continue or score text. Try python -m inference.fill_mask": (
+            generation.main,
+            [*source[:4], "--prompt", "a"],
+        ),
         f"vocabulary ends at {VOCAB_SIZE - 1}": (
             fill_mask.main,
             [*source, "--ids", "--mask-id", "3", "--text", "3 500"],

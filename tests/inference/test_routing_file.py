@@ -121,7 +121,7 @@ def test_every_cut_leaves_the_whole_passes_in_front_of_it(tmp_path: Path, compre
     for size in range(0, len(data), 7 if compressed else 2):
         path.write_bytes(gzip.compress(data[:size], 1) if compressed else data[:size])
         if size < ends[0] - 1:
-            with pytest.raises(ConfigError, match=r"cut:1 is no header of recorded routing"):
+            with pytest.raises(ConfigError, match=r"cut:1 must be a header of recorded routing"):
                 read_routing(path)
             continue
         visits, notes = notes_of(path)
@@ -210,8 +210,10 @@ def test_a_layer_in_the_middle_of_a_pass_is_not_missing(tmp_path: Path) -> None:
 def test_a_file_without_our_header_is_no_recording(tmp_path: Path, header: str) -> None:
     path = tmp_path / "a_file"
     path.write_text(header + "\n" + line() + "\n")
-    with pytest.raises(ConfigError, match=r"a_file:1 is no header of recorded routing, as --record-routing writes it"):
+    with pytest.raises(
+        ConfigError, match=r"a_file:1 must be a header of recorded routing, as --record-routing writes it"
+    ):
         read_routing(path)
     path.write_bytes(b"\xff\xfe" + header.encode())
-    with pytest.raises(ConfigError, match=r"a_file:1 is no header"):
+    with pytest.raises(ConfigError, match=r"a_file:1 must be a header"):
         read_routing(path)

@@ -62,8 +62,8 @@ def test_rows_of_json(tmp_path: Path, name: str) -> None:
             "2 lines that cannot be used, the first: PATH:1: no field 'text' (--text-key)",
         ),
         ("a.jsonl", b'{"body": "b"}\n', "Try --text-key=body"),
-        ("folder", None, "--files (PATH) cannot be read: Is a directory."),
-        ("missing", None, "--files (PATH) cannot be read: No such file or directory."),
+        ("folder", None, "--files (PATH) cannot be read: Is a directory. Check the path."),
+        ("missing", None, "--files (PATH) cannot be read: No such file or directory. Check the path."),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, name: str, content: bytes | None, said: str) -> None:

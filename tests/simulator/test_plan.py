@@ -371,7 +371,9 @@ def test_what_the_host_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch, r
     ):
         refuse_what_the_host_cannot_hold(plan)
     limit(1000)
-    with pytest.raises(ConfigError, match=r"model\.num_layers \(4\) of .* needs? .* Try a smaller model"):
+    with pytest.raises(
+        ConfigError, match=r"model\.num_layers \(4\) and .* are too large: .* needs? .* Try a smaller model"
+    ):
         refuse_what_the_host_cannot_hold(plan)
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # the other rank is on another node

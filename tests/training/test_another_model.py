@@ -89,8 +89,6 @@ def test_wandb_online_needs_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    with pytest.raises(
-        ConfigError, match=r"logging\.wandb \(online\) must have an API key.*Try logging\.wandb=offline"
-    ):
+    with pytest.raises(ConfigError, match=r"logging\.wandb \(online\) needs an API key.*Try logging\.wandb=offline"):
         preflight.check(config)
     assert not (tmp_path / "run").exists()

@@ -191,7 +191,8 @@ def test_rollback_without_a_checkpoint_stops(data: list[str], tmp_path: Path) ->
         run([*overrides, "training.nonfinite=rollback"], 1, 0, [8], value=float("nan"))
     assert isinstance(caught.value.__cause__, UnhealthyRun)
     # Both that it advises are tried, the second first: it goes back and passes over the batch.
-    assert str(caught.value.__cause__).endswith("Try training.nonfinite=skip, or checkpoint.interval=1.")
+    advice = "Try training.nonfinite=skip, or checkpoint.interval=1 to have a checkpoint next time."
+    assert str(caught.value.__cause__).endswith(advice)
     again = [*overrides, "training.nonfinite=rollback", "checkpoint.interval=1", f"run_dir={tmp_path}/with_interval"]
     assert [line["step"] for line in run(again, 1, 0, [8], value=float("nan"))] == [1, 2, 3, 4, 5, 6]
     assert run([*overrides, "training.nonfinite=skip"], 1, 0, [8], value=float("nan"))[-1]["step"] == 6
@@ -201,10 +202,15 @@ def test_rollback_without_a_checkpoint_stops(data: list[str], tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "damaged", "step", "advised"),
     [
-        ("nonfinite", False, 8, "Try training.nonfinite=skip, or checkpoint.interval=4."),
-        ("spike", False, 8, "Try training.spike=skip, or checkpoint.interval=4."),
+        (
+            "nonfinite",
+            False,
+            8,
+            "Try training.nonfinite=skip, or checkpoint.interval=4 to have a checkpoint next time.",
+        ),
+        ("spike", False, 8, "Try training.spike=skip, or checkpoint.interval=4 to have a checkpoint next time."),
         ("nonfinite", False, 0, "Try training.nonfinite=skip."),
-        ("nonfinite", True, 1, "Try checkpoint.interval=1."),
+        ("nonfinite", True, 1, "Try checkpoint.interval=1 to have a checkpoint next time."),
     ],
 )
 def test_what_is_advised_without_a_checkpoint(

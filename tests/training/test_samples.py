@@ -55,7 +55,7 @@ def test_a_preset_runs_to_its_end(model: str, data: list[str], tmp_path: Path) -
     assert ("greedy continuation" in done.stdout) == model.startswith("gpt")
     printed = [line for line in done.stdout.splitlines() if line.startswith("no export to Hugging Face: ")]
     assert len(printed) == len(ALONE[model])
-    assert all("has this model: model.rotary_fraction (0.5; mixtral has 1.0)." in line for line in printed)
+    assert all("can represent this model: model.rotary_fraction (0.5; mixtral has 1.0)." in line for line in printed)
     assert re.search(r"validation loss [\d.]+ nats, [\d.]+ (below|above) the unigram entropy", done.stdout)
 
 

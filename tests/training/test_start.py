@@ -145,7 +145,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "nothing": nothing,
     "a run without a step": without_a_step,
     **{
-        f"a run by {'a path' if resume == 'path' else resume}, "
+        f"a run started {'from a path' if resume == 'path' else f'with {resume}'}, "
         f"{'a good checkpoint' if good else 'no checkpoint yet'}": by(resume, good)
         for resume in ("auto", "never", "path")
         for good in (False, True)
@@ -187,7 +187,7 @@ def test_the_table(tmp_path: Path, holds: str, command: str, outcome: str) -> No
     config.run_dir = str(tmp_path / "run")
     config.checkpoint.resume = str(tmp_path / PATHS[command]) if command in PATHS else command
     origin = manifest.folder_of(tmp_path / PATHS.get(command, "source"), 5)
-    if outcome == "refused":
+    if outcome == "error":
         with pytest.raises(ConfigError) as caught:
             start.find(config)
         assert "\n" not in str(caught.value) and str(tmp_path / "run") in str(caught.value)
@@ -200,8 +200,8 @@ def test_the_table(tmp_path: Path, holds: str, command: str, outcome: str) -> No
         expected: dict[str, tuple[Path | None, bool, str]] = {
             "starts fresh": (None, True, "starts fresh"),
             "starts from it": (origin, True, f"starts from {origin}, at step 5"),
-            "begins again": (origin if "a path" in holds else None, False, ""),
-            "goes on": (newest, False, "continues at step 3 (started "),
+            "starts again": (origin if "a path" in holds else None, False, ""),
+            "resumes": (newest, False, "continues at step 3 (started "),
         }
         assert (found.checkpoint, found.is_new) == expected[outcome][:2] and expected[outcome][2] in line
         assert holds == "nothing" or found.record.id == ID

@@ -14,12 +14,12 @@ from training.run import Callback, Metrics, Run, states_of
 
 
 class Checkpoints(Callback):
-    """Starts saves, and logs each checkpoint when it is on disk and read back.
+    """Starts saves, and logs each checkpoint when it is on disk and was read back.
 
     A failed save is logged, and the next save is tried when it is due, so a user who frees disk space in time loses
-    nothing. A run whose last save failed ends with that error. `on_record` is called on the main rank before a save
-    starts: it must write the metrics of all steps so far, or raise. `on_disk` is called in another thread before the
-    checkpoint gets its final name: it must flush these metrics to disk.
+    nothing. A run whose last save failed ends with that error. `on_record` is called on rank 0 before a save starts,
+    and must write the metrics of all steps so far or raise. `on_disk` is called in a different thread before the
+    checkpoint gets its final name, and must flush these metrics to disk.
     """
 
     follows = ("MetricsFile", "ExpertMigration", "LossScale", "LoadLimit")
@@ -62,19 +62,19 @@ class Checkpoints(Callback):
             self._saver.close()
 
     def save_now(self, run: Run) -> None:
-        """Save the step just taken, and return when its checkpoint is complete. A collective call. Raises SaveError."""
+        """Save the last finished step, and return when its checkpoint is complete. A collective call. Raises
+        SaveError."""
         self.finish_pending(run)
         if run.saver.last_step != run.progress.step:
             self.start(run)
         self.on_end(run)
 
     def finish_pending(self, run: Run) -> None:
-        """Wait for the save in progress, if any, and log its checkpoint or the reason why it failed. A collective
-        call."""
+        """Wait for the save in progress, if any, and log its checkpoint or its failure. A collective call."""
         self._take(run, run.saver.finish)
 
     def start(self, run: Run) -> None:
-        """Start saving the step just taken, after waiting for an earlier save. A collective call."""
+        """Start to save the last finished step, after waiting for an earlier save. A collective call."""
         self.finish_pending(run)
         run.engine.synchronize()
         if run.is_main:
@@ -91,10 +91,8 @@ class Checkpoints(Callback):
             saved = work()
         except SaveError as error:
             self._failed = str(error)
-            run.log(
-                self._failed
-                + ("" if run.is_last_step else " Training continues, and the next save is tried when it is due")
-            )
+            continues = "" if run.is_last_step else " Training continues, and the next save is tried when it is due"
+            run.log(f"{self._failed}{continues}")
             if run.is_main:
                 events.record(run.run_dir, "checkpoint_failed", self._failed, step=run.progress.step)
             return
@@ -107,19 +105,11 @@ class Checkpoints(Callback):
             try:
                 run.claim.note_saved(saved.step)
             except OSError as error:  # the checkpoint exists nevertheless, and the next heartbeat notes it again
-                run.log(
-                    f"{run.run_dir / RECORD} does not record the checkpoint of step {saved.step} yet: {error.strerror}"
-                )
+                record = run.run_dir / RECORD
+                run.log(f"{record} does not record the checkpoint of step {saved.step} yet: {error.strerror}")
         run.log(f"checkpoint {saved.folder}")
         if saved.complaint is not None:
             run.log(saved.complaint)
-        events.record(
-            run.run_dir,
-            "checkpoint_saved",
-            f"step {saved.step} is saved",
-            step=saved.step,
-            folder=str(saved.folder),
-            bytes=saved.num_bytes,
-            seconds=saved.seconds,
-            pause_seconds=saved.pause_seconds,
-        )
+        fields = {"step": saved.step, "folder": str(saved.folder), "bytes": saved.num_bytes}
+        fields |= {"seconds": saved.seconds, "pause_seconds": saved.pause_seconds}
+        events.record(run.run_dir, "checkpoint_saved", f"step {saved.step} is saved", **fields)

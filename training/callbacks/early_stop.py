@@ -21,8 +21,8 @@ REASONS = [*(f"a {signum.name}" for signum in ASKING), TIME_LIMIT]
 
 
 class EarlyStop(Callback):
-    """Sets `run.stop_reason` on all ranks as soon as one rank has a reason to stop; the reasons are exchanged with the
-    step's loss. `save_now` writes a checkpoint of the current state. `signals` collects received signals; it is None if
+    """Sets `run.stop_reason` on all ranks as soon as any rank has a reason to stop. The reasons share the all-reduce of
+    the loss. `save_now` writes a checkpoint of the current state. `signals` collects received signals; it is None if
     this process also runs other code."""
 
     follows = ("Evaluation", "Checkpoints")
@@ -40,23 +40,15 @@ class EarlyStop(Callback):
         )
         if run.is_main:
             who = {"run": run.facts.get("run"), **record.this_process()}
-            status.write(
-                run.run_dir,
-                "running",
-                run.progress.step,
-                "running",
-                steps=run.config.training.steps,
-                started=started,
-                **who,
-            )
+            fields = {"steps": run.config.training.steps, "started": started, **who}
+            status.write(run.run_dir, "running", run.progress.step, "running", **fields)
         if self._signals is not None:
             self._signals.install()
 
     def _votes(self) -> list[float]:
         received = self._signals.received if self._signals is not None else []
-        return [float(signum in received) for signum in ASKING] + [
-            float(self._end is not None and time.monotonic() >= self._end)
-        ]
+        is_over = self._end is not None and time.monotonic() >= self._end
+        return [*(float(signum in received) for signum in ASKING), float(is_over)]
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None

@@ -19,10 +19,10 @@ from training.step import Batch
 
 class Evaluation(Callback):
     """Adds validation losses to the metrics: `validation_loss` for the held-out documents and `valid/NAME/loss` for
-    each validation corpus. Logs each next to the unigram entropy of the same tokens.
+    each validation corpus. Logs each loss with the unigram entropy of the same tokens.
 
-    For GPT, also adds these losses by a token's position in its document segment and by that segment's length, as
-    `..._by_position` and `..._by_length`.
+    For GPT, also adds each loss by position in the document segment (`..._by_position`) and by the segment's length
+    (`..._by_length`).
     """
 
     follows = ("OptimizerOffload",)  # an evaluation's transfers must not count as a step's
@@ -43,19 +43,18 @@ class Evaluation(Callback):
             consumed = run.progress.consumed_samples
             tokens = (consumed - run.skipped.count_before(consumed)) * run.config.model.sequence_length
             seen = f"{stamp()} step {metrics['step']}/{run.config.training.steps} | {tokens:,} tokens"
-            difference = (
-                f"{abs(entropy - loss):.4f} {'below' if loss <= entropy else 'above'} the unigram entropy of the same "
-                f"tokens ({entropy:.4f})"
+            corpus, side = "" if name == HELD_OUT else f" of {name}", "below" if loss <= entropy else "above"
+            run.log(
+                f"{seen} | validation loss{corpus} {loss:.4f} nats, {abs(entropy - loss):.4f} {side} the unigram "
+                f"entropy of the same tokens ({entropy:.4f})"
             )
-            corpus = "" if name == HELD_OUT else f" of {name}"
-            run.log(f"{seen} | validation loss{corpus} {loss:.4f} nats, {difference}")
 
 
 def evaluate(
     run: Run, make_loader: Callable[[], Any]
 ) -> tuple[float, dict[str, float], float, dict[str, dict[str, float]]]:
     """Evaluate the model on all global batches of a validation loader. Returns the mean loss, the extra losses, the
-    unigram entropy in nats, and for GPT the losses by bucket: `loss_by_position` and, if documents are separate,
+    unigram entropy in nats, and for GPT the losses by bucket: `loss_by_position` and, for separate documents,
     `loss_by_length`."""
     model = run.config.model
     buckets = LossBuckets(model.sequence_length, run.topology.device) if model.family == "gpt" else None

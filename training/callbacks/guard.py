@@ -28,13 +28,13 @@ from training.run import Callback, Metrics, Run
 
 GRACE = 5.0  # seconds for a rank to close its files after the job is lost
 WRONG_CONFIG_REASON = f"raised {ConfigError.__name__}:"  # the start of a reason that the user can fix
-VERDICT_SECONDS = 4.0  # after the watchdog's silence, within which a verdict on another rank arrives, if there is one
-LAUNCHER_SECONDS = 3.0  # within which a verdict arrives on the lost rank for which the launcher ends the others
+VERDICT_SECONDS = 4.0  # to wait for a verdict on a different rank, after the watchdog's silence
+LAUNCHER_SECONDS = 3.0  # to wait for a verdict on a lost rank, because of which the launcher ends the other ranks
 
 
 class Guard(Callback):
-    """Watches the other ranks from the time they connect until training ends. Only for a process that runs nothing
-    else, because the guard may end it."""
+    """Watches the other ranks from the time they connect until training ends. May end this process, so use it only in a
+    process that runs nothing else."""
 
     def __init__(self, config: Config):
         self._run_dir = Path(config.run_dir)
@@ -69,7 +69,7 @@ class Guard(Callback):
             self._watchdog.note_step(step)
 
     def on_error(self, error: BaseException) -> None:
-        """Record an error that this rank raised, by itself or because another rank was lost, and end the job."""
+        """Record an error that this rank raised, and end the job. The error may be the effect of a lost rank."""
         self._failed = True
         if self._watchdog is None and not self._started and isinstance(error, ConfigError):
             return  # a rejected start: a run in the folder is unchanged
@@ -101,8 +101,8 @@ class Guard(Callback):
             self.exit_message = None
 
     def asked_to_end(self, signum: signal.Signals) -> bool:
-        """End all ranks because of a signal before the first step; return whether this rank ends. Called in a thread of
-        its own."""
+        """End all ranks because of a signal before the first step, and return whether this rank ends. Called in a
+        separate thread."""
         reason = f"was stopped by {signum.name}"
         if self._watchdog is None:
             if self._claimed:
@@ -113,7 +113,7 @@ class Guard(Callback):
         return self._watchdog.accuse_myself(reason, stop=True).stop
 
     def launcher_is_gone(self, message: str) -> None:
-        """Record that the run ends because its launcher is gone. Called in a thread of its own."""
+        """Record that the run ends because its launcher is gone. Called in a separate thread."""
         if self._claimed and self._rank == 0:
             self._record(self._own_verdict(message), message)
 
@@ -121,7 +121,7 @@ class Guard(Callback):
         return Verdict(self._rank, socket.gethostname(), self._step, reason, "none", self._rank, stop)
 
     def is_victim(self) -> bool:
-        """Whether this rank raised only because another rank was lost, so that its traceback does not help."""
+        """Return whether this rank raised only because a different rank was lost, so that no traceback is printed."""
         verdict = self._watchdog.verdict_within(0) if self._watchdog is not None else None
         return verdict is not None and verdict.rank != self._rank
 
@@ -131,8 +131,8 @@ class Guard(Callback):
             self._watchdog.close()
 
     def _end(self, verdict: Verdict, written: bool) -> None:
-        """Record the verdict (which rank ended the job, and why) and end this process. Called from the watchdog's
-        thread or the main thread."""
+        """Record the verdict (which rank ended the job, and why), and end this process. Called in the watchdog's thread
+        or the main thread."""
         message = f"the job ends: {verdict}" if self._watchdog is not None else str(verdict)
         if verdict.stop:
             message += ". There was nothing to save: start it again to continue"
@@ -148,12 +148,11 @@ class Guard(Callback):
 
     def _record(self, verdict: Verdict, message: str) -> None:
         kind, state = ("stopped_early", "stopped_early") if verdict.stop else ("rank_lost", "failed")
+        exit_status = STOPPED_EARLY if verdict.stop else self._status
         with contextlib.suppress(OSError):  # a full disk may be the cause; the message is written all the same
             where = {"lost_rank": verdict.rank, "host": verdict.host, "collective": verdict.collective}
             events.record(self._run_dir, kind, message, step=verdict.step, **where)
-            status.write(
-                self._run_dir, state, verdict.step, message, exit_status=STOPPED_EARLY if verdict.stop else self._status
-            )
+            status.write(self._run_dir, state, verdict.step, message, exit_status=exit_status)
 
     def _end_hard(self) -> None:
         time.sleep(GRACE)
@@ -164,7 +163,7 @@ class Guard(Callback):
         os._exit(self._status)
 
     def write_exit_message(self) -> None:
-        """Print this rank's last line, which its launcher repeats."""
+        """Print the last line of this rank, which the launcher repeats."""
         message, self.exit_message = self.exit_message, None
         if message is not None:
             exit_handler.log(message, self._status)

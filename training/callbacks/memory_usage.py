@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -14,17 +15,17 @@ from training.report.metrics import peak_memory_bytes
 from training.run import Callback, Metrics, Run
 
 STATE = {"state_device": "device", "state_host": "host", "state_disk": "disk"}
-DISK_EVERY_SECONDS = 30.0  # at least, between walks through a run's folder
+DISK_EVERY_SECONDS = 30.0  # minimum between walks through the run's folder
 
 
 class MemoryUsage(Callback):
     """Adds `memory`, in bytes: `device` (in use after the step), `device_peak` and `host` (resident), each the maximum
     over ranks; `disk`, the size of the run's folder. On a CPU, `device` is the host.
 
-    `device_peak_by_rank` is added when a rank's peak has changed. `state_device`, `state_host` and `state_disk` are the
-    optimizer state of the rank that has the most there. With `training.activation_offload`, `layer_inputs_device_peak`
-    and `layer_inputs_host` are those of the step. With experts on a GPU, `stayed_on_device` counts the bytes that the
-    step should have offloaded but that did not fit on the host.
+    `device_peak_by_rank` is added when a rank's peak has changed. `state_device`, `state_host` and `state_disk` are
+    bytes of optimizer state, as maxima over ranks. `training.activation_offload` adds `layer_inputs_device_peak` and
+    `layer_inputs_host` of the step. Offloading MoE layers on a GPU adds `stayed_on_device`, the bytes that the step
+    should have offloaded but that did not fit on the host.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,8 @@ class MemoryUsage(Callback):
             device = torch.cuda.memory_allocated(topology.device) if topology.device.type == "cuda" else host
             counted = [] if layer_inputs is None else [layer_inputs.counts.device_peak, layer_inputs.host_bytes]
             counted += [run.engine.host_link.step.stayed] if run.engine.offload_bytes else []
-            for column, value in enumerate(
-                (device, peak_memory_bytes(topology.device), host, *counted), start=len(STATE)
-            ):
+            values = (device, peak_memory_bytes(topology.device), host, *counted)
+            for column, value in enumerate(values, start=len(STATE)):
                 sums[topology.rank, column].fill_(value)
             return sums
 
@@ -75,12 +75,10 @@ class MemoryUsage(Callback):
 
 
 def folder_bytes(folder: Path) -> int:
-    """Return the total size in bytes of the files under a folder; files that are deleted meanwhile do not count."""
+    """Return the total bytes of the files under a folder, without files that are deleted meanwhile."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
-                continue
     return total

@@ -12,22 +12,21 @@ from optim.offload.experts import OffloadedExperts
 from optim.offload.optimizer import OffloadedOptimizer, offload_of
 from parallel.joint_errors import raise_together
 from training.engine import OffloadError
-from training.resilience import events
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
-REFIT_STEPS = 100  # between measurements of the bandwidths, where the engines depend on them
+REFIT_STEPS = 100  # between choices of the update engines by measured bandwidths
 
 
 class OptimizerOffload(Callback):
-    """Adds `optimizer_tiers`, counted on this rank since the start: updates that began before the step was validated
-    and were kept or dropped, and updates that waited for a checkpoint to be written.
+    """Adds `optimizer_tiers`, which counts on this rank since the start: updates that began before the step was
+    validated and were kept or dropped, and updates that waited for a checkpoint to be written.
 
-    With offloaded experts, also adds `expert_tiers` of this rank for the step, evaluations excluded: bytes of experts'
-    weights and gradients copied to the device (`up`) and from it (`down`), `read` from disk and `written` to it;
-    `fetched`, the number of fetches of a layer's weights, and `asked`, those that started only when the weights were
-    needed; `wait_seconds`, the time that computation waited for fetches; and the bytes of `weights`, `gradients` and
-    `staging` buffers on host and disk.
+    With offloaded experts, also adds `expert_tiers` of this rank for the step without evaluations. Bytes of experts'
+    weights and gradients: copied to the device (`up`), copied from the device (`down`), `read` from disk, `written` to
+    disk. `fetched`: fetches of a layer's weights; `asked`: fetches that started only when the weights were needed;
+    `wait_seconds`: time that computation waited for fetches. Also the bytes of `weights`, `gradients` and `staging`
+    buffers on host and disk.
     """
 
     def __init__(self) -> None:
@@ -49,8 +48,8 @@ class OptimizerOffload(Callback):
             self._before = _moved(run, self._offload.experts)
 
     def before_update(self, run: Run, result: StepResult) -> None:
-        """Raise OffloadError on every rank if an earlier update failed on any rank, whose weights are then out of
-        date."""
+        """Raise OffloadError on every rank if an earlier update failed on any rank, because the weights there are then
+        out of date."""
         if self._offload is not None and float(result.sums["tiers"]) > 0:
             raise_together(self._offload.problem(), OffloadError)
 
@@ -67,10 +66,9 @@ class OptimizerOffload(Callback):
             moved = _moved(run, offload.experts)
             metrics["expert_tiers"] = {name: value - self._before[name] for name, value in moved.items()}
             metrics["expert_tiers"] |= offload.experts.records.bytes_by_target
-        flexible = offload.memory.arrangement.flexible
-        if flexible and run.progress.step % REFIT_STEPS == 0 and not run.saver.pending and not run.is_last_step:
-            if offload.choose(run.config.optimizer.engine):
-                self._log_engines(run, offload)
+        refits = offload.memory.arrangement.flexible and run.progress.step % REFIT_STEPS == 0
+        if refits and not run.saver.pending and not run.is_last_step and offload.choose(run.config.optimizer.engine):
+            self._log_engines(run, offload)
 
     def on_end(self, run: Run) -> None:
         """Wait until all weights are updated. Raises OffloadError if an update failed."""
@@ -78,8 +76,6 @@ class OptimizerOffload(Callback):
             run.engine.synchronize()
 
     def _log_engines(self, run: Run, offload: OffloadedOptimizer) -> None:
-        if not run.is_main:
-            return
         arrangement = offload.memory.arrangement
         share: Counter[str] = Counter()
         for numel, target, engine in zip(arrangement.numels, arrangement.targets, offload.engines, strict=True):
@@ -89,14 +85,14 @@ class OptimizerOffload(Callback):
         text = f"optimizer state of rank 0 in {len(arrangement.numels)} buckets: {shares}"
         if (disk := offload.memory.disk) is not None and not disk.is_direct:
             text += f"; {disk.folder} does not support direct I/O, so the page cache takes host memory"
-        run.log(text)
         measured = {} if offload.rates is None else vars(offload.rates)
         rates = {name: rate for name, rate in measured.items() if math.isfinite(rate)}
-        events.record(run.run_dir, "optimizer_ways", text, step=run.progress.step, ways=dict(share), rates=rates)
+        run.log_event("optimizer_ways", text, ways=dict(share), rates=rates)
 
 
 def _moved(run: Run, experts: OffloadedExperts) -> dict[str, float]:
-    """Return the total transfers, fetches and waits of offloaded experts since the engine was built."""
+    """Return the bytes transferred, the fetches and the seconds waited for offloaded experts since the engine was
+    built."""
     assert run.engine.experts is not None
     counts = run.engine.experts.counts
     counts.add_up()

@@ -28,13 +28,12 @@ class Profile(Callback):
     """Writes one trace file for each step in `training.profile.steps` on each rank in `training.profile.ranks`.
 
     A trace lasts from the end of the previous step's callbacks to the end of this step's callbacks: data, forward,
-    backward, update, evaluation and checkpoint. Therefore this must be the last callback in the list. Other steps and
-    ranks are not affected.
+    backward, update, evaluation and checkpoint. Therefore this must be the last callback in the list.
     """
 
     def __init__(self) -> None:
         self._profiler: Any = None
-        self._names: contextlib.ExitStack | None = None
+        self._names = contextlib.ExitStack()  # undoes what names the phases of a traced step
         self._done = 0  # the last step that was finished
 
     def on_start(self, run: Run) -> None:
@@ -63,9 +62,8 @@ class Profile(Callback):
                         path.unlink(missing_ok=True)
                         raise
 
-        activities = [ProfilerActivity.CPU]
-        if run.topology.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        on_gpu = run.topology.device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         self._chosen, self._last = chosen, max(chosen)
         self._profiler = profile(activities=activities, schedule=action, on_trace_ready=write)
         self._profiler.start()
@@ -83,12 +81,9 @@ class Profile(Callback):
             self._name(run)
 
     def _name(self, run: Run) -> None:
-        """Make the next step's phases appear by name in the trace, if that step is traced."""
-        if self._names is not None:
-            self._names.close()
-            self._names = None
+        """Make the phases of the next step appear by name in the trace, if that step is traced."""
+        self._names.close()
         if run.progress.step + 1 in self._chosen:
-            self._names = contextlib.ExitStack()
             # Phases of a step that other modules and Megatron-core run, with their names in the trace.
             phases = (
                 (run.loader, "next_step", "data"),
@@ -106,9 +101,7 @@ class Profile(Callback):
                 self._names.callback(delattr, module, "forward")
 
     def close(self) -> None:
-        if self._names is not None:
-            self._names.close()
-            self._names = None
+        self._names.close()
         if self._profiler is not None:
             profiler, self._profiler = self._profiler, None
             profiler.stop()

@@ -17,18 +17,16 @@ class PromptSamples(Callback):
             return
         for prompt in settings.prompts:
             greedy = continue_text(run, prompt, settings.num_tokens, temperature=0.0)
-            sampled = continue_text(
-                run, prompt, settings.num_tokens, temperature=settings.temperature, top_p=settings.top_p
-            )
-            run.log(
-                f"--- prompt\n{prompt}\n--- greedy continuation\n{greedy}\n--- sampled continuation\n{sampled}\n---"
-            )
+            how = {"temperature": settings.temperature, "top_p": settings.top_p}
+            sampled = continue_text(run, prompt, settings.num_tokens, **how)
+            texts = {"prompt": prompt, "greedy continuation": greedy, "sampled continuation": sampled}
+            run.log("".join(f"--- {name}\n{text}\n" for name, text in texts.items()) + "---")
 
 
 def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float, top_p: float = 1.0) -> str:
-    """Return the text with which the model in training continues `prompt`: `num_tokens` tokens, or fewer if its learned
-    positions run out. If the prompt alone fills them, logs that and returns an empty string. Temperature 0 means greedy
-    decoding. A collective call in any layout; every rank returns the same text."""
+    """Return the text of `num_tokens` tokens with which the model in training continues `prompt`. The text is shorter
+    if the learned positions of the model run out, and "" with a log line if the prompt fills them. Temperature 0 means
+    greedy decoding. A collective call in any layout; every rank returns the whole text."""
     ids = run.tokenizer.encode_prompt(prompt) or [run.tokenizer.eod]
     with run.engine.frozen_weights():
         decoder = Decoder.of_chunks(run.engine.bare_chunks, run.config, run.topology, run.vocab_size)

@@ -16,9 +16,9 @@ from parallel.liveness import collective_log
 from training.resilience import events
 from training.run import Callback, Metrics, Run
 
-WINDOW = 20  # steps: a rank must be slow in their median, which no single pause moves
+WINDOW = 20  # steps over whose median a rank must be slow, which no single pause changes
 LEAST_SECONDS = 0.002  # differences below this are noise
-PROBE_SECONDS = 0.01  # of matrix multiplications that time a GPU; the slowest rank's first ones decide their number
+PROBE_SECONDS = 0.01  # of matrix multiplications that time a GPU; the slowest rank's first times decide their number
 LEAST_SIZE, MOST_SIZE, MOST_REPEATS = 64, 4096, 64
 
 
@@ -27,9 +27,9 @@ class Stragglers(Callback):
     pipeline stage.
 
     On a CPU, this is the time outside collectives, including data loading and callbacks. A GPU's waits are not visible
-    to its host, so on a GPU a few matrix multiplications are timed once per window instead: this shows a slow device,
-    but not a slow host. The times are exchanged with the step's loss. A rank is named if it is slower by
-    `training.straggler_factor` (null: never).
+    to its host, so on a GPU a few matrix multiplications are timed once per window. This shows a slow device, but not a
+    slow host. The times share the all-reduce of the loss. A rank is named if its time is more than
+    `training.straggler_factor` times that median (null: never).
     """
 
     def on_start(self, run: Run) -> None:
@@ -52,9 +52,7 @@ class Stragglers(Callback):
     def _own_seconds(self, rank: int) -> torch.Tensor:
         before, waited_before = self._last_seen
         self._last_seen = now, waited = time.monotonic(), self._log.waited
-        own = now - before - (waited - waited_before)
-        if self._probe is not None:
-            own = self._probe.last
+        own = now - before - (waited - waited_before) if self._probe is None else self._probe.last
         by_rank = self._zeros.clone()
         by_rank.narrow(0, rank, 1).fill_(own)  # by_rank[rank] = own would wait for the device
         return by_rank
@@ -67,36 +65,30 @@ class Stragglers(Callback):
         self._seconds.append(run.result.sums["own_seconds"].tolist())
         if self._steps == 1:
             self._seconds.clear()  # it includes the start
-        if self._steps % WINDOW == 0:
-            factor = run.config.training.straggler_factor
-            assert factor is not None
-            medians = [statistics.median(seconds) for seconds in zip(*self._seconds)]
-            slow = find_slow(medians, self._stages, factor)
-            for rank, others in slow.items():
-                text = (
-                    f"rank {rank} on {self._hosts[rank]} is slow: its own work takes {1000 * medians[rank]:.1f} ms "
-                    f"per step, that of its stage's other ranks {1000 * others:.1f} ms (median of {WINDOW} steps)"
-                )
-                if run.is_main:
-                    events.record(
-                        run.run_dir,
-                        "straggler",
-                        text,
-                        step=run.progress.step,
-                        slow_rank=rank,
-                        seconds=medians[rank],
-                        others=others,
-                    )
-                if rank not in self._named:  # a line once, until it has recovered
-                    run.log(text)
-            self._named = set(slow)
-            if self._probe is not None:
-                self._probe.measure()
+        if self._steps % WINDOW != 0:
+            return
+        factor = run.config.training.straggler_factor
+        assert factor is not None
+        medians = [statistics.median(seconds) for seconds in zip(*self._seconds)]
+        slow = find_slow(medians, self._stages, factor)
+        for rank, others in slow.items():
+            text = (
+                f"rank {rank} on {self._hosts[rank]} is slow: its own work takes {1000 * medians[rank]:.1f} ms "
+                f"per step, that of its stage's other ranks {1000 * others:.1f} ms (median of {WINDOW} steps)"
+            )
+            if run.is_main:
+                fields = {"step": run.progress.step, "slow_rank": rank, "seconds": medians[rank], "others": others}
+                events.record(run.run_dir, "straggler", text, **fields)
+            if rank not in self._named:  # a line once, until the rank has recovered
+                run.log(text)
+        self._named = set(slow)
+        if self._probe is not None:
+            self._probe.measure()
 
 
 def find_slow(seconds: list[float], stages: list[int], factor: float) -> dict[int, float]:
-    """Return the ranks that take more than `factor` times the median of the other ranks in their stage, as a dict from
-    rank to that median in seconds."""
+    """Return the ranks whose `seconds` exceed `factor` times the median of the other ranks in their pipeline stage, as
+    a dict from rank to that median in seconds."""
     slow = {}
     for rank, own in enumerate(seconds):
         others = [s for other, s in enumerate(seconds) if other != rank and stages[other] == stages[rank]]
@@ -106,19 +98,17 @@ def find_slow(seconds: list[float], stages: list[int], factor: float) -> dict[in
 
 
 def choose_products(seconds_of: Callable[[int], float]) -> tuple[int, int]:
-    """Return the size and number of square matrix multiplications that take about PROBE_SECONDS; `seconds_of(size)`
-    times one. The size is doubled only while the next multiplication, which takes about eight times as long, fits into
-    PROBE_SECONDS: so a slow device, or a CPU in its place, does not compute for long."""
+    """Return the size and number of square matrix multiplications that take about PROBE_SECONDS together.
+    `seconds_of(size)` times one multiplication. The size is doubled only while the next multiplication, which takes
+    about eight times as long, fits into PROBE_SECONDS. So a slow device or a CPU does not compute for long."""
     size = LEAST_SIZE
-    seconds = seconds_of(size)
-    while size < MOST_SIZE and 8 * seconds <= PROBE_SECONDS:
+    while (seconds := seconds_of(size)) * 8 <= PROBE_SECONDS and size < MOST_SIZE:
         size *= 2
-        seconds = seconds_of(size)
     return size, max(1, min(MOST_REPEATS, round(PROBE_SECONDS / max(seconds, 1e-9))))
 
 
 class _Probe:
-    """Times the same matrix multiplications on each rank's GPU. All ranks must create it together."""
+    """Times equal matrix multiplications on every rank's GPU. All ranks must create this object together."""
 
     def __init__(self, device: torch.device):
         self._device = device

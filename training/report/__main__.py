@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m training.report", description="One HTML page that shows a run, without a network."
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that the run writes to")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where the page goes; default RUN_DIR/report.html")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="file to write; default RUN_DIR/report.html")
     options = parser.parse_args(arguments)
 
     def body() -> None:

@@ -50,8 +50,8 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
-    """Return statistics of a table of token counts [num_layers, num_experts]: mean, min and max over all MoE layers,
-    and each layer's max/mean and counts."""
+    """Return statistics of a table of token counts [num_layers, num_experts]: mean, min and max over the experts of all
+    MoE layers, and each MoE layer's max/mean and counts."""
     moe_layers = tokens_per_expert[tokens_per_expert.sum(dim=1) > 0]
     if moe_layers.numel() == 0:
         return {"mean": 0.0, "min": 0, "max": 0, "max_over_mean": [], "counts": []}
@@ -66,8 +66,8 @@ def expert_load(tokens_per_expert: torch.Tensor) -> dict[str, Any]:
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    """Return the plain numbers of a metrics object; names of nested objects are joined with a slash. Elements of a list
-    are named by their layer if the object has a list `layer`, else by their index. Texts and lists of lists are left
+    """Return the numbers of a metrics object by flat name. Nested names are joined with slashes. The name of a list's
+    element ends with its layer if the object has a list `layer`, else with its index. Texts and lists of lists are left
     out."""
     result: dict[str, float] = {}
     for name, value in metrics.items():
@@ -75,13 +75,9 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
             if name != "step":
                 result[name] = value
         elif isinstance(value, dict):
-            layers = value.get("layer")
-            inner = (
-                {key: dict(zip(map(str, layers), entry)) for key, entry in value.items() if key != "layer"}
-                if layers
-                else value
-            )
-            result.update({f"{name}/{key}": number for key, number in scalars(inner).items()})
+            if layers := value.get("layer"):
+                value = {key: dict(zip(map(str, layers), entry)) for key, entry in value.items() if key != "layer"}
+            result.update({f"{name}/{key}": number for key, number in scalars(value).items()})
         elif isinstance(value, list):
             result.update({f"{name}/{i}": number for i, number in enumerate(value) if isinstance(number, (int, float))})
     return result
@@ -90,13 +86,8 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
 def texts(metrics: dict[str, Any]) -> dict[str, str]:
     """Return the memory strategy and the all-to-all in each MoE layer's plan, by the metric's flat name."""
     table = metrics.get("moe_layers", {})
-    names = ("memory_strategy", "all_to_all")
-    return {
-        f"moe_layers/{name}/{layer}": text
-        for name in names
-        if name in table
-        for layer, text in zip(table["layer"], table[name])
-    }
+    names = [name for name in ("memory_strategy", "all_to_all") if name in table]
+    return {f"moe_layers/{name}/{layer}": text for name in names for layer, text in zip(table["layer"], table[name])}
 
 
 def expert_counts(metrics: dict[str, Any]) -> dict[str, list[int]]:

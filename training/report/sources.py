@@ -22,19 +22,19 @@ Line = dict[str, Any]
 
 
 class NotARun(ConfigError):
-    """Raised for a folder that has no file of a run."""
+    """Raised for a folder that does not have the files of a run."""
 
 
 @dataclass
 class RunFiles:
-    """The content of a run's files. `notes` has a line for each file that could not be read."""
+    """Content of the files in a run's folder. `notes` has a line for each file that could not be read."""
 
     run_dir: Path
     config: dict[str, Any] = field(default_factory=dict)
-    metrics: list[Line] = field(default_factory=list)  # by step, each step once
+    metrics: list[Line] = field(default_factory=list)  # sorted by step, each step once
     events: list[Line] = field(default_factory=list)
     plans: list[Line] = field(default_factory=list)
-    memory_plan: list[Line] = field(default_factory=list)  # by rank
+    memory_plan: list[Line] = field(default_factory=list)  # sorted by rank
     plan_device: str | None = None
     config_text: str = ""
     environment: Line = field(default_factory=dict)
@@ -121,15 +121,13 @@ def _memory_plan(source: RunFiles) -> list[Line]:
         plan = json.loads(path.read_text(encoding="utf-8"))
         ranks = plan["memory_per_rank"]
         source.plan_device = plan.get("device")
-        return sorted(
-            ({**rank, "rank": int(rank["rank"]), "total": float(rank["total"])} for rank in ranks),
-            key=lambda rank: rank["rank"],
-        )
+        planned = [{**rank, "rank": int(rank["rank"]), "total": float(rank["total"])} for rank in ranks]
+        return sorted(planned, key=lambda rank: rank["rank"])
     except (ValueError, KeyError, TypeError):
         source.notes.append("plan.json cannot be read: memory is shown without the plan.")
         return []
 
 
 def finite(value: Any) -> float | None:
-    """Return the value if it is a finite number, else None."""
+    """Return `value` if it is a finite number, else None."""
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import zlib
 from pathlib import Path
@@ -18,15 +19,8 @@ MAX_RANKS = 16  # in one picture; of more ranks, evenly spaced ones are chosen
 MAX_SPANS = 15_000  # of all ranks; of more spans, the shortest are left out
 MAX_STEPS = 3  # the newest
 PHASES = (
-    "evaluation",
-    "data",
-    "forward",
-    "backward",
-    "pipeline exchange",
-    "gradient reduction",
-    "gradient norm",
-    "optimizer",
-    "checkpoint",
+    *("evaluation", "data", "forward", "backward", "pipeline exchange", "gradient reduction", "gradient norm"),
+    *("optimizer", "checkpoint"),
 )
 LAYER_PHASES = (
     *("attention", "attention backward", "dispatch", "dispatch wait", "experts", "experts backward"),
@@ -42,8 +36,8 @@ Item = TypeVar("Item")
 
 
 def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return timelines of the newest traced steps, oldest first, or else of the predicted step alone. Traces that
-    cannot be read are left out and named in `notes`."""
+    """Return timelines of the newest traced steps, oldest first; without traced steps, the timeline of the predicted
+    step. Traces that cannot be read are left out and named in `notes`."""
     traces: dict[int, dict[int, Path]] = {}  # by step and rank
     for path in sorted((run_dir / "traces").glob("*.json.gz")):
         match = NAME.fullmatch(path.name)
@@ -66,8 +60,7 @@ def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
                 spans[rank] = read_trace(traces[step][rank])
             except UNREADABLE:
                 notes.append(f"{traces[step][rank].name} cannot be read and is left out.")
-        spans = {rank: found for rank, found in spans.items() if found}
-        if spans:
+        if spans := {rank: found for rank, found in spans.items() if found}:
             steps.append(_picture(step, spans, len(ranks), predicted))
     if not steps and predicted:
         steps.append(_picture("predicted", {}, 0, predicted))
@@ -75,13 +68,13 @@ def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def chosen_of(every: list[Item]) -> list[Item]:
-    """Return the list, or MAX_RANKS evenly spaced elements of it if it is longer."""
+    """Return the list, or MAX_RANKS evenly spaced elements if the list is longer than that."""
     return every if len(every) <= MAX_RANKS else [every[i * len(every) // MAX_RANKS] for i in range(MAX_RANKS)]
 
 
 def read_trace(path: Path) -> RankSpans:
-    """Return a trace's spans (lane, name, start, end) with absolute times in microseconds, sorted by start, longer ones
-    first."""
+    """Return the spans of a trace (lane, index in NAMES, start, end), with absolute times in microseconds. They are
+    sorted by start; of spans with equal starts, the longest is first."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     base = trace.get("baseTimeNanoseconds", 0) / 1000
@@ -93,19 +86,17 @@ def read_trace(path: Path) -> RankSpans:
     index = {name: i for i, name in enumerate(NAMES)}
     spans = []
     for event in device + [event for event in host if event["name"] not in on_device]:
-        name = event["name"]
+        name, start = event["name"], base + event["ts"]
         if "predicted" in trace:  # such as "forward 3 of chunk 1"
             whole = {"update": "optimizer"}.get(name, name)
             fitting = [known for known in NAMES if whole == known or whole.startswith(f"{known} ")]
             name = max(fitting, key=len, default=OTHER)
         if name in index:
-            spans.append(
-                (int(name in LAYER_PHASES), index[name], base + event["ts"], base + event["ts"] + event["dur"])
-            )
+            spans.append((int(name in LAYER_PHASES), index[name], start, start + event["dur"]))
     names = ("gloo:", "ncclDevKernel", "ncclKernel")
     messages = [event for event in events if event["name"].startswith(names) or event.get("cat") == MESSAGE]
-    for start, end in merged((base + event["ts"], base + event["ts"] + event["dur"]) for event in messages):
-        spans.append((2, index["message"], start, end))
+    times = merged((base + event["ts"], base + event["ts"] + event["dur"]) for event in messages)
+    spans += [(2, index["message"], start, end) for start, end in times]
     return sorted(spans, key=lambda span: (span[2], -span[3]))
 
 
@@ -123,19 +114,18 @@ def merged(intervals: Any) -> list[tuple[float, float]]:
 def _picture(
     step: int | str, traced: dict[int, RankSpans], num_traced: int, predicted: dict[int, tuple[int, RankSpans]]
 ) -> dict[str, Any]:
-    """Return the data of one timeline: a row for each rank, and below the ranks of each stage its predicted row."""
+    """Return the data of one timeline. It has a row for each rank, and a predicted row for each pipeline stage, below
+    the rows of the stage's ranks."""
     first = min((span[2] for found in traced.values() for span in found), default=0.0)
-    shifted = {
-        rank: [(lane, name, start - first, end - first) for lane, name, start, end in found]
-        for rank, found in traced.items()
-    }
+    shifted: dict[int, RankSpans] = {}
+    for rank, found in traced.items():
+        shifted[rank] = [(lane, name, start - first, end - first) for lane, name, start, end in found]
     # Labels and spans: each rank, and the predicted stage after its last rank.
     picture_rows: list[tuple[str, RankSpans]] = []
     firsts = sorted((begin, stage) for stage, (begin, _) in predicted.items())
-    for index, (begin, stage) in enumerate(firsts):
-        end = firsts[index + 1][0] if index + 1 < len(firsts) else None
-        inside = [rank for rank in sorted(shifted) if rank >= begin and (end is None or rank < end)]
-        picture_rows += [(f"rank {rank}", shifted[rank]) for rank in inside]
+    ends = [*(begin for begin, _ in firsts[1:]), math.inf]
+    for (begin, stage), end in zip(firsts, ends):
+        picture_rows += [(f"rank {rank}", shifted[rank]) for rank in sorted(shifted) if begin <= rank < end]
         picture_rows.append((f"stage {stage}, predicted", predicted[stage][1]))
     picture_rows = picture_rows or [(f"rank {rank}", found) for rank, found in sorted(shifted.items())]
     last = max((span[3] for _, found in picture_rows for span in found), default=0.0)
@@ -160,13 +150,11 @@ def _picture(
 
 
 def _summary(found: RankSpans) -> dict[str, float]:
-    """Return the microseconds in which a row computes, waits for the pipeline, has messages in flight, and has messages
-    in flight during computation."""
-    # An evaluation consists of other phases.
-    exchange, evaluation = (NAMES.index("pipeline exchange"), NAMES.index("evaluation"))
-    working = merged(
-        (start, end) for lane, name, start, end in found if lane == 0 and name not in (exchange, evaluation)
-    )
+    """Return the microseconds in which a row of the timeline computes, waits for the pipeline, has messages in flight,
+    and has messages in flight during computation."""
+    exchange = NAMES.index("pipeline exchange")
+    others = (exchange, NAMES.index("evaluation"))  # an evaluation consists of other phases
+    working = merged((start, end) for lane, name, start, end in found if lane == 0 and name not in others)
     waiting = merged((start, end) for lane, name, start, end in found if name == exchange)
     sending = merged((start, end) for lane, _, start, end in found if lane == 2)
     layers = merged((start, end) for lane, name, start, end in found if lane == 1 and "wait" not in NAMES[name])

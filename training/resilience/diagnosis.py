@@ -31,13 +31,12 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """The first non-finite tensor on a rank. Findings are compared by the time at which they occur; `order` counts hook
-    calls."""
+    """The first non-finite tensor on a rank. `key` sorts findings by the time at which they occur in a step."""
 
     phase: int
     micro_batch: int
     layer_order: int  # 0-based layer of the model, counted from the end in the backward pass
-    order: int
+    order: int  # hook calls before this one
     rank: int
     host: str
     what: str
@@ -52,9 +51,9 @@ class Finding:
 
 
 def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tensor) -> Finding | None:
-    """Return the first layer and rank at which a step on these batches has a non-finite number, the same on every rank.
-    A collective call. `own_losses`: this rank's addend to the step's loss. Returns None if the second pass was finite,
-    as after a transient hardware fault. Changes only gradients."""
+    """Repeat a step's passes on these batches, and return the first layer and rank with a non-finite number, equal on
+    every rank. Returns None if the second pass is finite, such as after a transient hardware fault. A collective call;
+    changes only gradients. `own_losses`: this rank's addend to the loss of the first pass."""
     found = damage(engine)
     if found is not None:
         return found
@@ -62,7 +61,8 @@ def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tenso
     try:
         run_again(engine, batches)
     finally:
-        watch.remove()
+        for handle in watch.handles:
+            handle.remove()
     mine = watch.found
     if mine is None and not _is_finite(own_losses):
         mine = _finding(LOSS, 0, 0, 0, "the loss")
@@ -70,8 +70,8 @@ def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tenso
 
 
 def damage(engine: Engine) -> Finding | None:
-    """Return the first parameter or optimizer state that is not finite, the same on every rank; None if all are finite.
-    A collective call."""
+    """Return the first parameter or optimizer state that is not finite, equal on every rank; None if all are finite. A
+    collective call."""
     return _first_of_all(_in_weights(engine))
 
 
@@ -100,32 +100,27 @@ def _in_weights(engine: Engine) -> Finding | None:
             while name not in own:  # the chunk's wrappers call it module.module.NAME
                 name = name.partition(".")[2]
             layer, what = _name(chunk, name, engine.config.model.num_layers)
-            if kind == WEIGHT:
-                return _finding(WEIGHTS, 0, layer, 0, what)
-            return _finding(WEIGHTS, 0, layer, 1, f"the optimizer's {kind} of {what}")
+            order, text = (0, what) if kind == WEIGHT else (1, f"the optimizer's {kind} of {what}")
+            return _finding(WEIGHTS, 0, layer, order, text)
     return None
 
 
 class _Watch:
-    """Hooks all modules of this rank, and records the first output or gradient that is not finite."""
+    """Hooks on all modules of this rank that record the first output or gradient that is not finite."""
 
     def __init__(self, engine: Engine, num_micro_batches: int):
         self._count, self._data = num_micro_batches, engine.topology.data
         self.found: Finding | None = None
         self._order = 0
         self._num_layers = engine.config.model.num_layers
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []  # of the hooks, to remove them
         for chunk in engine.bare_chunks:
             for name, module in chunk.named_modules():
-                self._handles.append(module.register_forward_hook(partial(self._forward, chunk, name)))
+                self.handles.append(module.register_forward_hook(partial(self._forward, chunk, name)))
             for name, parameter in chunk.named_parameters():
                 if parameter.requires_grad:
                     hook = partial(self._parameter, chunk, f"the gradient of {name}", [-1])
-                    self._handles.append(parameter.register_hook(hook))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+                    self.handles.append(parameter.register_hook(hook))
 
     def _forward(self, chunk: torch.nn.Module, name: str, module: Any, inputs: Any, output: Any) -> None:
         self._order += 1
@@ -167,13 +162,12 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _name(chunk: torch.nn.Module, name: str, num_layers: int) -> tuple[int, str]:
-    """Return the 0-based layer of a module or parameter (-1 before the first layer, num_layers after the last) and a
-    phrase that describes it."""
+    """Return the 0-based layer of a module or parameter (-1 before the first layer, num_layers after the last), and a
+    phrase that describes the module or parameter."""
     found = re.search(r"\blayers\.(\d+)\b", name)
     if found is None:
         return (-1 if "embedding" in name else num_layers), name
-    layer = chunk.get_submodule(name[name.rindex(" ") + 1 if " " in name else 0 : found.end()])
-    number = int(layer.layer_number)  # from 1, over the whole model
+    begin = name.rfind(" ") + 1  # of the path, after a phrase such as "the gradient of"
+    number = int(chunk.get_submodule(name[begin : found.end()]).layer_number)  # from 1, over the whole model
     inside = name[found.end() + 1 :]
-    start = name[: name.rindex(" ") + 1] if " " in name else ""
-    return number - 1, f"{start}layer {number} of {num_layers}" + (f" ({inside})" if inside else "")
+    return number - 1, f"{name[:begin]}layer {number} of {num_layers}" + (f" ({inside})" if inside else "")

@@ -20,9 +20,9 @@ INCOMPLETE = "record_incomplete"  # the kind of event that names what a file of 
 
 
 def record(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
-    """Append an event: `kind` is a word that programs search for (checkpoint_saved, resumed, ...), `text` a line for
-    people. Each line is appended in one write, so that lines of several ranks do not mix. An event that cannot be
-    written is printed to stderr instead, and the run continues."""
+    """Append an event to events.jsonl: `kind` is a word that programs search for (checkpoint_saved, resumed, ...),
+    `text` a line for people. Each line is appended in one write, so that lines of several ranks do not mix. An event
+    that cannot be written is printed to stderr, and the run continues."""
     line = json.dumps({"time": time.time(), "rank": launched().rank, "kind": kind, "text": text, **fields})
     path = run_dir / EVENTS
     try:
@@ -45,5 +45,5 @@ def log(run_dir: Path, kind: str, text: str, **fields: Any) -> None:
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Return all events of a run, oldest first, without a truncated line; an empty list if the file is missing."""
+    """Return all events of a run, oldest first, without truncated lines; [] if the file is missing."""
     return files.read_json_lines(run_dir / EVENTS)

@@ -29,10 +29,9 @@ from configs.schema import Config
 
 SKIPPED = "skipped_samples.json"
 WINDOW = 64  # steps whose median loss a spike is measured against
-LEAST_STEPS = 8  # before a spike is looked for: losses change fast at the start
-MOST_IN_A_ROW = 10  # steps rejected without a step between them: more are not due to single batches
-# Rollbacks because of damaged weights, without a new step between them.
-MOST_DAMAGES = 3
+LEAST_STEPS = 8  # good steps before spikes are detected: losses change fast at the start
+MOST_IN_A_ROW = 10  # rejected steps without a good step between them; more are not caused by single batches
+MOST_DAMAGES = 3  # rollbacks because of damaged weights, without a new step between them
 NOTHING_PREDICTED = "nothing_predicted"  # the kind of a rejected step whose cause is the data
 
 
@@ -41,7 +40,7 @@ class UnhealthyRun(RuntimeError):
 
 
 class RejectedRun(ConfigError):
-    """Raised on all ranks together when a run finds, between steps, that its config asks for something impossible."""
+    """Raised on all ranks together when a run finds between steps that its config cannot be satisfied."""
 
     def __init__(self, text: str, step: int) -> None:
         super().__init__(text)
@@ -50,7 +49,7 @@ class RejectedRun(ConfigError):
 
 @dataclass(frozen=True)
 class RejectedStep:
-    """The reason why a step was rejected. `kind` is that of its event: nonfinite, loss_spike or nothing_predicted."""
+    """Reason why a step was rejected. `kind` is the kind of the event: nonfinite, loss_spike or nothing_predicted."""
 
     kind: str
     text: str
@@ -67,7 +66,7 @@ class Skip:
 
 
 class Health:
-    """Validates each step by numbers that are the same on all ranks, so that all ranks decide alike."""
+    """Validates each step by numbers that are equal on all ranks, so that all ranks decide alike."""
 
     def __init__(self, config: Config):
         self._settings = config.training
@@ -82,7 +81,7 @@ class Health:
     def validate(self, loss: float, finite: bool, predicted_tokens: int) -> RejectedStep | None:
         """Return the reason to reject a step with this loss, or None if the step is good. `finite`: whether its
         gradients are finite."""
-        if predicted_tokens == 0:  # there is no loss, and the 0 in its place would pass for a good one
+        if predicted_tokens == 0:  # the loss is then 0, which would pass for a good loss
             return RejectedStep(NOTHING_PREDICTED, "no token is predicted: each is the last of its document")
         if not math.isfinite(loss):
             return RejectedStep("nonfinite", f"the loss is {loss}")
@@ -92,13 +91,12 @@ class Health:
         if factor is not None and len(self._losses) >= LEAST_STEPS:
             usual = statistics.median(self._losses)
             if loss > factor * usual:
-                return RejectedStep(
-                    "loss_spike", f"the loss {loss:.4f} is {loss / usual:.2f} times the usual {usual:.4f}"
-                )
+                text = f"the loss {loss:.4f} is {loss / usual:.2f} times the usual {usual:.4f}"
+                return RejectedStep("loss_spike", text)
         return None
 
     def taken(self, loss: float, step: int, updated: bool = True) -> None:
-        """Record the loss of a step that was taken. `updated`: whether the step changed the weights."""
+        """Record the loss of a finished step. `updated`: whether the step changed the weights."""
         self._losses.append(loss)
         self.without_update += not updated
         self.without_update_in_a_row = 0 if updated else self.without_update_in_a_row + 1
@@ -107,8 +105,8 @@ class Health:
             self.start_over()
 
     def policy(self, rejected: RejectedStep, damaged: bool = False) -> str:
-        """Count a rejected step, and return the policy for it: skip, rollback or stop. It is the configured policy, or
-        stop if that has been tried too often, or if it would skip a batch because of damaged weights."""
+        """Count a rejected step, and return the policy for the step: skip, rollback or stop. This is the configured
+        policy, or stop if that was tried too often or would skip a batch because of damaged weights."""
         self._rejected_in_a_row += 1
         self._damages_in_a_row += damaged
         if self.gave_up:
@@ -120,21 +118,21 @@ class Health:
 
     @property
     def gave_up(self) -> bool:
-        """Whether more than MOST_IN_A_ROW rejected or MOST_DAMAGES damaged steps followed each other."""
+        """Whether more than MOST_IN_A_ROW rejected steps, or MOST_DAMAGES with damaged weights, followed each other."""
         return self._rejected_in_a_row > MOST_IN_A_ROW or self._damages_in_a_row > MOST_DAMAGES
 
     def skip(self, skip: Skip) -> None:
-        """Note a batch that is skipped, so that `start_over` returns it if the run gives up."""
+        """Add a skipped batch to those that `start_over` returns."""
         self._skipped.append((skip.first, skip.end))
 
     def start_over(self) -> list[tuple[int, int]]:
-        """Forget the current series of rejected steps, and return the samples [first, end) that were skipped in it."""
+        """Forget the current series of rejected steps, and return the sample ranges [first, end) that it skipped."""
         skipped, self._skipped = self._skipped, []
         self._rejected_in_a_row = self._damages_in_a_row = 0
         return skipped
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, made of JSON values; floats read back exactly."""
+        """Return the state of step validation for a checkpoint, as JSON values that read back exactly."""
         return {
             "losses": list(self._losses),
             "furthest": self._furthest,
@@ -146,30 +144,31 @@ class Health:
         }
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state` returned. Raises KeyError, TypeError or ValueError for anything else."""
+        """Restore a state that `state` returned. Raises KeyError, TypeError or ValueError if it is not such a state."""
         self._furthest = int(state["furthest"])
         self._rejected_in_a_row, self._damages_in_a_row = int(state["refused_in_a_row"]), int(state["damages_in_a_row"])
         self._skipped = [(int(first), int(end)) for first, end in state["marked"]]
         self.go_back(state)
 
     def go_back(self, state: dict[str, Any]) -> None:
-        """Restore the losses of an older checkpoint to which the run returns, without resetting the counts of rejected
-        steps."""
+        """Restore the recorded losses and the counts of steps without an update from an older checkpoint, but keep the
+        counts of rejected steps."""
         self._losses = deque((float(loss) for loss in state["losses"]), maxlen=WINDOW)
         self.without_update = int(state["without_update"])
         self.without_update_in_a_row = int(state["without_update_in_a_row"])
 
 
 class SkippedSamples:
-    """The samples that no step may use, the same on all ranks and recorded in `run_dir/skipped_samples.json`."""
+    """Samples that no step may use, equal on all ranks and recorded in `run_dir/skipped_samples.json`."""
 
     def __init__(self, run_dir: Path, skips: Sequence[Skip] = ()):
         self._path, self._skips = run_dir / SKIPPED, list(skips)
 
     @classmethod
     def load(cls, run_dir: Path, origin: Path | None = None) -> SkippedSamples:
-        """Read the record on rank 0 and broadcast it. A collective call. Raises ConfigError if the file cannot be read.
-        A run that started from a checkpoint of another run, in the folder `origin`, takes over that run's record."""
+        """Read skipped_samples.json on rank 0 and broadcast its content. `origin`: the folder of the run, if another,
+        from whose checkpoint this run started; its skipped samples are then copied. A collective call. Raises
+        ConfigError if the file cannot be read."""
         answer: list[str | None] = [None, None]
         path = run_dir / SKIPPED
         if origin is not None and not path.exists():
@@ -180,7 +179,7 @@ class SkippedSamples:
                 [Skip(**skip) for skip in json.loads(text)]
                 answer[0] = text
             except (OSError, ValueError, TypeError) as error:
-                answer[1] = f"{path} cannot be read ({error}). Repair it, or delete it to use all samples again."
+                answer[1] = f"{path} cannot be read ({error}). Restore it, or delete it to use all samples again."
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise ConfigError(answer[1])
@@ -200,13 +199,13 @@ class SkippedSamples:
         return sum(skip.end - skip.first for skip in self._skips if skip.end <= position)
 
     def add(self, skip: Skip, *, write: bool) -> None:
-        """Exclude samples from all later steps. `write`: whether this rank writes the file. Raises WriteError."""
+        """Exclude samples from all later steps. `write`: whether this rank writes skipped_samples.json. Raises
+        WriteError."""
         self._skips.append(skip)
         self._write(write)
 
     def take_back(self, ranges: Sequence[tuple[int, int]], *, write: bool) -> None:
-        """Remove sample ranges [first, end) from the excluded ones, so that training uses them again.
-        `write`: whether this rank writes the file."""
+        """Stop skipping the sample ranges [first, end). `write`: whether this rank writes skipped_samples.json."""
         self._skips = [skip for skip in self._skips if (skip.first, skip.end) not in ranges]
         self._write(write)
 

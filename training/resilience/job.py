@@ -32,11 +32,10 @@ CLEAR_SECONDS = 3.0  # in which rank 0 deletes the exit status of an earlier att
 
 def run(config: Config, composed: Config, choice: LayoutChoice | None = None) -> int:
     """Train the run of a checked config, and return the exit status: 0 done, 75 stopped early with everything saved.
+    `composed`: the config before its `auto` keys were decided, which must be equal on all ranks. `choice`: the layout,
+    if it was searched for.
 
-    `composed`: the config before its `auto` keys were decided, which must be the same on all ranks. `choice`: the
-    layout, if it was searched for.
-
-    A failure ends the process here with status 1; the last line then names the rank that caused it. Raises ConfigError.
+    Other failures than ConfigError end the process with status 1, and the last line names the rank that caused it.
     """
     stop = signals.of_this_process
     stop.end_at_once()  # again, where an earlier run of this process has ended
@@ -54,10 +53,8 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             return _wait_for_end(config)
         if rank == 0:
-            text = (
-                f"training.elastic: {started} ranks were started, and {used} of them fit the layout and the batch; the "
-                "others wait unused"
-            )
+            fit = f"{used} of them fit the layout and the batch; the others wait unused"
+            text = f"training.elastic: {started} ranks were started, and {fit}"
             events.log(Path(config.run_dir), "fewer_ranks", text, used=used, started=started)
             if _holds_store():
                 _store(config).delete_key(_standby_key())  # left by an earlier attempt
@@ -91,7 +88,7 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
 
 
 def _refuse_other_starts(composed: Config) -> None:
-    """End this process if the ranks were started with different configs, or do not connect in time."""
+    """End this process if the ranks were started with different configs or do not connect in time."""
     import torch.distributed as dist
 
     from parallel.liveness import rendezvous, same_start
@@ -106,7 +103,7 @@ def _refuse_other_starts(composed: Config) -> None:
 
 
 def _wait_for_end(config: Config) -> int:
-    """Wait until the ranks in use have ended, and return their exit status; 1 if the launcher is lost."""
+    """Wait until the ranks in use have ended, and return their exit status; 1 if the job's store is lost."""
     if not _holds_store():
         return 0
     try:

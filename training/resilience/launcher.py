@@ -24,23 +24,21 @@ GRACE_SECONDS = 3.0  # for what `on_gone` writes
 
 
 def note_stop() -> None:
-    """Mark this launch as stopped on purpose: ranks that torchrun starts again, as after a failure, then end at
-    once."""
-    folder = _launch_folder()
-    if folder is not None:
+    """Mark this launch as stopped on purpose, so that ranks which torchrun restarts end at once."""
+    if (folder := _launch_folder()) is not None:
         with contextlib.suppress(OSError):
             (folder / STOPPED).touch()
 
 
 def has_stopped() -> bool:
-    """Whether an earlier attempt of this launch stopped on purpose."""
+    """Return whether an earlier attempt of this launch stopped on purpose."""
     folder = _launch_folder()
     return folder is not None and (folder / STOPPED).exists()
 
 
 def first_start(now: float) -> float:
-    """Return the time (epoch seconds) at which this launch's first attempt on this node started; the first call stores
-    `now`."""
+    """Return the time (epoch seconds) at which the first attempt of this launch on this node started. The first call
+    stores `now` as this time."""
     folder = _launch_folder()
     if folder is None:
         return now
@@ -57,15 +55,15 @@ def first_start(now: float) -> float:
 
 
 def _launch_folder() -> Path | None:
-    """Return the folder LAUNCH of torchrun's LAUNCH/attempt_K/RANK/error.json; None without torchrun or its error
-    files."""
+    """Return torchrun's folder of this launch, which contains attempt_K/RANK/error.json; None without torchrun or its
+    error files."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE") or "/")
     return path.parents[2] if len(path.parents) > 3 and path.parents[1].name.startswith("attempt_") else None
 
 
 class Launcher:
-    """Ends this rank when the torchrun process that started it is gone. Without torchrun it does nothing, because a
-    process may outlive its shell. `on_gone` is called in a thread before the process ends, with the line that gives the
+    """Ends this rank when the torchrun process that started the rank is gone. Does nothing without torchrun, because a
+    process may outlive its shell. `on_gone` is called in a thread before the process ends, with a line that gives the
     reason."""
 
     def __init__(self) -> None:
@@ -84,10 +82,8 @@ class Launcher:
     def _watch(self, leader: int, pid: int) -> None:
         while _parent(leader) == pid:
             time.sleep(POLL)
-        line = (
-            f"the launcher (process {pid}) is gone, so this rank ends too. Start it again to resume from the newest "
-            "checkpoint"
-        )
+        gone = f"the launcher (process {pid}) is gone, so this rank ends too"
+        line = f"{gone}. Start the run again to resume from the newest checkpoint"
 
         def report() -> None:
             if not exit_handler.is_logged():
@@ -100,7 +96,7 @@ class Launcher:
 
 
 def _parent(pid: int) -> int | None:
-    """Return the id of a process's parent, or None if the process is gone or the system does not report it."""
+    """Return the id of a process's parent, or None if the process is gone or the system does not report the id."""
     try:
         # After the name, which may hold anything in its brackets: state, parent.
         return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])

@@ -1,4 +1,4 @@
-"""Handle a rejected step as the config says: skip its batch, return to a checkpoint, or end the run."""
+"""Handle a rejected step as the config says: skip its batch, roll back to a checkpoint, or end the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from configs import derived
 from configs.values import as_typed
 from training import progress
 from training.callbacks.checkpoints import Checkpoints
-from training.resilience import diagnosis, events
+from training.resilience import diagnosis
 from training.resilience.health import (
     MOST_DAMAGES,
     MOST_IN_A_ROW,
@@ -29,8 +29,8 @@ MORE_TO_PREDICT = "Try data.documents=joined, or a data.corpus with documents of
 
 
 def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: RejectedStep) -> None:
-    """Find the cause of a rejected step and apply the configured policy. A collective call. Raises UnhealthyRun if the
-    run must stop, and RejectedRun if the run's first step has no predicted tokens."""
+    """Find the cause of a rejected step, and apply the configured policy. A collective call. Raises UnhealthyRun if the
+    run must stop, and RejectedRun if the first step of the run has no predicted tokens."""
     health = run.health
     (checkpoints,) = (callback for callback in run.callbacks if isinstance(callback, Checkpoints))
     first, step = run.progress.consumed_samples, run.progress.step + 1
@@ -38,19 +38,16 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: Rej
     finding = diagnosis.find_first(run.engine, batches, result.own_losses) if rejected.kind == "nonfinite" else None
     damaged = finding is not None and finding.phase == diagnosis.WEIGHTS
     text = f"step {step}, samples {first} to {end - 1}: {rejected.text}"
-    if rejected.kind == "nonfinite":
-        text += (
-            f"; first {finding}"
-            if finding is not None
-            else "; a second pass over these samples found nothing, as after a transient hardware fault"
-        )
+    if finding is not None:
+        text += f"; first {finding}"
+    elif rejected.kind == "nonfinite":
+        text += "; a second pass over these samples found nothing, as after a transient hardware fault"
     if rejected.kind == NOTHING_PREDICTED and run.progress.step == 0:
         raise RejectedRun(f"data.documents ({run.config.data.documents}): in {text}. {MORE_TO_PREDICT}.", 0)
     if damaged:
         text += ". The weights were damaged before this step, so the batch is not the cause"
-    _record(
-        run, rejected.kind, text, step=step, loss=repr(result.loss), lost_rank=None if finding is None else finding.rank
-    )
+    lost_rank = None if finding is None else finding.rank
+    run.log_event(rejected.kind, text, step=step, loss=repr(result.loss), lost_rank=lost_rank)
     policy = health.policy(rejected, damaged)
     if policy == "stop":
         _stop(run, health, text, rejected.kind, damaged, checkpoints)
@@ -60,24 +57,12 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: Rej
         skip = Skip(first, end, step, text)
         health.skip(skip)
         run.skipped.add(skip, write=run.is_main)
-        _record(
-            run,
-            "batch_skipped",
-            f"samples {first} to {end - 1} are skipped from now on",
-            step=step,
-            first=first,
-            end=end,
-        )
+        text = f"samples {first} to {end - 1} are skipped from now on"
+        run.log_event("batch_skipped", text, step=step, first=first, end=end)
     if policy == "rollback":
         restore_callbacks(run)
         for callback in run.callbacks:
             callback.on_rollback(run)
-
-
-def _record(run: Run, kind: str, text: str, **fields: object) -> None:
-    run.log(text)
-    if run.is_main:
-        events.record(run.run_dir, kind, text, **fields)
 
 
 def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpoints: Checkpoints) -> None:
@@ -87,7 +72,7 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     if gave_up and skipped:
         run.skipped.take_back(skipped, write=run.is_main)
         samples = ", ".join(f"{first} to {end - 1}" for first, end in sorted(set(skipped)))
-        _record(run, "batches_taken_back", f"samples {samples} are no longer skipped", step=step, samples=skipped)
+        run.log_event("batches_taken_back", f"samples {samples} are no longer skipped", samples=skipped)
     key = _key(kind)
     saved = "the weights are those of the step before"
     if damaged:
@@ -114,9 +99,8 @@ def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpo
     elif damaged:
         advice = f". There is no checkpoint to go back to. To have one next time: {_earlier_checkpoints(step)}"
     else:
-        advice = f". To continue without this batch: {key}=skip" + (
-            f", or {key}=rollback to go back to a checkpoint first" if has_checkpoint else ""
-        )
+        advice = f". To continue without this batch: {key}=skip"
+        advice += f", or {key}=rollback to go back to a checkpoint first" if has_checkpoint else ""
     raise UnhealthyRun(f"{text}{many}. The optimizer made no update; {saved}{advice}.")
 
 
@@ -125,37 +109,31 @@ def _key(kind: str) -> str:
 
 
 def _earlier_checkpoints(step: int) -> str:
-    """Return the setting with which a run saves a checkpoint before the step that was rejected."""
+    """Return a setting with which the run would have saved a checkpoint by step `step`."""
     return f"checkpoint.interval={max(1, step // 2)}"
 
 
 def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind: str, damaged: bool) -> None:
-    """Load the newest good checkpoint. Raises UnhealthyRun if there is none, or if its weights are not finite
-    either."""
+    """Load the newest good checkpoint. Raises UnhealthyRun if there is no checkpoint, or if the weights in it are not
+    finite either."""
     checkpoints.finish_pending(run)
     folder = resume.newest(run.run_dir, start_log.log_skipped_checkpoint)
     if folder is None:
         step = run.progress.step
-        advice = [f"{_key(kind)}=skip"] * (not damaged) + [_earlier_checkpoints(step)] * (step > 0)
-        raise UnhealthyRun(
-            f"{text}. There is no checkpoint to go back to." + (f" Try {', or '.join(advice)}." if advice else "")
-        )
+        advice = [f"{_key(kind)}=skip"] * (not damaged)
+        advice += [f"{_earlier_checkpoints(step)} to have a checkpoint next time"] * (step > 0)
+        tried = f" Try {', or '.join(advice)}." if advice else ""
+        raise UnhealthyRun(f"{text}. There is no checkpoint to go back to.{tried}")
     before = run.progress.step
     run.progress = progress.load(run.engine, folder)
     run.saver.last_step = None  # a repeated step is saved again
     damage = diagnosis.damage(run.engine)
     if damage is not None:
+        message = f"{text}. The checkpoint to go back to, {folder}, is damaged too: {damage}."
         older = [path for path in manifest.list_checkpoints(run.run_dir) if path.name < folder.name]
-        advice = [f"{as_typed('checkpoint.resume', str(path))} {start.in_new_folder(run.config)}" for path in older[:1]]
-        raise UnhealthyRun(
-            f"{text}. The checkpoint to go back to, {folder}, is damaged too: {damage}."
-            + (f" Try {advice[0]} to resume from an older one." if advice else "")
-        )
+        if older:
+            resumed = as_typed("checkpoint.resume", str(older[0]))
+            message += f" Try {resumed} {start.in_new_folder(run.config)} to resume from an older one."
+        raise UnhealthyRun(message)
     health.go_back(run.progress.health)
-    _record(
-        run,
-        "rolled_back",
-        f"went back from step {before} to {folder}",
-        step=run.progress.step,
-        steps_lost=before - run.progress.step,
-    )
+    run.log_event("rolled_back", f"went back from step {before} to {folder}", steps_lost=before - run.progress.step)

@@ -20,7 +20,7 @@ GRACE_SECONDS = 10.0  # for `on_early`
 
 
 class StopSignals:
-    """Handles the signals in ASKING (SIGTERM, SIGINT, SIGUSR1 and SIGUSR2) for this process.
+    """Handles SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 for this process.
 
     After `end_at_once`, a signal ends the process with one line and the status of an early stop, because there is
     nothing to save before the first step. After `install`, signals are added to `received`; a second SIGINT, or SIGTERM
@@ -29,8 +29,8 @@ class StopSignals:
     Python runs signal handlers only between two instructions of the main thread. Therefore a thread reads the signals'
     numbers from a pipe (signal.set_wakeup_fd). Only the main thread may call these methods.
 
-    `on_early` is called in a thread before the process ends early, to inform the other ranks and to write to the run's
-    folder; it returns whether the process shall end.
+    `on_early` is called in a thread before a signal ends the process. It informs the other ranks, writes to the run's
+    folder, and returns whether the process must end.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class StopSignals:
         self._take()
 
     def install(self) -> None:
-        """From now on, add signals to `received` in place of ending the process."""
+        """From now on, add signals to `received` instead of ending the process."""
         self._notes = True
         self._take()
 
@@ -62,8 +62,8 @@ class StopSignals:
                 self._before[signum] = signal.signal(signum, lambda *_: None)
 
     def restore(self, *, ignore: bool) -> None:
-        """Remove the handlers. With `ignore`, signals are ignored afterwards: the process is about to end, and
-        torchrun's SIGTERM must not change its exit status."""
+        """Remove the handlers. `ignore`: whether to ignore later signals, because the process is about to end and a
+        SIGTERM of torchrun must not change its exit status."""
         if self._pipe is None:
             return
         for signum, handler in self._before.items():
@@ -83,15 +83,13 @@ class StopSignals:
                     self._end_early(signum)
                     continue
                 if signum in (signal.SIGINT, signal.SIGTERM) and signal.SIGINT in self.received:
-                    sys.stderr.write(
-                        f"ended at once by a second {signum.name}; nothing was saved after the last checkpoint\n"
-                    )
-                    sys.stderr.flush()
+                    text = f"ended at once by a second {signum.name}; nothing was saved after the last checkpoint"
+                    print(text, file=sys.stderr, flush=True)
                     os._exit(128 + signum)
                 if signum not in self.received and not launched().local_rank:
                     again = "; send it once more to end at once" if signum == signal.SIGINT else ""
-                    sys.stderr.write(f"{signum.name}: finishing the step, then saving and stopping{again}\n")
-                    sys.stderr.flush()
+                    text = f"{signum.name}: finishing the step, then saving and stopping{again}"
+                    print(text, file=sys.stderr, flush=True)
                 self.received.append(signum)
         os.close(descriptor)
 
@@ -114,7 +112,7 @@ class StopSignals:
 
 
 def stopped_by(signum: signal.Signals) -> str:
-    """Return the last line that a process prints when a signal ends it before its first step."""
+    """Return the last line that a process prints when a signal ends the process before its first step."""
     return f"stopped by {signum.name} before the first step, with nothing to save. Start it again to continue"
 
 

@@ -7,7 +7,6 @@ ranks. So all ranks choose the same, and parallel/topology.py refuses to start i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from base.files import spared
 from base.ranks import launched
 from configs import validate
 from configs.job import Job
-from configs.keys import get, put
+from configs.keys import get
 from configs.schema import KEYS, Config
 from configs.searched import ASKED_KEYS, SEARCHED
 from configs.values import as_typed
@@ -38,8 +37,9 @@ RUNNERS_UP = 2  # the number that is printed
 
 
 def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
-    """Return the choice that an earlier start wrote to `path`; its `values` may only have keys in `keys`. Returns None
-    if there is no file. Raises ConfigError if the file was damaged or edited, since it decides how the run trains."""
+    """Return the choice that an earlier start wrote to `path`, or None if there is no file. `keys`: the config keys
+    that its `values` may set. Raises ConfigError if the file was damaged or edited, since it decides how the run
+    trains."""
     try:
         content = read_summed(path)
         values = content.get("values")
@@ -65,8 +65,8 @@ def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
 @dataclass(frozen=True)
 class LayoutChoice:
     """A config with the parallel layout that was chosen for `world_size` ranks. `record`: the content of
-    layout_chosen.json, including how the layout was chosen; `lines`: the description to print; `is_kept`: whether an
-    earlier start of the run had chosen this layout."""
+    layout_chosen.json, which includes how the layout was chosen; `lines`: the description to print; `is_kept`: whether
+    an earlier start of the run chose this layout."""
 
     config: Config
     world_size: int
@@ -77,9 +77,9 @@ class LayoutChoice:
 
 def choose_layout(config: Config, given: frozenset[str]) -> LayoutChoice | None:
     """Choose the layout of a run with parallel.layout=auto, and print it on rank 0. Returns None if the config sets the
-    layout.
+    layout. `given`: the keys that the command line sets.
 
-    On the same number of ranks a run keeps its earlier layout, as long as the command line's keys (`given`) allow it.
+    A run keeps the layout of its earlier start if the number of ranks and the layout keys in `given` are unchanged.
     With training.elastic, the layout may use fewer ranks than were started. Raises ConfigError if no layout fits.
     """
     if config.parallel.layout != "auto":
@@ -90,20 +90,17 @@ def choose_layout(config: Config, given: frozenset[str]) -> LayoutChoice | None:
     if earlier is not None:  # keys that the version which wrote the file did not have get their defaults
         earlier["values"] = {key: KEYS[key].fresh_default() for key in ASKED_KEYS} | earlier["values"]
         earlier = earlier if set(earlier["values"]) == set(SEARCHED) else None
-    choice: LayoutChoice | None = None
     first_error: ConfigError | None = None
-    for ranks in range(launch.world_size, 0, -1):
-        choice = _kept_layout(config, given, earlier, ranks)
-        if choice is not None:
-            break
+    for ranks in range(launch.world_size, 0, -1) if config.training.elastic else [launch.world_size]:
         try:
-            choice = searched_layout(config, given, machine, ranks, _reason_to_search(given, config, earlier, ranks))
+            reason = _reason_to_search(given, config, earlier, ranks)
+            choice = _kept_layout(config, given, earlier, ranks) or searched_layout(
+                config, given, machine, ranks, reason
+            )
             break
         except ConfigError as error:
             first_error = first_error or error
-            if not config.training.elastic:
-                break
-    if choice is None:
+    else:
         assert first_error is not None
         raise first_error
     if launch.rank == 0:
@@ -114,24 +111,21 @@ def choose_layout(config: Config, given: frozenset[str]) -> LayoutChoice | None:
 def searched_layout(
     config: Config, given: frozenset[str], machine: Hardware, world_size: int, reason: str = ""
 ) -> LayoutChoice:
-    """Search for the fastest layout that fits `world_size` ranks. The first of its `lines` begins with `reason` and
-    describes the layout; the others describe the runners-up and why they are slower. Raises ConfigError if no layout
-    fits."""
+    """Search for the fastest layout that fits `world_size` ranks. The first of the choice's `lines` begins with
+    `reason` and describes the layout. The other lines describe the runners-up and why they are slower. Raises
+    ConfigError if no layout fits."""
     job = Job(config, world_size, expected_vocab_size(config), machine.kind)
     answer = search_layout(job, machine, given)
     best = answer.best
     values = {key: get(best.config, key) for key in SEARCHED}
-    chosen = copy.deepcopy(config)
-    for key, value in values.items():
-        put(chosen, key, value)
+    chosen = with_keys(config, values)
     if chosen.hardware is None:
         chosen.hardware = machine.name
     validate.validate(chosen, world_size)
     lines = [
         f"{reason}{' '.join(best.overrides) or 'the layout of the presets'} is the fastest that fits "
-        f"{answer.world_size} "
-        f"rank(s), of {answer.counts.candidates:,} layouts: {best.prediction.seconds:.3g} s a step predicted "
-        f"(back-test: {describe_back_tests(answer.errors)})"
+        f"{answer.world_size} rank(s), of {answer.counts.candidates:,} layouts: {best.prediction.seconds:.3g} s a step "
+        f"predicted (back-test: {describe_back_tests(answer.errors)})"
     ]
     for layout in answer.runners_up[:RUNNERS_UP]:
         slower = layout.prediction.seconds / best.prediction.seconds - 1
@@ -148,16 +142,14 @@ def _given_layout_keys(config: Config, given: frozenset[str]) -> dict[str, Any]:
 def _kept_layout(
     config: Config, given: frozenset[str], earlier: dict[str, Any] | None, world_size: int
 ) -> LayoutChoice | None:
-    """Return the layout that an earlier start of the run chose, if the number of ranks and the command line's keys are
-    the same and the config still allows it; else None."""
+    """Return the layout that an earlier start of the run chose, if the number of ranks and the layout keys of the
+    command line are unchanged and the config still allows the layout; else None."""
     if earlier is None or earlier.get("world_size") != world_size:
         return None
     if earlier.get("given") != _given_layout_keys(config, given):
         return None
-    chosen = copy.deepcopy(config)
     try:
-        for key, value in earlier["values"].items():
-            put(chosen, key, value)
+        chosen = with_keys(config, earlier["values"])
         validate.validate(chosen, world_size)
     except (ConfigError, TypeError):
         return None
@@ -169,7 +161,8 @@ def _kept_layout(
 
 
 def _reason_to_search(given: frozenset[str], config: Config, earlier: dict[str, Any] | None, world_size: int) -> str:
-    """Return the beginning of a line that explains why an earlier layout is not used; empty if there is none."""
+    """Return the beginning of a line, which explains why the earlier layout is not used; "" without an earlier
+    layout."""
     if earlier is None:
         return ""
     before = earlier.get("world_size")
@@ -186,9 +179,9 @@ def _reason_to_search(given: frozenset[str], config: Config, earlier: dict[str, 
 
 
 def choose_experts(config: Config, given: frozenset[str]) -> Config:
-    """Return the config with moe.weights_device=auto and training.pass_order=auto replaced by a choice; the same object
-    if neither is auto. Rank 0 prints the choice and stores it for the next start. On the same number of ranks a run
-    keeps its choice, as long as the config allows it. Raises ConfigError."""
+    """Return the config with moe.weights_device=auto and training.pass_order=auto replaced by a choice; `config` itself
+    if neither is auto. Rank 0 prints the choice and stores it. The next start keeps it if the number of ranks is
+    unchanged and the config allows it. Raises ConfigError."""
     if not is_asked(config):
         return config
     launch, path = launched(), Path(config.run_dir) / EXPERTS_CHOSEN
@@ -199,8 +192,8 @@ def choose_experts(config: Config, given: frozenset[str]) -> Config:
         chosen, line = kept
     else:
         chosen, values, line = decided_experts(config, given, launch.world_size)
-        again = "decided again, because the number of ranks or the keys changed: " if earlier is not None else ""
-        line = f"{again}{line}"
+        if earlier is not None:
+            line = f"decided again, because the number of ranks or the keys changed: {line}"
         if launch.rank == 0:
             record = {"asked": asked, "world_size": launch.world_size, "values": values, "line": line}
             with spared(path):
@@ -212,7 +205,7 @@ def choose_experts(config: Config, given: frozenset[str]) -> Config:
 
 
 def decided_experts(config: Config, given: frozenset[str], world_size: int) -> tuple[Config, dict[str, Any], str]:
-    """Choose where experts are stored and the order of the passes for `world_size` ranks. Returns the new config, the
+    """Choose for `world_size` ranks where experts are stored and in which order passes run. Returns the new config, the
     chosen values by key, and a line that describes the choice. Raises ConfigError."""
     machine, why = machine_of(config)
     if not config.plan:
@@ -226,8 +219,8 @@ def decided_experts(config: Config, given: frozenset[str], world_size: int) -> t
 def _kept_experts(
     config: Config, asked: dict[str, Any], earlier: dict[str, Any] | None, world_size: int
 ) -> tuple[Config, str] | None:
-    """Return the config with the choice that an earlier start of the run made, and a line that describes it, if the
-    number of ranks and the keys that are auto are the same; else None."""
+    """Return the config with the choice of an earlier start of the run, and a line that describes the choice. Returns
+    None if the number of ranks or the keys that are auto have changed."""
     if earlier is None or earlier.get("asked") != asked or earlier.get("world_size") != world_size:
         return None
     try:

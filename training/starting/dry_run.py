@@ -20,13 +20,13 @@ from training.step import Batch, run_again
 
 
 def wanted(config: Config, device: torch.device) -> bool:
-    """Whether to run the warm-up batch: `training.dry_run` decides; if it is null, the batch runs on a GPU only."""
+    """Return whether to run the warm-up batch: as `training.dry_run` says or, if it is null, on GPUs only."""
     return device.type == "cuda" if config.training.dry_run is None else config.training.dry_run
 
 
 def first_batch(engine: Engine, plan: RunPlan) -> None:
-    """Run one warm-up batch with as many micro-batches as a step ever has in flight, while memory for the optimizer
-    state is reserved. A collective call. Raises ConfigError, which names settings that fit, if memory runs out."""
+    """Run one warm-up batch with the largest number of micro-batches that a step has in flight, while memory for the
+    optimizer state is reserved. A collective call. Raises ConfigError with settings that fit if memory runs out."""
     config, device = engine.config, engine.topology.device
     pipeline = config.parallel.pipeline
     count = min(plan.micro_batches, 2 * pipeline if pipeline > 1 else 1)
@@ -47,15 +47,14 @@ def first_batch(engine: Engine, plan: RunPlan) -> None:
 
 
 def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, pin: bool = False) -> list[Batch]:
-    """Return `count` micro-batches of random tokens as host tensors, pinned if `pin`. Each sample is one document,
-    which needs the most memory."""
+    """Return `count` micro-batches of random tokens as host tensors. `pin`: whether to pin their memory. Each sample is
+    one document, which needs the most memory."""
     generator = torch.Generator().manual_seed(seed)
     size, length = config.training.micro_batch_size, config.model.sequence_length
     batches = []
     for _ in range(count):
-        batch = {
-            name: torch.randint(0, vocab_size, (size, length), generator=generator) for name in ("tokens", "labels")
-        }
+        shape = (size, length)
+        batch = {name: torch.randint(0, vocab_size, shape, generator=generator) for name in ("tokens", "labels")}
         # Ones for the share of predicted tokens, spread evenly.
         counts = torch.arange(size * length + 1, dtype=torch.float64) * derived.predicted_share(config) + 1e-6
         batch["loss_mask"] = counts.floor().diff().float().view(size, length)
@@ -71,7 +70,7 @@ def made_up_batches(config: Config, count: int, vocab_size: int, seed: int = 0, 
 
 @contextmanager
 def _restored(engine: Engine) -> Iterator[None]:
-    """Return a context that restores the engine's state on exit."""
+    """Return a context that restores on exit the state that passes change, and resets the memory statistics."""
     device, snapshot = engine.topology.device, engine.snapshot()
     try:
         yield
@@ -93,7 +92,6 @@ def _missing_state(engine: Engine, plan: RunPlan) -> int:
             if member.optimizer.state:
                 return 0
             if engine.config.training.precision != "fp32":
-                allocated += sum(
-                    p.numel() * p.element_size() for group in member.optimizer.param_groups for p in group["params"]
-                )
+                groups = member.optimizer.param_groups
+                allocated += sum(p.numel() * p.element_size() for group in groups for p in group["params"])
     return max(0, plan.memory[engine.topology.rank].optimizer - allocated)

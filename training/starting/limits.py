@@ -14,30 +14,29 @@ ADDRESSES = 3 * 2**30  # bytes for torch's libraries and the stacks of its threa
 
 
 def check(world_size: int, may_be_gpu: bool) -> None:
-    """Raise ConfigError if the limits on open files or address space are too low for one rank of a job of `world_size`
-    ranks. The soft limit of open files is raised here if the hard limit allows it."""
+    """Raise ConfigError if the limit on open files or on address space is too low for one rank of a job of `world_size`
+    ranks. Raises the soft limit on open files if that is necessary and the hard limit allows it."""
     needed = DESCRIPTORS + OF_A_PEER * (world_size - 1)
     needed = min(needed, MOST_ON_GPUS) if may_be_gpu else needed
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise ConfigError(
-                f"the limit of open files (ulimit -n, {hard}) must be at least {needed} for a rank of a job with "
+                f"the limit on open files (ulimit -n, {hard}) must be at least {needed} for a rank of a job with "
                 f"{world_size} rank{'s' if world_size > 1 else ''}. Try ulimit -n {max(4096, needed)} before the "
-                "start, or a higher limit in the batch system or container."
+                "start, or set a higher limit in the batch system or container."
             )
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
     check_addresses(0)
 
 
 def check_addresses(model_bytes: float) -> None:
-    """Raise ConfigError if the limit of address space is too low for torch and `model_bytes` of host tensors."""
+    """Raise ConfigError if the limit on address space is too low for torch and `model_bytes` bytes of host tensors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     needed = ADDRESSES + model_bytes
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(
-            f"the limit of address space (ulimit -v, {soft // 1024} KiB) must be at least {-(-int(needed) // 1024)} "
-            "KiB "
-            "for a rank: torch and its threads reserve more memory addresses than they use. Try ulimit -v unlimited "
-            "before the start."
+            f"the limit on address space (ulimit -v, {soft // 1024} KiB) must be at least {-(-int(needed) // 1024)} "
+            "KiB for a rank, because torch and its threads reserve more memory addresses than they use. Try "
+            "ulimit -v unlimited before the start."
         )

@@ -1,5 +1,5 @@
-"""The machine (rates and sizes from a hardware file) whose step time is predicted: the one that `hardware` names, or
-this machine."""
+"""Choose the hardware file (rates and sizes of a machine) for predictions: the file that `hardware` names, or the file
+of this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ CPU = "cpu_emulated"  # the file of ranks on CPUs
 
 
 def machine_of(config: Config) -> tuple[Hardware, str]:
-    """Return the machine's figures, and a phrase that explains why this machine was chosen. Without `hardware`, a GPU's
-    file is found by the card's name, and ranks on a CPU use the emulated cluster's file. Raises ConfigError if no file
-    names the card, if the file is invalid, or if `training.device` is of another kind."""
+    """Return the machine's figures, and a phrase that explains the choice of the machine. Without `hardware`, the file
+    for GPUs is found by the card's name, and ranks on CPUs use the file of the emulated cluster. Raises ConfigError if
+    no file names the card, if the file is invalid, or if `training.device` is not the machine's kind of device."""
     if config.hardware is not None:
         found = load_hardware(config.hardware)
         if config.training.device not in ("auto", found.kind):
@@ -39,11 +39,11 @@ def machine_of(config: Config) -> tuple[Hardware, str]:
 
 
 def refuse_another_kind(machine: Hardware, config: Config) -> None:
-    """Raise ConfigError if the machine has GPUs but the run uses CPUs, or the other way around."""
+    """Raise ConfigError if the machine has GPUs but the run uses CPUs, or vice versa."""
     device = device_type(config)
     if machine.kind != device:
         other = CPU if device == "cpu" else "null"
         raise ConfigError(
-            f"hardware ({machine.name}) must describe {device} devices, because this run's ranks use these, but it "
-            f"describes {machine.kind} devices. Try hardware={other}."
+            f"hardware ({machine.name}) must describe {device} devices, because this run's ranks use {device}, but "
+            f"it describes {machine.kind} devices. Try hardware={other}."
         )

@@ -38,9 +38,9 @@ KEY = "training.activation_offload"
 def offload_layer_inputs(
     config: Config, topology: Topology, chunks: Sequence[torch.nn.Module], link: HostLink
 ) -> LayerInputs | None:
-    """Make the bare chunks offload their layers' inputs to the host, for as many layers as the config and the budget
-    allow. Returns None if layer inputs are not offloaded. A collective call. Raises ConfigError on all ranks if one
-    lacks the memory."""
+    """Make the chunks offload the inputs of their layers to the host, for the number of layers that the config and the
+    memory budget give. Returns None if layer inputs are not offloaded. A collective call. Raises ConfigError on all
+    ranks if any rank has too little memory."""
     if config.training.activation_offload == "none":
         return None
     size, headroom = derived.layer_input_bytes(config), _host_headroom()
@@ -61,9 +61,9 @@ def offload_layer_inputs(
 def reserve_offloads(config: Config, topology: Topology, link: HostLink) -> dict[str, int]:
     """Reserve pinned host memory for the tensors that the MoE layers' memory strategy offloads. A collective call.
 
-    Returns the bytes that a step of this rank needs, as a dict from strategy to bytes, at the load limit or, without
-    one, at an even load; an empty dict on a CPU, which offloads by plain copies. Raises ConfigError on all ranks if one
-    lacks the memory.
+    Returns the bytes that one step of this rank needs, by memory strategy, at the load limit or, without a load limit,
+    at an even load. Returns {} on a CPU, which offloads by plain copies. Raises ConfigError on all ranks if any rank
+    has too little memory.
     """
     if not derived.is_moe(config) or not link.pins:
         return {}
@@ -90,8 +90,8 @@ def _minimum(value: int, topology: Topology) -> int:
 def stream_experts(
     config: Config, topology: Topology, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer
 ) -> ExpertStream | None:
-    """Initialize the weights of offloaded experts, and make the layers of the bare chunks read them from device slots
-    that a copy stream fills. Returns None if the experts stay on the device."""
+    """Initialize the weights of offloaded experts, and make the MoE layers of the chunks read the weights from device
+    slots that a copy stream fills. Returns None if the experts stay on the device."""
     offload = offload_of(optimizer)
     if offload is None or offload.experts is None:
         return None
@@ -103,7 +103,7 @@ def stream_experts(
     num_slots = records.weight_slots, records.grad_slots
 
     def visits(num_micro_batches: int, forward_only: bool) -> list[int]:
-        """Return the order in which passes visit this stage's MoE layers, as layer numbers on this rank."""
+        """Return the order in which passes visit this stage's MoE layers, as layer indices on this rank."""
         order = layer_visits(config, num_micro_batches, topology.pipeline.rank, forward_only)
         return [numbers[layer] for layer, _ in groupby(layer for layer in order if layer in numbers)]
 
@@ -116,7 +116,7 @@ def stream_experts(
 
 
 def fillings(optimizer: MegatronOptimizer) -> Iterator[AbstractContextManager[None]]:
-    """Yield one context per MoE layer, in which the layer's offloaded weights can be written."""
+    """Yield a context for each MoE layer, in which the layer's offloaded weights can be written."""
     offload = offload_of(optimizer)
     assert offload is not None and offload.experts is not None
     for layer in range(len(offload.experts.layers)):

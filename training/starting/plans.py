@@ -24,13 +24,14 @@ SEARCH_FILE = "search.json"  # in the run's folder, like plan.json
 
 
 def show(config: Config, given: frozenset[str]) -> int:
-    """Print the plan that `config.plan` asks for, and return the exit status. Raises ConfigError if no layout fits.
-    `given`: the keys that the command line sets."""
+    """Print the plan that `config.plan` asks for, and return the exit status. `given`: the keys that the command line
+    sets. Raises ConfigError if no layout fits."""
     ranks, vocab_size = planned_world_size(config, world_size()), expected_vocab_size(config)
+    prints = launched().rank == 0
     if config.plan == "search":
         searched, why = machine_of(config)
         answer = search_layout(Job(config, ranks, vocab_size, searched.kind), searched, given)
-        if launched().rank != 0:
+        if not prints:
             return 0
         path = Path(config.run_dir) / SEARCH_FILE
         print(f"For {ranks} rank(s) of {searched.name} ({why}): {searched.about}\n", flush=True)
@@ -45,12 +46,12 @@ def show(config: Config, given: frozenset[str]) -> int:
         machine, why = machine_of(config)
         choice = choices.searched_layout(config, given, machine, ranks)
         config = choice.config
-        if launched().rank == 0 and config.plan != "json":
+        if prints and config.plan != "json":
             print("\n".join([f"layout: {choice.lines[0]}; {why}", *choice.lines[1:], ""]), flush=True)
     if is_asked(config):
         config, _, line = choices.decided_experts(config, given, ranks)
         machine = machine_of(config)[0]
-        if launched().rank == 0 and config.plan != "json":
+        if prints and config.plan != "json":
             print(f"{line}\n", flush=True)
     job = Job(config, ranks, vocab_size, device_type(config) if machine is None else machine.kind)
     return text.show(job, planned_share(config), planned_segments(config), machine)

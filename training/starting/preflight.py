@@ -22,8 +22,9 @@ WANDB_MODE = "WANDB_MODE"  # wandb's own variable; its value disabled overrides 
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError if the run cannot start: a device, corpus, tokenizer, checkpoint, weights or plans are missing,
-    the hardware is of another kind, the vocabulary is too small, a limit is too low, or run_dir is unusable."""
+    """Raise ConfigError if the run cannot start: a device, corpus, tokenizer, checkpoint, weights folder or plan file
+    is missing, `hardware` has the wrong kind of device, the vocabulary is too small, a limit of the shell is too low,
+    or run_dir cannot be used."""
     limits.check(launched().world_size, config.training.device != "cpu")
     refuse_missing(config.training.device, "training.device")
     if config.hardware is not None:
@@ -54,8 +55,8 @@ def check(config: Config) -> None:
         weights_folder, named = Path(config.checkpoint.weights), config.data.tokenizer
         if core_file(weights_folder) is not None and tokenizer_digest(named) != tokenizer_digest(weights_folder):
             raise ConfigError(
-                f"data.tokenizer ({named}) differs from the tokenizer in checkpoint.weights ({weights_folder}): its "
-                f"token ids have another meaning there. Leave data.tokenizer out, or try "
+                f"data.tokenizer ({named}) differs from the tokenizer in checkpoint.weights ({weights_folder}): the "
+                "same token ids stand for different text there. Leave data.tokenizer out, or try "
                 f"data.tokenizer={weights_folder}."
             )
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and not Path(config.run_dir).exists():
@@ -67,23 +68,20 @@ def check(config: Config) -> None:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"run_dir ({config.run_dir}) cannot be created: {error.strerror}. Give a writable folder."
+            f"run_dir ({config.run_dir}) cannot be created: {error.strerror}. Set run_dir to a writable folder."
         ) from error
 
 
 def _check_nodes(config: Config) -> None:
-    """Raise ConfigError if this rank's expert parallel group lacks the several nodes, with several ranks each, that a
+    """Raise ConfigError unless this rank's expert parallel group has several nodes with several ranks each, which a
     hierarchical all-to-all needs."""
     launch = launched()
     if launch.local_rank is None or launch.local_world_size is None:
         return  # the ranks exchange it later
     everyone, split = list(rank_coordinates(config, launch.world_size)), derived.expert_tensor_size(config)
-    own, first = everyone[launch.rank], launch.rank - launch.local_rank
-    group = [
-        other.rank
-        for other in everyone
-        if (other.stage, other.expert_data, other.rank % split) == (own.stage, own.expert_data, own.rank % split)
-    ]
+    first = launch.rank - launch.local_rank
+    keys = [(each.stage, each.expert_data, each.rank % split) for each in everyone]
+    group = [each.rank for each, key in zip(everyone, keys) if key == keys[launch.rank]]
     here = sum(first <= rank < first + launch.local_world_size for rank in group)
     if not 1 < here < len(group):
         raise ConfigError(
@@ -100,17 +98,17 @@ def _check_wandb() -> None:
         has_key = wandb.login(prompt=False, verify=False)
     except (wandb.errors.Error, ValueError) as error:  # a malformed key, or a file of keys that cannot be read
         raise ConfigError(
-            f"logging.wandb (online) must have an API key: {str(error).rstrip('.')}. Try logging.wandb=offline."
+            f"logging.wandb (online) needs an API key: {str(error).rstrip('.')}. Try logging.wandb=offline."
         ) from error
     if not has_key:
         raise ConfigError(
-            "logging.wandb (online) must have an API key, but none is set in WANDB_API_KEY. Try logging.wandb=offline."
+            "logging.wandb (online) needs an API key, but none is set. Try logging.wandb=offline, or set WANDB_API_KEY."
         )
 
 
 def _check_vocabulary(config: Config, tokenizer_size: int, source: Path | None) -> None:
     """Raise ConfigError if the model's vocabulary is smaller than the tokenizer's. `source`: the checkpoint or weights
-    folder that fixes the model's size, if there is one."""
+    folder, if any, that fixes the vocabulary size."""
     size = config.model.vocab_size
     if size is None or size >= tokenizer_size:
         return

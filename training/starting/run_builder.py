@@ -45,8 +45,8 @@ from training.starting import dry_run, limits, start_log
 
 
 def build_run(config: Config, callbacks: Sequence[Callback], built: contextlib.ExitStack) -> Run:
-    """Connect the ranks, lock the run's folder, and build everything that a step needs. A collective call. Every object
-    that must be closed is registered with `built` as soon as it exists. Raises ConfigError."""
+    """Connect the ranks, lock the run's folder, and build everything that a step needs. A collective call. Registers
+    every object that must be closed with `built` as soon as the object exists. Raises ConfigError."""
     prepared, expected = _prepare_before_ranks_meet(config)
     tokenizer = load_tokenizer(prepared.tokenizer_path, tried=True)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
@@ -106,8 +106,7 @@ def build_run(config: Config, callbacks: Sequence[Callback], built: contextlib.E
 def _join(
     config: Config, callbacks: Sequence[Callback], built: contextlib.ExitStack, prepared: PreparedData, vocab_size: int
 ) -> tuple[Topology, resume.Claim | None, resume.Resumption]:
-    """Connect the ranks, lock the run's folder against other jobs, and find the step at which the run starts or
-    resumes."""
+    """Connect the ranks, lock the run's folder against other jobs, and find the checkpoint to resume from, if any."""
     topology = topology_module.initialize(config)
     refuse_other_facts(identity.facts(prepared.identity))
     for callback in callbacks:
@@ -126,8 +125,8 @@ def _join(
 
 
 def _load_state(config: Config, engine: Engine, checkpoint: Path | None) -> tuple[progress.Progress, Health]:
-    """Load the engine's state from a checkpoint, or else its weights from `checkpoint.weights`; return the run's
-    progress and step validation. Raises ConfigError on every rank."""
+    """Load the engine's state from a checkpoint or, without one, its weights from `checkpoint.weights`. Returns the
+    run's progress and step validation. Raises ConfigError on every rank."""
     position, health, weights = progress.Progress(), Health(config), config.checkpoint.weights
     if engine.topology.rank == 0 and config.logging.progress and (checkpoint or weights):
         begin(f"Reading {checkpoint or weights}")
@@ -168,20 +167,18 @@ def _prepare_before_ranks_meet(config: Config) -> tuple[PreparedData, run_plan.R
         documents = draw_segments(config, prepared.train) if config.parallel.context > 1 else None
         expected = run_plan.make_plan(job, attended_share=share, documents=documents)
     if launch.rank == 0:
-        for note in [*prepared.notes, *lone_documents(prepared, config.model.sentence_head)]:
-            print(f"data: {note}", flush=True)
+        notes = [*prepared.notes, *lone_documents(prepared, config.model.sentence_head)]
         if prepared.num_bad_lines:
-            print(
-                f"data: {prepared.num_bad_lines} bad lines were left out, listed in "
-                f"{', '.join(prepared.bad_lines_files)}; first {prepared.bad_lines[0]}",
-                flush=True,
-            )
+            listed = f"listed in {', '.join(prepared.bad_lines_files)}; first {prepared.bad_lines[0]}"
+            notes.append(f"{prepared.num_bad_lines} bad lines were left out, {listed}")
+        for note in notes:
+            print(f"data: {note}", flush=True)
     return prepared, expected
 
 
 def _describe(run: Run, resumption: resume.Resumption, expected: run_plan.RunPlan) -> None:
-    """Log the start; write config, plan, tokenizer and run record to the folder; print a summary. Only rank 0 calls
-    it."""
+    """Log the start, write config, plan, tokenizer and run record to the run's folder, and print a summary. Only rank 0
+    calls this."""
     config, device = run.config, run.topology.device
     if (line := backend_line(config, device)) is not None:
         print(line, flush=True)
@@ -193,16 +190,15 @@ def _describe(run: Run, resumption: resume.Resumption, expected: run_plan.RunPla
     kept_tokenizer.keep(run.run_dir, run.tokenizer)
     run.claim.keep(resumption.start.record)
     flops = training_flops_per_token(config, run.vocab_size, expected.attended_share)
+    layout = describe_layout({"world_size": run.topology.world_size, **vars(config.parallel)})
     print(
-        f"{config.name}: {config.model.family}, {run.topology.device.type}, "
-        f"{describe_layout({'world_size': run.topology.world_size, **vars(config.parallel)})}; "
+        f"{config.name}: {config.model.family}, {device.type}, {layout}; "
         f"vocabulary {run.vocab_size}; {flops / 1e6:.1f} MFLOP per token; steps {run.progress.step} to "
         f"{config.training.steps} of {run.tokens_per_step} tokens; writing to {run.run_dir}",
         flush=True,
     )
-    for note in (idle.ready(config), no_export(unexportable(config, run.vocab_size))):
-        if note:
-            print(note, flush=True)
+    for note in filter(None, (idle.ready(config), no_export(unexportable(config, run.vocab_size)))):
+        print(note, flush=True)
     if device.type == "cuda":
         fused = ", ".join(fusions(config, resolve_backend(config, device))) or "none"
         print(f"{torch.cuda.get_device_name(device)}: {card.describe(config)}; fusions {fused}", flush=True)

@@ -24,39 +24,31 @@ from training.resilience import events
 
 
 def log_skipped_checkpoint(run_dir: Path, line: str) -> None:
-    """Print, and record as an event, why a checkpoint was skipped. Only rank 0 calls it."""
+    """Print and record as an event why a checkpoint was skipped. Only rank 0 calls this."""
     events.log(run_dir, "checkpoint_passed_over", line)
 
 
 def log_damaged_files(run_dir: Path, begin_from: Start) -> None:
-    """Print and record which of the run's files no longer match the sizes and checksums in its checkpoint. Rank 0 calls
-    it before it writes to these files again. Raises OSError."""
+    """Print and record which of the run's files no longer match the sizes and checksums in the checkpoint. Rank 0 calls
+    this before it writes to these files again. Raises OSError."""
     folder = begin_from.checkpoint
     if folder is None or folder.parent.parent.resolve() != run_dir.resolve():
         return
-    found = run_files.changed(run_dir, read_state(folder).get("files", {}))
-    if found:
-        text = (
-            f"{run_dir} has lost content that {folder.name} recorded: {'; '.join(found)}. The run continues without it"
-        )
-        events.log(run_dir, events.INCOMPLETE, text)
+    if found := run_files.changed(run_dir, read_state(folder).get("files", {})):
+        lost = f"{run_dir} has lost content that {folder.name} recorded: {'; '.join(found)}"
+        events.log(run_dir, events.INCOMPLETE, f"{lost}. The run continues without it")
 
 
 def log_start(config: Config, resumption: Resumption, step: int) -> None:
-    """Print and record how the run starts. Rank 0 calls it after the checkpoint is loaded. Raises OSError."""
-    run_dir, found = Path(config.run_dir), resumption.start
-    if (
-        status.read(run_dir).get("state") == "running" and not found.is_new
-    ):  # this job holds the folder, so that process is gone
-        text = "the previous attempt ended without a message"
-        events.log(run_dir, "ended_hard", text, step=last_step(run_dir))
-    line = found.line(step)
-    held = found.record
+    """Print and record how the run starts. Rank 0 calls this after the checkpoint is loaded. Raises OSError."""
+    run_dir, found, held = Path(config.run_dir), resumption.start, resumption.start.record
+    # This job has locked the folder, so a process that is still recorded as running has ended.
+    if status.read(run_dir).get("state") == "running" and not found.is_new:
+        events.log(run_dir, "ended_hard", "the previous attempt ended without a message", step=last_step(run_dir))
     source = {"run": held.id, "resume": held.resume, "weights": held.weights, "checkpoint": held.checkpoint}
-    events.log(run_dir, "run_started" if found.is_new else "run_goes_on", line, step=step, **source)
+    events.log(run_dir, "run_started" if found.is_new else "run_goes_on", found.line(step), step=step, **source)
     if found.checkpoint is not None:
-        text = f"resumed from {found.checkpoint} at step {step}"
-        events.log(run_dir, "resumed", text, step=step)
+        events.log(run_dir, "resumed", f"resumed from {found.checkpoint} at step {step}", step=step)
     changed = start.describe_changes(resumption.settings, resumption.data)
     if changed:
         before = "checkpoint" if found.checkpoint is not None else "first attempt"
@@ -70,11 +62,11 @@ def log_start(config: Config, resumption: Resumption, step: int) -> None:
 
 
 def rising_rate(config: Config, settings: Sequence[Change], step: int) -> str | None:
-    """Return a line on how changed settings raise the learning rate after `step`, with the keys that keep the old
-    schedule; None if they do not raise it.
+    """Return a line that says how changed settings raise the learning rate after `step`, and which keys keep the old
+    schedule. Returns None if the settings do not raise the learning rate.
 
     A cosine schedule ends at the run's last step. If it has reached `min_lr` and `training.steps` is then raised, the
-    rate jumps up and decays again. A rise that the old schedule has too, such as in its warm-up, is not reported.
+    rate jumps up and decays again. A rise that the old schedule also has, such as in its warm-up, is not reported.
     """
     before = _with(config, {change.key: change.before for change in settings})
 

@@ -30,7 +30,7 @@ KIMI = "|".join((r"\p{Han}+", _words(f"[{_UPPER}{_NO_HAN}]", f"[{_LOWER}{_NO_HAN
 
 @dataclass(frozen=True)
 class Published:
-    """A published tiktoken vocabulary. The ids of special tokens in `specials` follow the ranks; `at` lists ids."""
+    """A published tiktoken vocabulary. Special tokens in `specials` get the ids after the ranks; `at` gives ids."""
 
     pattern: str
     eos: str
@@ -104,11 +104,8 @@ NAMES = {
 
 
 def published(file: Path, ranks: int) -> Published | None:
-    """Return the published vocabulary that a file's name stands for; None for an unknown name. ranks: number of tokens
-    in the file.
-
-    As in transformers, a tokenizer.model with ranks is read with the rules of Llama 3.
-    """
+    """Return the published vocabulary to which a file's name belongs, or None. ranks: number of tokens in the file. A
+    tokenizer.model with ranks is Llama 4's or else, as in transformers, Llama 3's."""
     if file.name in NAMES:
         return PUBLISHED[NAMES[file.name]]
     if file.name == "tokenizer.model":

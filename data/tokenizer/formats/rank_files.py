@@ -11,18 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from base.errors import ConfigError
-from data.tokenizer.formats import patterns
-from data.tokenizer.formats.spec import (
-    Converted,
-    added_token,
-    byte_level,
-    byte_level_alphabet,
-    byte_pair_model,
-    merges_of,
-    settings_around,
-    split,
-    tokenizer_spec,
-)
+from data.tokenizer.base import OTHER
+from data.tokenizer.formats import patterns, spec
 from data.tokenizer.settings import ROLES, first_line, token_name
 
 LINE = re.compile(rb"([A-Za-z0-9+/]+=*) (\d+)")
@@ -37,8 +27,8 @@ MOST_SPECIALS = 1 << 16  # published files have 1000
 OTHERWISE_READ = re.compile(r"(?<!\\)(?:\\\\)*(?:\$|\^(?<!\[\^)|[}*+?]\+)")
 
 
-def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
-    """Read a tiktoken file, with the pattern and special tokens that its name implies. Raises ConfigError."""
+def tiktoken(file: Path, settings: dict[str, Any]) -> spec.Converted:
+    """Read a tiktoken file. Its name determines the pattern and the special tokens. Raises ConfigError."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(file.read_bytes().splitlines(), 1):
         if not line:
@@ -51,7 +41,7 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
         if not match or not token:
             raise ConfigError(
                 f"data.tokenizer={file}: line {number} ({line[:40]!r}) must consist of base64, a space and a rank, as "
-                "in all tiktoken files"
+                "in all tiktoken files. Download the file again"
             )
         ranks[token] = int(match[2])
     if len(set(ranks.values())) < len(ranks):
@@ -61,8 +51,8 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
     known = patterns.published(file, len(ranks))
     if known is None:
         raise ConfigError(
-            f"data.tokenizer={file}: only the name of a tiktoken file tells how texts are split before encoding, and "
-            f"the name must be one of {', '.join(patterns.NAMES)} or tokenizer.model (Llama 3)"
+            f"data.tokenizer={file}: the name of a tiktoken file must be one of {', '.join(patterns.NAMES)} or "
+            "tokenizer.model (Llama 3), because only the name tells how texts are split. Rename the file to one of them"
         )
     first = max(ranks.values()) + 1
     listed = {
@@ -77,7 +67,7 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> Converted:
     return _converted(file, ranks, specials, known.pattern, settings, known.nfc)
 
 
-def tekken(file: Path, settings: dict[str, Any]) -> Converted:
+def tekken(file: Path, settings: dict[str, Any]) -> spec.Converted:
     """Read Mistral's tekken.json, whose special tokens have ids below the vocabulary's. Raises ConfigError."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -90,17 +80,20 @@ def tekken(file: Path, settings: dict[str, Any]) -> Converted:
         ranks = {base64.b64decode(token["token_bytes"]): int(token["rank"]) for token in content["vocab"]}
         pattern = str(config["pattern"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"data.tokenizer={file} is not a tekken.json: {first_line(error)}") from error
+        raise ConfigError(
+            f"data.tokenizer={file} is not a tekken.json: {first_line(error)}. Download it again"
+        ) from error
     if size > count + len(ranks) or count > MOST_SPECIALS or any(not 0 <= i < count for i in specials):
         raise ConfigError(
             f"data.tokenizer={file} contains {len(ranks)} tokens and {len(specials)} special tokens, which contradicts "
-            f"its own numbers: {size} tokens in all, {count} of them special (at most {MOST_SPECIALS})"
+            f"its own numbers: {size} tokens in all, {count} of them special (at most {MOST_SPECIALS}). "
+            "Download the file again"
         )
     found = OTHERWISE_READ.search(pattern)
     if found is not None:
         raise ConfigError(
             f"data.tokenizer={file}: its pattern contains {found[0]!r}, which the tokenizers library interprets "
-            "differently"
+            f"differently. {OTHER}"
         )
     specials = {i: specials.get(i, f"<SPECIAL_{i}>") for i in range(count)}
     ranks = {token: rank + count for token, rank in ranks.items() if rank < size - count}
@@ -112,13 +105,15 @@ def tekken(file: Path, settings: dict[str, Any]) -> Converted:
 
 def _converted(
     file: Path, ranks: dict[bytes, int], specials: dict[int, str], pattern: str, settings: dict[str, Any], nfc: bool
-) -> Converted:
+) -> spec.Converted:
     missing = sorted(set(range(256)) - {token[0] for token in ranks if len(token) == 1})
     if missing:
-        raise ConfigError(f"data.tokenizer={file} must have a token for every byte, and has none for byte {missing[0]}")
-    characters = {byte: character for character, byte in byte_level_alphabet().items()}
+        raise ConfigError(
+            f"data.tokenizer={file} must have a token for every byte, but has none for byte {missing[0]}. {OTHER}"
+        )
+    characters = {byte: character for character, byte in spec.byte_level_alphabet().items()}
     vocabulary = {"".join(map(characters.__getitem__, token)): rank for token, rank in ranks.items()}
-    merges = merges_of(vocabulary)
+    merges = spec.merges_of(vocabulary)
     for role in ROLES:
         name = token_name(settings.get(role))
         if name and name not in specials.values():
@@ -130,16 +125,16 @@ def _converted(
     for i, name in specials.items():
         if name in vocabulary or i in taken:
             raise ConfigError(
-                f"data.tokenizer={file}: the special token {name!r} (id {i}) must not be in the vocabulary, too"
+                f"data.tokenizer={file}: the special token {name!r} (id {i}) is in the vocabulary, too. {OTHER}"
             )
         vocabulary[name] = i
-    spec = tokenizer_spec(
-        byte_pair_model(vocabulary, merges, ignore_merges=True),
-        [added_token(i, name) for i, name in specials.items()],
+    content = spec.tokenizer_spec(
+        spec.byte_pair_model(vocabulary, merges, ignore_merges=True),
+        [spec.added_token(i, name) for i, name in specials.items()],
         {"type": "NFC"} if nfc else None,
-        split(pattern),
-        settings_around(settings, vocabulary),
-        byte_level(True, True),
+        spec.split(pattern),
+        spec.settings_around(settings, vocabulary),
+        spec.byte_level(True, True),
     )
     # As in the libraries of these formats, "<|endoftext|>" in a text is not a special token.
-    return Converted(spec, {"split_special_tokens": True, **settings})
+    return spec.Converted(content, {"split_special_tokens": True, **settings})

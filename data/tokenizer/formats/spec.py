@@ -29,7 +29,7 @@ def tokenizer_spec(
     post_processor: dict[str, Any] | None,
     decoder: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with these sections."""
+    """Return the content of a tokenizer.json that consists of the given sections."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -50,11 +50,8 @@ def added_token(token: int, content: str, special: bool = True, **flags: bool) -
 
 
 def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Return the added tokens of a tokenizer, and add those that are missing to its vocabulary.
-
-    The tokens are those of added_tokens.json, and of `added_tokens_decoder` and the roles in tokenizer_config.json.
-    Raises ConfigError.
-    """
+    """Return the added tokens of a tokenizer: from added_tokens.json, and from `added_tokens_decoder` and the roles in
+    tokenizer_config.json. Adds them to `vocabulary`. Raises ConfigError."""
     tokens: dict[str, dict[str, Any]] = {}
     file = folder / "added_tokens.json"
     listed: Any = {}
@@ -63,7 +60,9 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
             listed = json.loads(file.read_text(encoding="utf-8"))
             tokens = {name: added_token(int(i), name, special=False) for name, i in listed.items()}
         except (ValueError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{file} must be a JSON object from token to id: {first_line(error)}") from error
+            raise ConfigError(
+                f"{file} must be a JSON object from token to id: {first_line(error)}. Download it again"
+            ) from error
     for i, entry in (settings.get("added_tokens_decoder") or {}).items():
         flags = {key: bool(entry.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized")}
         tokens[entry["content"]] = added_token(int(i), entry["content"], bool(entry.get("special")), **flags)
@@ -80,7 +79,7 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
             raise ConfigError(
                 f"data.tokenizer={folder}: the added token {name!r} has id {token['id']}, which contradicts the "
                 f"vocabulary: {by_id.get(token['id'], name)!r} has that id there, and {name!r} has id "
-                f"{vocabulary.get(name)}"
+                f"{vocabulary.get(name)}. Download the files of the tokenizer again"
             )
         vocabulary[name] = token["id"]
         by_id[token["id"]] = name
@@ -90,11 +89,8 @@ def add_tokens(vocabulary: dict[str, int], settings: dict[str, Any], folder: Pat
 def around(
     before: list[tuple[str, int]], after: list[tuple[str, int]], before_second: bool = True
 ) -> dict[str, Any] | None:
-    """Return the post-processor that puts tokens, given as (content, id), around a text, and around both texts of a
-    pair.
-
-    before_second: whether tokens also precede the second text of a pair. Returns None without tokens.
-    """
+    """Return the post-processor that puts tokens, given as (content, id), around a text and around both texts of a
+    pair; None without tokens. before_second: put tokens also before the second text of a pair."""
     if not before and not after:
         return None
 
@@ -121,7 +117,7 @@ def settings_around(settings: dict[str, Any], vocabulary: dict[str, int]) -> dic
 
 
 def byte_level(add_prefix_space: bool, use_regex: bool) -> dict[str, Any]:
-    """Return the pre-tokenizer or decoder that represents bytes as characters. use_regex: split words as GPT-2."""
+    """Return the pre-tokenizer or decoder that represents bytes as characters. use_regex: split words like GPT-2."""
     return {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": use_regex}
 
 
@@ -133,37 +129,29 @@ def split(pattern: str) -> dict[str, Any]:
 
 def byte_pair_model(vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
     """Return the `model` section of a tokenizer.json for byte pair encoding."""
-    usual = {
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-    }
-    merged = [list(pair) for pair in merges]
-    return {"type": "BPE", **usual, **options, "vocab": vocabulary, "merges": merged}
+    unset = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix"))
+    off = dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False)
+    return {"type": "BPE", **unset, **off, **options, "vocab": vocabulary, "merges": list(map(list, merges))}
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each printable character represents in GPT-2's vocabulary, as a dict from character to byte
-    (openai/gpt-2, encoder.py, bytes_to_unicode)."""
+    """Return the byte that each printable character represents in GPT-2's vocabulary, by character (openai/gpt-2,
+    encoder.py, bytes_to_unicode)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def merges_of(ranks: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the merges, in order, of a vocabulary that has only ranks; the token of the lowest rank is merged first.
+    """Return the ordered merges of a vocabulary that has only ranks; the lowest rank is merged first.
 
     tiktoken and sentencepiece merge any two neighbours that together form a token, the leftmost pair first if two pairs
-    form the same token; the tokenizers library merges listed pairs, one after the other. So each split of a token in
-    two is a merge. Of these, the split with the longest left half comes first: the remainder of a run of one character
-    is then at the end, as if the leftmost pair had been merged.
+    form the same token. The tokenizers library merges listed pairs in order. So each split of a token in two is a
+    merge, and the split with the longest left half is listed first: a run of one character then leaves its remainder at
+    the end, as if the leftmost pair had been merged.
     """
     merges = []
-    lengths = sorted({len(token) for token in ranks})
+    lengths = sorted(set(map(len, ranks)))
     for token, rank in ranks.items():
         for cut in lengths:  # lengths of tokens only, so that a very long token has few cuts to try
             if cut >= len(token):

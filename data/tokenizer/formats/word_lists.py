@@ -8,17 +8,9 @@ from typing import Any
 
 from base.errors import ConfigError
 from configs.tokenizer_files import merges_of
+from data.tokenizer.base import OTHER
+from data.tokenizer.formats import spec
 from data.tokenizer.formats.patterns import QWEN
-from data.tokenizer.formats.spec import (
-    Converted,
-    add_tokens,
-    around,
-    byte_level,
-    byte_pair_model,
-    settings_around,
-    split,
-    tokenizer_spec,
-)
 from data.tokenizer.settings import first_line, token_name
 
 NFC = {"type": "NFC"}
@@ -53,7 +45,7 @@ SAVE = (
 )
 
 
-def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
+def byte_pairs(file: Path, settings: dict[str, Any]) -> spec.Converted:
     """Read a `vocab.json` (token to id) and the file of merges next to it, one per line. Raises ConfigError."""
     name = _class_of(file, settings, BYTE_PAIR_CLASSES, "GPT2Tokenizer")
     normalizer, pattern, usual = BYTE_PAIR_CLASSES[name]
@@ -66,41 +58,35 @@ def byte_pairs(file: Path, settings: dict[str, Any]) -> Converted:
     try:
         vocabulary = json.loads(_text(file))
     except ValueError as error:
-        raise ConfigError(f"data.tokenizer={file} is not JSON: {first_line(error)}") from error
+        raise ConfigError(f"data.tokenizer={file} is not JSON: {first_line(error)}. Download it again") from error
     whole = isinstance(vocabulary, dict) and all(type(i) is int and i >= 0 for i in vocabulary.values())
     if not whole or not vocabulary or len(set(vocabulary.values())) < len(vocabulary):
         raise ConfigError(
-            f"data.tokenizer={file} must be a JSON object from token to id, with a different id for each token"
+            f"data.tokenizer={file} must be a JSON object from token to id, with a different id for each token. {OTHER}"
         )
     vocabulary = dict(vocabulary)
     merges = _read_merges(merges_file, vocabulary)
     settings = {**usual, **settings}
-    added = add_tokens(vocabulary, settings, file.parent)
+    added = spec.add_tokens(vocabulary, settings, file.parent)
     prefix = bool(settings.get("add_prefix_space"))
+    after = spec.settings_around(settings, vocabulary)
     if name == "RobertaTokenizer":
         begin, end = (_with_id(settings[role], vocabulary, file) for role in ("cls_token", "sep_token"))
-        after: dict[str, Any] | None = {
-            "type": "RobertaProcessing",
-            "sep": end,
-            "cls": begin,
-            "trim_offsets": True,
-            "add_prefix_space": prefix,
-        }
-    else:
-        after = settings_around(settings, vocabulary)
-    spec = tokenizer_spec(
-        byte_pair_model(vocabulary, merges),
+        flags = {"trim_offsets": True, "add_prefix_space": prefix}
+        after = {"type": "RobertaProcessing", "sep": end, "cls": begin, **flags}
+    content = spec.tokenizer_spec(
+        spec.byte_pair_model(vocabulary, merges),
         added,
         normalizer,
-        byte_level(prefix, True) if pattern is None else split(pattern),
+        spec.byte_level(prefix, True) if pattern is None else spec.split(pattern),
         after,
-        byte_level(True, True),
+        spec.byte_level(True, True),
     )
     notes = [] if "tokenizer_class" in settings else [f"{file} is read as GPT-2's, because no tokenizer_class is named"]
-    return Converted(spec, settings, notes)
+    return spec.Converted(content, settings, notes)
 
 
-def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
+def word_pieces(file: Path, settings: dict[str, Any]) -> spec.Converted:
     """Read BERT's `vocab.txt`, one token per line. Raises ConfigError."""
     _class_of(file, settings, WORD_PIECE_CLASSES, "BertTokenizer")
     lines = _text(file).split("\n")
@@ -112,11 +98,11 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
     if token_name(settings["unk_token"]) not in vocabulary:
         raise ConfigError(
             f"data.tokenizer={file}: a vocabulary of BERT has one piece per line and must contain "
-            f"{settings['unk_token']}"
+            f"{settings['unk_token']}. {OTHER}"
         )
-    added = add_tokens(vocabulary, settings, file.parent)
+    added = spec.add_tokens(vocabulary, settings, file.parent)
     begin, end = (_with_id(settings[role], vocabulary, file) for role in ("cls_token", "sep_token"))
-    spec = tokenizer_spec(
+    content = spec.tokenizer_spec(
         {
             "type": "WordPiece",
             "unk_token": token_name(settings["unk_token"]),
@@ -127,7 +113,7 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
         added,
         bert_normalizer(settings),
         {"type": "BertPreTokenizer"},
-        around([begin], [end], before_second=False),
+        spec.around([begin], [end], before_second=False),
         {"type": "WordPiece", "prefix": "##", "cleanup": True},
     )
     notes = []
@@ -138,7 +124,7 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> Converted:
             f"{file} is read in lower case, as in transformers{never}. To change this, write "
             '{"do_lower_case": false} to tokenizer_config.json next to it'
         ]
-    return Converted(spec, settings, notes)
+    return spec.Converted(content, settings, notes)
 
 
 def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +140,8 @@ def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> str:
-    """Return the tokenizer class whose rules apply: tokenizer_config.json's or the usual one. Raises ConfigError."""
+    """Return the name of the tokenizer class whose rules apply: from tokenizer_config.json, or `usual`. Raises
+    ConfigError if the class is not in `known`."""
     name = str(settings.get("tokenizer_class", usual)).removesuffix("Fast")
     if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # classes without own rules
         name = usual
@@ -169,7 +156,7 @@ def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> s
 def _with_id(token: Any, vocabulary: dict[str, int], file: Path) -> tuple[str, int]:
     name = token_name(token)
     if name not in vocabulary:
-        raise ConfigError(f"data.tokenizer={file}: the vocabulary must contain {name}, which is added to each text")
+        raise ConfigError(f"data.tokenizer={file} must contain the token {name}, which is added to each text. {OTHER}")
     return name, vocabulary[name]
 
 
@@ -181,11 +168,15 @@ def _read_merges(file: Path, vocabulary: dict[str, int]) -> list[tuple[str, str]
             continue
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise ConfigError(f"data.tokenizer: line {number} of {file} ({line[:40]!r}) must consist of two pieces")
+            raise ConfigError(
+                f"data.tokenizer: line {number} of {file} ({line[:40]!r}) must consist of two pieces. Download the "
+                "file again"
+            )
         missing = next((token for token in (left, right, left + right) if token not in vocabulary), None)
         if missing is not None:
             raise ConfigError(
-                f"data.tokenizer: {missing!r} in line {number} of {file} must be in the vocabulary next to it"
+                f"data.tokenizer: {missing!r} in line {number} of {file} must be in the vocabulary next to it. "
+                "Download both files again"
             )
         merges.append((left, right))
     return merges
@@ -195,4 +186,4 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"data.tokenizer={file} is not UTF-8: {first_line(error)}") from error
+        raise ConfigError(f"data.tokenizer={file} is not UTF-8: {first_line(error)}. Download it again") from error

@@ -1,1 +1,1 @@
-"""The Hugging Face model families that can be converted: one file each, built from `keys.py` and `rules.py`."""
+"""Hugging Face model families that can be converted: one file each, built from `keys.py`, `kinds.py` and `rules.py`."""

@@ -9,14 +9,9 @@ from base.errors import ConfigError
 from configs import derived
 from configs.rules.model import MIN_BERT_SEQUENCE
 from configs.schema import Config
+from models.huggingface.families import kinds
 from models.huggingface.families.keys import (
-    COUNT,
     EVERY_FAMILY,
-    FLAG,
-    LAYERS,
-    POSITIVE_REAL,
-    PROBABILITY,
-    SPREAD,
     HfConfig,
     Keys,
     carried,
@@ -24,7 +19,6 @@ from models.huggingface.families.keys import (
     irrelevant,
     must,
     only,
-    or_null,
 )
 from models.huggingface.families.rules import QKV, Family, Overrides, Rule, is_tied, is_untied, weight_and_bias
 
@@ -66,23 +60,23 @@ TIED = ((f"{HEAD}.decoder.weight", f"{EMBEDDINGS}.word_embeddings.weight"), (f"{
 CLASSES = ("BertForPreTraining", "BertForMaskedLM")
 KEYS: Keys = {
     **EVERY_FAMILY,
-    "num_hidden_layers": carried(LAYERS),
-    "hidden_size": carried(COUNT),
-    "intermediate_size": carried(COUNT),
-    "num_attention_heads": carried(COUNT),
-    "max_position_embeddings": carried(COUNT),
-    "tie_word_embeddings": carried(FLAG, True),
+    "num_hidden_layers": carried(kinds.LAYERS),
+    "hidden_size": carried(kinds.COUNT),
+    "intermediate_size": carried(kinds.COUNT),
+    "num_attention_heads": carried(kinds.COUNT),
+    "max_position_embeddings": carried(kinds.COUNT),
+    "tie_word_embeddings": carried(kinds.FLAG, True),
     "pad_token_id": carried(EVERY_FAMILY["pad_token_id"].kind, 0),
-    "layer_norm_eps": carried(POSITIVE_REAL, 1e-12),
-    "hidden_dropout_prob": carried(PROBABILITY, 0.1),
-    "attention_probs_dropout_prob": carried(PROBABILITY, 0.1),
-    "initializer_range": carried(SPREAD, 0.02),
+    "layer_norm_eps": carried(kinds.POSITIVE_REAL, 1e-12),
+    "hidden_dropout_prob": carried(kinds.PROBABILITY, 0.1),
+    "attention_probs_dropout_prob": carried(kinds.PROBABILITY, 0.1),
+    "initializer_range": carried(kinds.SPREAD, 0.02),
     # the head's activation is always exact GELU here; Hugging Face takes hidden_act there too
     "hidden_act": only("gelu"),
     "type_vocab_size": only(2),
     "position_embedding_type": only("absolute"),
     "is_decoder": only(False),
-    "classifier_dropout": irrelevant(or_null(PROBABILITY)),
+    "classifier_dropout": irrelevant(kinds.or_null(kinds.PROBABILITY)),
     # Keys of the first files, converted from TensorFlow.
     "directionality": irrelevant(),
     **dict.fromkeys(
@@ -102,7 +96,8 @@ def _read(keys: HfConfig) -> Overrides:
     names = keys["architectures"] or [CLASSES[0]]
     if names[0] not in CLASSES:
         raise ConfigError(
-            f"config.json architectures ({names[0]}) is not supported: it must be {' or '.join(CLASSES)}."
+            f"config.json architectures ({names[0]}) is not supported: it must be {' or '.join(CLASSES)}. Choose a "
+            "model that was saved as one of them."
         )
     return {
         "model": {

@@ -9,68 +9,39 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any
 
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families import llama
-from models.huggingface.families.keys import (
-    COUNT,
-    FLAG,
-    INDEX,
-    POSITIVE_REAL,
-    HfConfig,
-    Keys,
-    carried,
-    irrelevant,
-    must,
-    only,
-    or_null,
-)
-from models.huggingface.families.rules import GATE_UP, Overrides, Rule
-
-OURS, THEIRS = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
+from models.huggingface.families import kinds, llama
+from models.huggingface.families.keys import HfConfig, Keys, carried, irrelevant, must, only
+from models.huggingface.families.rules import Overrides, Rule
 
 
 def _has_query_rank(config: Config) -> bool:
     return config.model.q_lora_rank is not None
 
 
+def _attention_rule(ours: str, theirs: str, shape: str, **limits: Any) -> Rule:
+    return llama.layer_rule(f"self_attention.{ours}", f"self_attn.{theirs}", shape, **limits)
+
+
 ATTENTION_RULES = (
-    Rule(
-        f"{OURS}linear_q_proj.weight",
-        (f"{THEIRS}q_proj.weight",),
-        "latent_queries hidden",
-        when=lambda config: not _has_query_rank(config),
+    _attention_rule(
+        "linear_q_proj", "q_proj", "latent_queries hidden", when=lambda config: not _has_query_rank(config)
     ),
-    Rule(f"{OURS}linear_q_down_proj.weight", (f"{THEIRS}q_a_proj.weight",), "query_rank hidden", when=_has_query_rank),
-    Rule(f"{OURS}q_layernorm.weight", (f"{THEIRS}q_a_layernorm.weight",), "query_rank", when=_has_query_rank),
-    Rule(
-        f"{OURS}linear_q_up_proj.weight",
-        (f"{THEIRS}q_b_proj.weight",),
-        "latent_queries query_rank",
-        when=_has_query_rank,
-    ),
-    Rule(f"{OURS}linear_kv_down_proj.weight", (f"{THEIRS}kv_a_proj_with_mqa.weight",), "key_rank_rotary hidden"),
-    Rule(f"{OURS}kv_layernorm.weight", (f"{THEIRS}kv_a_layernorm.weight",), "key_rank"),
-    Rule(f"{OURS}linear_kv_up_proj.weight", (f"{THEIRS}kv_b_proj.weight",), "latent_keys_values key_rank"),
-    Rule(f"{OURS}linear_proj.weight", (f"{THEIRS}o_proj.weight",), "hidden latent_values"),
+    _attention_rule("linear_q_down_proj", "q_a_proj", "query_rank hidden", when=_has_query_rank),
+    _attention_rule("q_layernorm", "q_a_layernorm", "query_rank", when=_has_query_rank),
+    _attention_rule("linear_q_up_proj", "q_b_proj", "latent_queries query_rank", when=_has_query_rank),
+    _attention_rule("linear_kv_down_proj", "kv_a_proj_with_mqa", "key_rank_rotary hidden"),
+    _attention_rule("kv_layernorm", "kv_a_layernorm", "key_rank"),
+    _attention_rule("linear_kv_up_proj", "kv_b_proj", "latent_keys_values key_rank"),
+    _attention_rule("linear_proj", "o_proj", "hidden latent_values"),
 )
+SHARED = "mlp.shared_experts"  # in our names and in theirs
 SHARED_EXPERT_RULES = (
-    Rule(
-        "decoder.layers.{l}.mlp.shared_experts.linear_fc1.weight",
-        ("model.layers.{l}.mlp.shared_experts.gate_proj.weight", "model.layers.{l}.mlp.shared_experts.up_proj.weight"),
-        "shared_ffn hidden",
-        GATE_UP,
-        only="moe",
-    ),
-    Rule(
-        "decoder.layers.{l}.mlp.shared_experts.linear_fc2.weight",
-        ("model.layers.{l}.mlp.shared_experts.down_proj.weight",),
-        "hidden shared_ffn",
-        only="moe",
-    ),
+    llama.layer_rule(f"{SHARED}.linear_fc1", f"{SHARED}.gate_proj {SHARED}.up_proj", "shared_ffn hidden", only="moe"),
+    llama.layer_rule(f"{SHARED}.linear_fc2", f"{SHARED}.down_proj", "hidden shared_ffn", only="moe"),
 )
 ROUTER_BIAS_RULE = Rule(
     "decoder.layers.{l}.mlp.router.expert_bias",
@@ -83,41 +54,41 @@ RULES = (*llama.COMMON_RULES, *ATTENTION_RULES, *llama.DENSE_RULES, *llama.EXPER
 V3_KEYS: Keys = {
     **llama.COMMON_KEYS,
     **llama.MOE_KEYS,
-    "num_key_value_heads": carried(or_null(COUNT), 128),
-    "max_position_embeddings": carried(COUNT, 4096),
+    "num_key_value_heads": carried(kinds.or_null(kinds.COUNT), 128),
+    "max_position_embeddings": carried(kinds.COUNT, 4096),
     "attention_dropout": llama.KEYS["attention_dropout"],
-    "q_lora_rank": carried(or_null(COUNT)),
-    "kv_lora_rank": carried(COUNT),
-    "qk_nope_head_dim": carried(COUNT),
-    "qk_rope_head_dim": carried(COUNT),
-    "v_head_dim": carried(COUNT),
-    "head_dim": carried(or_null(COUNT), None),  # the channels that rotate
-    "qk_head_dim": carried(COUNT, None),
-    "num_experts": carried(COUNT, also=("n_routed_experts", "num_local_experts")),
-    "moe_intermediate_size": carried(COUNT),
-    "n_shared_experts": carried(COUNT, 1),
-    "first_k_dense_replace": carried(INDEX, 3),
-    "routed_scaling_factor": carried(POSITIVE_REAL, 2.5),
-    "n_group": carried(COUNT, 8),
-    "topk_group": carried(COUNT, 4),
+    "q_lora_rank": carried(kinds.or_null(kinds.COUNT)),
+    "kv_lora_rank": carried(kinds.COUNT),
+    "qk_nope_head_dim": carried(kinds.COUNT),
+    "qk_rope_head_dim": carried(kinds.COUNT),
+    "v_head_dim": carried(kinds.COUNT),
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),  # the channels that rotate
+    "qk_head_dim": carried(kinds.COUNT, None),
+    "num_experts": carried(kinds.COUNT, also=("n_routed_experts", "num_local_experts")),
+    "moe_intermediate_size": carried(kinds.COUNT),
+    "n_shared_experts": carried(kinds.COUNT, 1),
+    "first_k_dense_replace": carried(kinds.INDEX, 3),
+    "routed_scaling_factor": carried(kinds.POSITIVE_REAL, 2.5),
+    "n_group": carried(kinds.COUNT, 8),
+    "topk_group": carried(kinds.COUNT, 4),
     "norm_topk_prob": only(True),
     "scoring_func": only("sigmoid"),
     "topk_method": only("noaux_tc"),
     "moe_layer_freq": only(1),
     "rope_interleave": only(True),
-    "num_nextn_predict_layers": carried(INDEX, 0, also=("num_mtp_layers",)),
-    "pretraining_tp": irrelevant(or_null(COUNT)),
+    "num_nextn_predict_layers": carried(kinds.INDEX, 0, also=("num_mtp_layers",)),
+    "pretraining_tp": irrelevant(kinds.or_null(kinds.COUNT)),
     # For the code and the losses of the first folder.
     **dict.fromkeys(("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef"), irrelevant()),
 }
 # Kimi K2 has code of its own, whose defaults transformers does not have: its files must have these keys.
 KIMI_KEYS: Keys = V3_KEYS | {
-    "n_shared_experts": carried(COUNT),
-    "first_k_dense_replace": carried(INDEX),
-    "routed_scaling_factor": carried(POSITIVE_REAL),
-    "n_group": carried(COUNT),
-    "topk_group": carried(COUNT),
-    "num_experts_per_tok": carried(COUNT),
+    "n_shared_experts": carried(kinds.COUNT),
+    "first_k_dense_replace": carried(kinds.INDEX),
+    "routed_scaling_factor": carried(kinds.POSITIVE_REAL),
+    "n_group": carried(kinds.COUNT),
+    "topk_group": carried(kinds.COUNT),
+    "num_experts_per_tok": carried(kinds.COUNT),
 }
 
 
@@ -132,7 +103,7 @@ def read_latent(keys: HfConfig) -> Overrides:
     must(rotary % 2 == 0, "qk_rope_head_dim", rotary, "be even, because rotary positions rotate pairs of channels")
     rule = f"be qk_nope_head_dim + qk_rope_head_dim ({plain + rotary})"
     must(keys["qk_head_dim"] in (None, plain + rotary), "qk_head_dim", keys["qk_head_dim"], rule)
-    experts, top_k = llama.read_experts(keys)
+    experts = llama.read_experts(keys, "moe_intermediate_size")
     num_layers, num_dense = keys["num_hidden_layers"], keys["first_k_dense_replace"]
     must(num_dense < num_layers, "first_k_dense_replace", num_dense, f"be less than num_hidden_layers ({num_layers})")
     overrides = llama.read_common({**keys, "head_dim": rotary, "attention_dropout": keys["attention_dropout"] or 0.0})
@@ -146,9 +117,7 @@ def read_latent(keys: HfConfig) -> Overrides:
         "value_head_dim": keys["v_head_dim"],
     }
     overrides["moe"] = {
-        "num_experts": experts,
-        "top_k": top_k,
-        "ffn_hidden_size": keys["moe_intermediate_size"],
+        **experts,
         "shared_expert_ffn_hidden_size": keys["n_shared_experts"] * keys["moe_intermediate_size"],
         "layers": [int(layer >= num_dense) for layer in range(num_layers)],
         "routed_scaling_factor": keys["routed_scaling_factor"],
@@ -183,7 +152,7 @@ def _read_v3(keys: HfConfig) -> Overrides:
 
 
 def write_latent(config: Config, model_type: str, architecture_name: str) -> HfConfig:
-    """Return the config.json keys that `read_latent` reads."""
+    """Return the config.json keys and values that DeepSeek-V2 and V3 share."""
     model, moe = config.model, config.moe
     width = derived.expert_ffn_hidden_size(config)
     hf = {
@@ -193,9 +162,7 @@ def write_latent(config: Config, model_type: str, architecture_name: str) -> HfC
         "qk_nope_head_dim": derived.head_dim(config),
         "qk_rope_head_dim": model.rotary_head_dim,
         "v_head_dim": model.value_head_dim,
-        "first_k_dense_replace": sum(
-            1 for _ in takewhile(lambda is_moe: not is_moe, derived.moe_layer_pattern(config))
-        ),
+        "first_k_dense_replace": [*derived.moe_layer_pattern(config), 1].index(1),
         "n_routed_experts": moe.num_experts,
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": width,
@@ -244,28 +211,28 @@ V2_KEYS: Keys = {
         for key, row in V3_KEYS.items()
         if key not in ("rope_interleave", "num_nextn_predict_layers", "router_aux_loss_coef")
     },
-    "num_key_value_heads": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT, 2048),
-    "q_lora_rank": carried(or_null(COUNT), 1536),
-    "kv_lora_rank": carried(COUNT, 512),
-    "qk_nope_head_dim": carried(COUNT, 128),
-    "qk_rope_head_dim": carried(COUNT, 64),
-    "v_head_dim": carried(COUNT, 128),
-    "head_dim": carried(or_null(COUNT), None),
-    "num_experts": carried(COUNT, 64, also=("n_routed_experts",)),
-    "num_experts_per_tok": carried(COUNT),
-    "moe_intermediate_size": carried(COUNT, 1407),
-    "n_shared_experts": carried(COUNT, 2),
-    "first_k_dense_replace": carried(INDEX, 0),
-    "routed_scaling_factor": carried(POSITIVE_REAL, 1.0),
-    "n_group": carried(or_null(COUNT), None),
-    "topk_group": carried(or_null(COUNT), None),
+    "num_key_value_heads": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT, 2048),
+    "q_lora_rank": carried(kinds.or_null(kinds.COUNT), 1536),
+    "kv_lora_rank": carried(kinds.COUNT, 512),
+    "qk_nope_head_dim": carried(kinds.COUNT, 128),
+    "qk_rope_head_dim": carried(kinds.COUNT, 64),
+    "v_head_dim": carried(kinds.COUNT, 128),
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
+    "num_experts": carried(kinds.COUNT, 64, also=("n_routed_experts",)),
+    "num_experts_per_tok": carried(kinds.COUNT),
+    "moe_intermediate_size": carried(kinds.COUNT, 1407),
+    "n_shared_experts": carried(kinds.COUNT, 2),
+    "first_k_dense_replace": carried(kinds.INDEX, 0),
+    "routed_scaling_factor": carried(kinds.POSITIVE_REAL, 1.0),
+    "n_group": carried(kinds.or_null(kinds.COUNT), None),
+    "topk_group": carried(kinds.or_null(kinds.COUNT), None),
     # transformers never normalizes the weights to sum to 1, even if the key is true; DeepSeek's own code does then.
     "norm_topk_prob": only(False, None),
     "scoring_func": only("softmax"),
     "topk_method": only(GREEDY, LIMITED),
     "mlp_bias": only(False),
-    "output_router_logits": irrelevant(FLAG),
+    "output_router_logits": irrelevant(kinds.FLAG),
 }
 
 

@@ -6,26 +6,8 @@ import re
 
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families.keys import (
-    ANYTHING,
-    COUNT,
-    EVERY_FAMILY,
-    FLAG,
-    LAYERS,
-    NUMBER,
-    POSITIVE_REAL,
-    PROBABILITY,
-    SPREAD,
-    TEXT,
-    FamilyKey,
-    HfConfig,
-    Keys,
-    carried,
-    irrelevant,
-    must,
-    only,
-    or_null,
-)
+from models.huggingface.families import kinds
+from models.huggingface.families.keys import EVERY_FAMILY, FamilyKey, HfConfig, Keys, carried, irrelevant, must, only
 from models.huggingface.families.rules import (
     GELU_NAMES,
     GELUS,
@@ -38,53 +20,47 @@ from models.huggingface.families.rules import (
     weight_and_bias,
 )
 
+OURS, THEIRS = "decoder.layers.{l}", "transformer.h.{l}"
 RULES = (
     Rule("embedding.word_embeddings.weight", ("transformer.wte.weight",), "vocab hidden"),
     Rule("embedding.position_embeddings.weight", ("transformer.wpe.weight",), "positions hidden"),
-    *weight_and_bias("decoder.layers.{l}.input_layernorm", "transformer.h.{l}.ln_1", "hidden"),
-    *weight_and_bias(
-        "decoder.layers.{l}.self_attention.linear_qkv",
-        "transformer.h.{l}.attn.c_attn",
-        "hidden qkv",
-        QKV_IN_ONE_TRANSPOSED,
-    ),
-    *weight_and_bias(
-        "decoder.layers.{l}.self_attention.linear_proj", "transformer.h.{l}.attn.c_proj", "queries hidden", TRANSPOSED
-    ),
-    *weight_and_bias("decoder.layers.{l}.pre_mlp_layernorm", "transformer.h.{l}.ln_2", "hidden"),
-    *weight_and_bias("decoder.layers.{l}.mlp.linear_fc1", "transformer.h.{l}.mlp.c_fc", "hidden ffn", TRANSPOSED),
-    *weight_and_bias("decoder.layers.{l}.mlp.linear_fc2", "transformer.h.{l}.mlp.c_proj", "ffn hidden", TRANSPOSED),
+    *weight_and_bias(f"{OURS}.input_layernorm", f"{THEIRS}.ln_1", "hidden"),
+    *weight_and_bias(f"{OURS}.self_attention.linear_qkv", f"{THEIRS}.attn.c_attn", "hidden qkv", QKV_IN_ONE_TRANSPOSED),
+    *weight_and_bias(f"{OURS}.self_attention.linear_proj", f"{THEIRS}.attn.c_proj", "queries hidden", TRANSPOSED),
+    *weight_and_bias(f"{OURS}.pre_mlp_layernorm", f"{THEIRS}.ln_2", "hidden"),
+    *weight_and_bias(f"{OURS}.mlp.linear_fc1", f"{THEIRS}.mlp.c_fc", "hidden ffn", TRANSPOSED),
+    *weight_and_bias(f"{OURS}.mlp.linear_fc2", f"{THEIRS}.mlp.c_proj", "ffn hidden", TRANSPOSED),
     *weight_and_bias("decoder.final_layernorm", "transformer.ln_f", "hidden"),
     Rule("output_layer.weight", ("lm_head.weight",), "vocab hidden", when=is_untied),
 )
 KEYS: Keys = {
     **EVERY_FAMILY,
-    "n_layer": carried(LAYERS, also=("num_hidden_layers",)),
-    "n_embd": carried(COUNT, also=("hidden_size",)),
-    "n_head": carried(COUNT, also=("num_attention_heads",)),
-    "n_positions": carried(COUNT, also=("max_position_embeddings",)),
-    "n_ctx": irrelevant(or_null(COUNT)),  # old files repeat n_positions here, or an earlier value of it
-    "n_inner": carried(or_null(COUNT), None),
-    "tie_word_embeddings": carried(FLAG, True),
-    "layer_norm_epsilon": carried(POSITIVE_REAL, 1e-5),
-    "activation_function": FamilyKey(ANYTHING, "gelu_new", only=tuple(GELUS)),
-    "resid_pdrop": carried(PROBABILITY, 0.1),
-    "embd_pdrop": carried(PROBABILITY, 0.1),
-    "attn_pdrop": carried(PROBABILITY, 0.1),
-    "initializer_range": carried(SPREAD, 0.02),
+    "n_layer": carried(kinds.LAYERS, also=("num_hidden_layers",)),
+    "n_embd": carried(kinds.COUNT, also=("hidden_size",)),
+    "n_head": carried(kinds.COUNT, also=("num_attention_heads",)),
+    "n_positions": carried(kinds.COUNT, also=("max_position_embeddings",)),
+    "n_ctx": irrelevant(kinds.or_null(kinds.COUNT)),  # old files repeat n_positions here, or an earlier value of it
+    "n_inner": carried(kinds.or_null(kinds.COUNT), None),
+    "tie_word_embeddings": carried(kinds.FLAG, True),
+    "layer_norm_epsilon": carried(kinds.POSITIVE_REAL, 1e-5),
+    "activation_function": FamilyKey(kinds.ANYTHING, "gelu_new", only=tuple(GELUS)),
+    "resid_pdrop": carried(kinds.PROBABILITY, 0.1),
+    "embd_pdrop": carried(kinds.PROBABILITY, 0.1),
+    "attn_pdrop": carried(kinds.PROBABILITY, 0.1),
+    "initializer_range": carried(kinds.SPREAD, 0.02),
     "scale_attn_weights": only(True),
     "scale_attn_by_inverse_layer_idx": only(False),
-    "reorder_and_upcast_attn": irrelevant(FLAG),  # the same sums in another order
+    "reorder_and_upcast_attn": irrelevant(kinds.FLAG),  # the same sums in another order
     "is_causal": only(True),
-    "is_decoder": irrelevant(FLAG),
+    "is_decoder": irrelevant(kinds.FLAG),
     "n_special": only(0),
-    "predict_special_tokens": irrelevant(FLAG),
+    "predict_special_tokens": irrelevant(kinds.FLAG),
     # For a head for classification.
-    "summary_type": irrelevant(TEXT),
-    "summary_use_proj": irrelevant(FLAG),
-    "summary_activation": irrelevant(or_null(TEXT)),
-    "summary_proj_to_labels": irrelevant(FLAG),
-    "summary_first_dropout": irrelevant(NUMBER),
+    "summary_type": irrelevant(kinds.TEXT),
+    "summary_use_proj": irrelevant(kinds.FLAG),
+    "summary_activation": irrelevant(kinds.or_null(kinds.TEXT)),
+    "summary_proj_to_labels": irrelevant(kinds.FLAG),
+    "summary_first_dropout": irrelevant(kinds.NUMBER),
 }
 
 

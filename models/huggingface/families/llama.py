@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 from configs import derived
 from configs.schema import Config
+from models.huggingface.families import kinds
 from models.huggingface.families.keys import (
-    COUNT,
     EVERY_FAMILY,
-    FLAG,
-    LAYERS,
-    OBJECT,
-    POSITIVE,
-    POSITIVE_REAL,
-    PROBABILITY,
-    REAL,
-    SPREAD,
     HfConfig,
     Keys,
     carried,
@@ -25,13 +18,13 @@ from models.huggingface.families.keys import (
     irrelevant,
     must,
     only,
-    or_null,
     show,
 )
 from models.huggingface.families.rules import (
-    GATE_UP,
     QKV,
+    SAME,
     Family,
+    Layout,
     Overrides,
     Rule,
     has_biases,
@@ -40,88 +33,50 @@ from models.huggingface.families.rules import (
 )
 from models.huggingface.rotary import rotary_base, rotary_scaling, write_rotary
 
+QKV_PROJECTIONS = " ".join(f"self_attn.{name}_proj" for name in "qkv")
+
+
+def layer_rule(
+    ours: str, theirs: str, shape: str | tuple[str, ...], layout: Layout = SAME, kind: str = "weight", **limits: Any
+) -> Rule:
+    """Return the rule for the weight or bias (`kind`) of a module in every layer. `ours` and `theirs` name modules
+    within a layer; spaces separate several. `limits`: the rule's `only` and `when`."""
+    names = tuple(f"model.layers.{{l}}.{name}.{kind}" for name in theirs.split())
+    return Rule(f"decoder.layers.{{l}}.{ours}.{kind}", names, shape, layout, **limits)
+
+
 # Rules of every descendant of Llama.
 COMMON_RULES = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab hidden"),
-    Rule("decoder.layers.{l}.input_layernorm.weight", ("model.layers.{l}.input_layernorm.weight",), "hidden"),
-    Rule(
-        "decoder.layers.{l}.pre_mlp_layernorm.weight", ("model.layers.{l}.post_attention_layernorm.weight",), "hidden"
-    ),
+    layer_rule("input_layernorm", "input_layernorm", "hidden"),
+    layer_rule("pre_mlp_layernorm", "post_attention_layernorm", "hidden"),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",), "hidden"),
     Rule("output_layer.weight", ("lm_head.weight",), "vocab hidden", when=is_untied),
 )
-DOWN_RULE = Rule(
-    "decoder.layers.{l}.mlp.linear_fc2.weight", ("model.layers.{l}.mlp.down_proj.weight",), "hidden ffn", only="dense"
-)
-DENSE_RULES = (
-    Rule(
-        "decoder.layers.{l}.mlp.linear_fc1.weight",
-        ("model.layers.{l}.mlp.gate_proj.weight", "model.layers.{l}.mlp.up_proj.weight"),
-        "ffn hidden",
-        GATE_UP,
-        only="dense",
-    ),
-    DOWN_RULE,
-)
-OUTPUT_RULE = Rule(
-    "decoder.layers.{l}.self_attention.linear_proj.weight",
-    ("model.layers.{l}.self_attn.o_proj.weight",),
-    "hidden queries",
-)
+DOWN_RULE = layer_rule("mlp.linear_fc2", "mlp.down_proj", "hidden ffn", only="dense")
+DENSE_RULES = (layer_rule("mlp.linear_fc1", "mlp.gate_proj mlp.up_proj", "ffn hidden", only="dense"), DOWN_RULE)
+OUTPUT_RULE = layer_rule("self_attention.linear_proj", "self_attn.o_proj", "hidden queries")
 ATTENTION_RULES = (
-    Rule(
-        "decoder.layers.{l}.self_attention.linear_qkv.weight",
-        tuple(f"model.layers.{{l}}.self_attn.{name}_proj.weight" for name in "qkv"),
-        ("queries hidden", "keys hidden", "keys hidden"),
-        QKV,
-    ),
+    layer_rule("self_attention.linear_qkv", QKV_PROJECTIONS, ("queries hidden", "keys hidden", "keys hidden"), QKV),
     OUTPUT_RULE,
 )
-QKV_BIAS_RULES = (
-    Rule(
-        "decoder.layers.{l}.self_attention.linear_qkv.bias",
-        tuple(f"model.layers.{{l}}.self_attn.{name}_proj.bias" for name in "qkv"),
-        ("queries", "keys", "keys"),
-        QKV,
-        when=has_qkv_biases,
-    ),
+QKV_BIAS_RULE = layer_rule(
+    "self_attention.linear_qkv", QKV_PROJECTIONS, ("queries", "keys", "keys"), QKV, "bias", when=has_qkv_biases
 )
 OTHER_BIAS_RULES = (
-    Rule(
-        "decoder.layers.{l}.self_attention.linear_proj.bias",
-        ("model.layers.{l}.self_attn.o_proj.bias",),
-        "hidden",
-        when=has_biases,
-    ),
-    Rule(
-        "decoder.layers.{l}.mlp.linear_fc1.bias",
-        ("model.layers.{l}.mlp.gate_proj.bias", "model.layers.{l}.mlp.up_proj.bias"),
-        "ffn",
-        GATE_UP,
-        when=has_biases,
-    ),
-    Rule("decoder.layers.{l}.mlp.linear_fc2.bias", ("model.layers.{l}.mlp.down_proj.bias",), "hidden", when=has_biases),
+    layer_rule("self_attention.linear_proj", "self_attn.o_proj", "hidden", kind="bias", when=has_biases),
+    layer_rule("mlp.linear_fc1", "mlp.gate_proj mlp.up_proj", "ffn", kind="bias", when=has_biases),
+    layer_rule("mlp.linear_fc2", "mlp.down_proj", "hidden", kind="bias", when=has_biases),
 )
 
 
 def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the tensor rules of the router and the experts, with a family's names of them."""
-    theirs = f"model.layers.{{l}}.{block}."
+    """Return the tensor rules of the router and the experts, with a family's names of its block and projections."""
+    expert = f"{block}.experts.{{e}}"
     return (
-        Rule("decoder.layers.{l}.mlp.router.weight", (f"{theirs}gate.weight",), "experts hidden", only="moe"),
-        Rule(
-            "decoder.layers.{l}.mlp.experts.{e}.linear_fc1.weight",
-            (f"{theirs}experts.{{e}}.{gate}.weight", f"{theirs}experts.{{e}}.{up}.weight"),
-            "expert_ffn hidden",
-            GATE_UP,
-            only="moe",
-        ),
-        Rule(
-            "decoder.layers.{l}.mlp.experts.{e}.linear_fc2.weight",
-            (f"{theirs}experts.{{e}}.{down}.weight",),
-            "hidden expert_ffn",
-            only="moe",
-        ),
+        layer_rule("mlp.router", f"{block}.gate", "experts hidden", only="moe"),
+        layer_rule("mlp.experts.{e}.linear_fc1", f"{expert}.{gate} {expert}.{up}", "expert_ffn hidden", only="moe"),
+        layer_rule("mlp.experts.{e}.linear_fc2", f"{expert}.{down}", "hidden expert_ffn", only="moe"),
     )
 
 
@@ -130,41 +85,40 @@ EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 
 def qk_norm_rules(query: str, key: str) -> tuple[Rule, ...]:
     """Return the tensor rules of the query norm and the key norm; `query` and `key` name their lengths."""
-    ours, theirs = "decoder.layers.{l}.self_attention.", "model.layers.{l}.self_attn."
     return (
-        Rule(f"{ours}q_layernorm.weight", (f"{theirs}q_norm.weight",), query),
-        Rule(f"{ours}k_layernorm.weight", (f"{theirs}k_norm.weight",), key),
+        layer_rule("self_attention.q_layernorm", "self_attn.q_norm", query),
+        layer_rule("self_attention.k_layernorm", "self_attn.k_norm", key),
     )
 
 
 COMMON_KEYS: Keys = {
     **EVERY_FAMILY,
-    "num_hidden_layers": carried(LAYERS),
-    "hidden_size": carried(COUNT),
-    "intermediate_size": carried(COUNT),
-    "num_attention_heads": carried(COUNT),
-    "num_key_value_heads": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT),
-    "tie_word_embeddings": carried(FLAG, False),
+    "num_hidden_layers": carried(kinds.LAYERS),
+    "hidden_size": carried(kinds.COUNT),
+    "intermediate_size": carried(kinds.COUNT),
+    "num_attention_heads": carried(kinds.COUNT),
+    "num_key_value_heads": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT),
+    "tie_word_embeddings": carried(kinds.FLAG, False),
     # models/huggingface/rotary.py reads these
-    "rope_theta": carried(POSITIVE, None),
-    "rope_scaling": carried(or_null(OBJECT), None),
-    "rope_parameters": carried(or_null(OBJECT), None),
-    "original_max_position_embeddings": carried(COUNT, None),
-    "rms_norm_eps": carried(POSITIVE_REAL, 1e-6),
-    "attention_dropout": carried(PROBABILITY, 0.0),
-    "initializer_range": carried(SPREAD, 0.02),
+    "rope_theta": carried(kinds.POSITIVE, None),
+    "rope_scaling": carried(kinds.or_null(kinds.OBJECT), None),
+    "rope_parameters": carried(kinds.or_null(kinds.OBJECT), None),
+    "original_max_position_embeddings": carried(kinds.COUNT, None),
+    "rms_norm_eps": carried(kinds.POSITIVE_REAL, 1e-6),
+    "attention_dropout": carried(kinds.PROBABILITY, 0.0),
+    "initializer_range": carried(kinds.SPREAD, 0.02),
     "hidden_act": only("silu", "swish"),  # two names of one function
     "attention_bias": only(False),
     "sliding_window": only(None),
     "is_causal": only(True),
-    "is_decoder": irrelevant(or_null(FLAG)),
+    "is_decoder": irrelevant(kinds.or_null(kinds.FLAG)),
     "add_cross_attention": only(False, None),
 }
 MOE_KEYS: Keys = {
-    "num_experts_per_tok": carried(COUNT, 8),
-    "output_router_logits": irrelevant(FLAG),
-    "router_aux_loss_coef": irrelevant(REAL),
+    "num_experts_per_tok": carried(kinds.COUNT, 8),
+    "output_router_logits": irrelevant(kinds.FLAG),
+    "router_aux_loss_coef": irrelevant(kinds.REAL),
 }
 
 
@@ -213,16 +167,17 @@ def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
     }
 
 
-def read_experts(keys: HfConfig) -> tuple[int, int]:
-    """Return the number of experts and the number of experts per token. Raises ConfigError."""
+def read_experts(keys: HfConfig, width: str) -> dict[str, Any]:
+    """Return the config overrides for the number of experts, the number of experts per token, and the experts' width,
+    which is the value of the key `width`. Raises ConfigError."""
     experts, top_k = keys["num_experts"], keys["num_experts_per_tok"]
     rule = f"not exceed the number of experts ({experts}: num_experts, num_local_experts or n_routed_experts)"
     must(top_k <= experts, "num_experts_per_tok", top_k, rule)
-    return experts, top_k
+    return {"num_experts": experts, "top_k": top_k, "ffn_hidden_size": keys[width]}
 
 
 def write_common(config: Config, model_type: str, architecture_name: str) -> HfConfig:
-    """Return the config.json keys that every family derived from Llama has."""
+    """Return the config.json keys and values that every family derived from Llama has."""
     model = config.model
     return {
         "architectures": [architecture_name],
@@ -247,12 +202,12 @@ def write_common(config: Config, model_type: str, architecture_name: str) -> HfC
 
 KEYS: Keys = {
     **COMMON_KEYS,
-    "head_dim": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT, 2048),
-    "attention_dropout": carried(or_null(PROBABILITY), 0.0),
-    "attention_bias": carried(FLAG, False),
-    "mlp_bias": carried(FLAG, False),
-    "pretraining_tp": irrelevant(or_null(COUNT)),  # splits matrix products, without effect on the result
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT, 2048),
+    "attention_dropout": carried(kinds.or_null(kinds.PROBABILITY), 0.0),
+    "attention_bias": carried(kinds.FLAG, False),
+    "mlp_bias": carried(kinds.FLAG, False),
+    "pretraining_tp": irrelevant(kinds.or_null(kinds.COUNT)),  # splits matrix products, without effect on the result
 }
 
 
@@ -273,7 +228,7 @@ def _write(config: Config) -> HfConfig:
 
 
 def carries_nothing(name: str, config: Config, hf: HfConfig) -> bool:
-    """Whether a tensor holds only rotary frequencies, which old files store for each layer and an import ignores."""
+    """Return whether a tensor holds only rotary frequencies, which old files store per layer and an import ignores."""
     return re.fullmatch(r"(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq", name) is not None
 
 
@@ -284,5 +239,5 @@ family = partial(
     tied=(("lm_head.weight", "model.embed_tokens.weight"),),
     carries_nothing=carries_nothing,
 )
-RULES = (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, *QKV_BIAS_RULES, *OTHER_BIAS_RULES)
+RULES = (*COMMON_RULES, *ATTENTION_RULES, *DENSE_RULES, QKV_BIAS_RULE, *OTHER_BIAS_RULES)
 FAMILY = family("llama", KEYS, _read, _write, RULES)

@@ -4,19 +4,8 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families import llama
-from models.huggingface.families.keys import (
-    COUNT,
-    POSITIVE_REAL,
-    REAL,
-    HfConfig,
-    Keys,
-    carried,
-    irrelevant,
-    must,
-    only,
-    or_null,
-)
+from models.huggingface.families import kinds, llama
+from models.huggingface.families.keys import HfConfig, Keys, carried, irrelevant, must, only
 from models.huggingface.families.rules import Overrides
 from models.huggingface.rotary import SECTIONS
 
@@ -24,22 +13,22 @@ RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.expert_rules("block
 KEYS: Keys = {
     **llama.COMMON_KEYS,
     **llama.MOE_KEYS,
-    "num_key_value_heads": carried(COUNT, 8),
-    "head_dim": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT, 4096 * 32),
-    "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
-    "num_experts": carried(COUNT, also=("num_local_experts",)),
-    "num_experts_per_tok": carried(COUNT, 2),
-    "sliding_window": carried(or_null(COUNT), None),
+    "num_key_value_heads": carried(kinds.COUNT, 8),
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT, 4096 * 32),
+    "rms_norm_eps": carried(kinds.POSITIVE_REAL, 1e-5),
+    "num_experts": carried(kinds.COUNT, also=("num_local_experts",)),
+    "num_experts_per_tok": carried(kinds.COUNT, 2),
+    "sliding_window": carried(kinds.or_null(kinds.COUNT), None),
     "layer_types": only(None),  # transformers applies the window to all layers, and loads no model with the key
-    "router_jitter_noise": irrelevant(REAL),  # of training
+    "router_jitter_noise": irrelevant(kinds.REAL),  # of training
 }
 MISTRAL_KEYS: Keys = {
     **llama.COMMON_KEYS,
-    "num_key_value_heads": carried(or_null(COUNT), 8),
-    "head_dim": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT, 4096 * 32),
-    "sliding_window": carried(or_null(COUNT), 4096),
+    "num_key_value_heads": carried(kinds.or_null(kinds.COUNT), 8),
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT, 4096 * 32),
+    "sliding_window": carried(kinds.or_null(kinds.COUNT), 4096),
     "layer_types": only(None),
 }
 
@@ -55,19 +44,9 @@ def _read(keys: HfConfig) -> Overrides:
     scaling = overrides["model"]["rotary_scaling"]
     stated = keys["head_dim"] is not None or scaling is None or scaling["rope_type"] not in ("yarn", "longrope")
     sections = " and ".join(name for name in SECTIONS if keys[name])
-    must(
-        stated,
-        "head_dim",
-        None,
-        f"be given with yarn or longrope ({sections}): transformers loads no Mixtral without it",
-    )
-    experts, top_k = llama.read_experts(keys)
-    overrides["moe"] = {
-        "num_experts": experts,
-        "top_k": top_k,
-        "ffn_hidden_size": keys["intermediate_size"],
-        "normalize_top_k": True,
-    }
+    rule = f"be given with yarn or longrope ({sections}): transformers loads no Mixtral without it"
+    must(stated, "head_dim", None, rule)
+    overrides["moe"] = {**llama.read_experts(keys, "intermediate_size"), "normalize_top_k": True}
     return overrides
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families import llama
-from models.huggingface.families.keys import COUNT, FLAG, POSITIVE_REAL, HfConfig, Keys, carried, must, only, or_null
+from models.huggingface.families import kinds, llama
+from models.huggingface.families.keys import HfConfig, Keys, carried, must, only
 from models.huggingface.families.rules import Overrides
 
 RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.qk_norm_rules("queries", "keys"), *llama.EXPERT_RULES)
 KEYS: Keys = {
     **llama.COMMON_KEYS,
     **llama.MOE_KEYS,
-    "head_dim": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT, 4096),
-    "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
-    "num_experts": carried(COUNT, also=("num_local_experts",)),
-    "norm_topk_prob": carried(FLAG, False),
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT, 4096),
+    "rms_norm_eps": carried(kinds.POSITIVE_REAL, 1e-5),
+    "num_experts": carried(kinds.COUNT, also=("num_local_experts",)),
+    "norm_topk_prob": carried(kinds.FLAG, False),
     "clip_qkv": only(None),
 }
 
@@ -28,13 +28,8 @@ def _read(keys: HfConfig) -> Overrides:
     must(keys["head_dim"] in (None, hidden // heads), "head_dim", keys["head_dim"], rule)
     overrides = llama.read_common(keys)
     overrides["model"] |= {"qk_norm": True, "qk_norm_over": "all_heads"}
-    experts, top_k = llama.read_experts(keys)
-    overrides["moe"] = {
-        "num_experts": experts,
-        "top_k": top_k,
-        "ffn_hidden_size": keys["intermediate_size"],
-        "normalize_top_k": keys["norm_topk_prob"],
-    }
+    experts = llama.read_experts(keys, "intermediate_size")
+    overrides["moe"] = {**experts, "normalize_top_k": keys["norm_topk_prob"]}
     return overrides
 
 

@@ -6,50 +6,31 @@ from __future__ import annotations
 from configs import derived
 from configs.rotary import LENGTH, kind_of
 from configs.schema import Config
-from models.huggingface.families import llama
-from models.huggingface.families.keys import (
-    COUNT,
-    NUMBER,
-    POSITIVE_REAL,
-    PROBABILITY,
-    TOKEN,
-    FamilyKey,
-    HfConfig,
-    Keys,
-    Kind,
-    carried,
-    must,
-    only,
-    or_null,
-)
-from models.huggingface.families.rules import QKV_IN_ONE, Overrides, Rule
+from models.huggingface.families import kinds, llama
+from models.huggingface.families.keys import FamilyKey, HfConfig, Keys, carried, must, only
+from models.huggingface.families.rules import QKV_IN_ONE, Overrides
 from models.huggingface.rotary import SECTIONS, renamed, rotary_fraction
 
 RULES = (
     *llama.COMMON_RULES,
-    Rule(
-        "decoder.layers.{l}.self_attention.linear_qkv.weight",
-        ("model.layers.{l}.self_attn.qkv_proj.weight",),
-        "qkv hidden",
-        QKV_IN_ONE,
-    ),
+    llama.layer_rule("self_attention.linear_qkv", "self_attn.qkv_proj", "qkv hidden", QKV_IN_ONE),
     llama.OUTPUT_RULE,
-    Rule("decoder.layers.{l}.mlp.linear_fc1.weight", ("model.layers.{l}.mlp.gate_up_proj.weight",), "gate_up hidden"),
+    llama.layer_rule("mlp.linear_fc1", "mlp.gate_up_proj", "gate_up hidden"),
     llama.DOWN_RULE,
 )
-SHARE = Kind("a number above 0 and at most 1", lambda value: NUMBER.fits(value) and 0 < value <= 1)
+SHARE = kinds.Kind("a number above 0 and at most 1", lambda value: kinds.NUMBER.fits(value) and 0 < value <= 1)
 KEYS: Keys = {
     **llama.COMMON_KEYS,
-    "max_position_embeddings": carried(COUNT, 4096),
-    "original_max_position_embeddings": carried(COUNT, 4096),
-    "head_dim": carried(COUNT, None),
+    "max_position_embeddings": carried(kinds.COUNT, 4096),
+    "original_max_position_embeddings": carried(kinds.COUNT, 4096),
+    "head_dim": carried(kinds.COUNT, None),
     "partial_rotary_factor": carried(SHARE, None),
-    "rms_norm_eps": carried(POSITIVE_REAL, 1e-5),
-    "resid_pdrop": carried(PROBABILITY, 0.0),
-    "embd_pdrop": carried(PROBABILITY, 0.0),
-    "sliding_window": carried(or_null(COUNT), None),
+    "rms_norm_eps": carried(kinds.POSITIVE_REAL, 1e-5),
+    "resid_pdrop": carried(kinds.PROBABILITY, 0.0),
+    "embd_pdrop": carried(kinds.PROBABILITY, 0.0),
+    "sliding_window": carried(kinds.or_null(kinds.COUNT), None),
     "layer_types": only(None),  # transformers applies the window to all layers, and loads no model with the key
-    "pad_token_id": FamilyKey(or_null(TOKEN), 32000),
+    "pad_token_id": FamilyKey(kinds.or_null(kinds.TOKEN), 32000),
 }
 
 

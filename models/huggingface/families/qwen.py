@@ -8,36 +8,24 @@ from functools import partial
 from base.errors import ConfigError
 from configs import derived
 from configs.schema import Config
-from models.huggingface.families import llama
-from models.huggingface.families.keys import (
-    COUNT,
-    FLAG,
-    INDEX,
-    INDICES,
-    TEXTS,
-    HfConfig,
-    Keys,
-    carried,
-    irrelevant,
-    must,
-    or_null,
-)
+from models.huggingface.families import kinds, llama
+from models.huggingface.families.keys import ADVICE, HfConfig, Keys, carried, irrelevant, must
 from models.huggingface.families.rules import Overrides
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
 KEYS: Keys = {
     **llama.COMMON_KEYS,
-    "num_key_value_heads": carried(or_null(COUNT), 32),
-    "max_position_embeddings": carried(COUNT, 32768),
-    "use_sliding_window": carried(FLAG, False),
-    "sliding_window": carried(or_null(COUNT), 4096),
-    "max_window_layers": carried(INDEX, 28),
-    "layer_types": carried(or_null(TEXTS), None),
+    "num_key_value_heads": carried(kinds.or_null(kinds.COUNT), 32),
+    "max_position_embeddings": carried(kinds.COUNT, 32768),
+    "use_sliding_window": carried(kinds.FLAG, False),
+    "sliding_window": carried(kinds.or_null(kinds.COUNT), 4096),
+    "max_window_layers": carried(kinds.INDEX, 28),
+    "layer_types": carried(kinds.or_null(kinds.TEXTS), None),
 }
 QWEN2_KEYS: Keys = {key: row for key, row in KEYS.items() if key != "attention_bias"} | {
-    "head_dim": carried(COUNT, None)
+    "head_dim": carried(kinds.COUNT, None)
 }
-QWEN3_KEYS: Keys = {**KEYS, "head_dim": carried(COUNT, 128)}
+QWEN3_KEYS: Keys = {**KEYS, "head_dim": carried(kinds.COUNT, 128)}
 
 
 def _read(own: str, keys: HfConfig) -> Overrides:
@@ -89,30 +77,26 @@ QWEN2 = llama.family(
     QWEN2_KEYS,
     partial(_read, "qkv_bias"),
     partial(_write, "qwen2", "Qwen2ForCausalLM"),
-    (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.QKV_BIAS_RULES, *llama.DENSE_RULES),
+    (*llama.COMMON_RULES, *llama.ATTENTION_RULES, llama.QKV_BIAS_RULE, *llama.DENSE_RULES),
 )
 QWEN3_RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.qk_norm_rules("head", "head"), *llama.DENSE_RULES)
 QWEN3 = llama.family(
-    "qwen3",
-    QWEN3_KEYS,
-    partial(_read, "qk_norm"),
-    partial(_write, "qwen3", "Qwen3ForCausalLM"),
-    QWEN3_RULES,
+    "qwen3", QWEN3_KEYS, partial(_read, "qk_norm"), partial(_write, "qwen3", "Qwen3ForCausalLM"), QWEN3_RULES
 )
 
 QWEN3_MOE_KEYS: Keys = {
     **llama.COMMON_KEYS,
     **llama.MOE_KEYS,
-    "num_key_value_heads": carried(COUNT, 4),
-    "head_dim": carried(or_null(COUNT), None),
-    "max_position_embeddings": carried(COUNT, 32768),
-    "num_experts": carried(COUNT, also=("num_local_experts",)),
-    "moe_intermediate_size": carried(COUNT),
-    "norm_topk_prob": carried(FLAG, False),
-    "decoder_sparse_step": carried(COUNT, 1),
-    "mlp_only_layers": carried(or_null(INDICES), None),
-    "use_sliding_window": carried(FLAG, False),
-    "sliding_window": carried(or_null(COUNT), 4096),
+    "num_key_value_heads": carried(kinds.COUNT, 4),
+    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
+    "max_position_embeddings": carried(kinds.COUNT, 32768),
+    "num_experts": carried(kinds.COUNT, also=("num_local_experts",)),
+    "moe_intermediate_size": carried(kinds.COUNT),
+    "norm_topk_prob": carried(kinds.FLAG, False),
+    "decoder_sparse_step": carried(kinds.COUNT, 1),
+    "mlp_only_layers": carried(kinds.or_null(kinds.INDICES), None),
+    "use_sliding_window": carried(kinds.FLAG, False),
+    "sliding_window": carried(kinds.or_null(kinds.COUNT), 4096),
     "max_window_layers": irrelevant(),  # all layers have the window
 }
 
@@ -128,13 +112,10 @@ def _read_qwen3_moe(keys: HfConfig) -> Overrides:
     if not any(layers):
         raise ConfigError(
             f"config.json mlp_only_layers ({sorted(dense)}) and decoder_sparse_step ({step}) leave no layer with "
-            "experts; at least one must have them."
+            f"experts; at least one must have them. {ADVICE}"
         )
-    experts, top_k = llama.read_experts(keys)
     overrides["moe"] = {
-        "num_experts": experts,
-        "top_k": top_k,
-        "ffn_hidden_size": keys["moe_intermediate_size"],
+        **llama.read_experts(keys, "moe_intermediate_size"),
         "normalize_top_k": keys["norm_topk_prob"],
         "layers": layers,
     }

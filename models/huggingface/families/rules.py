@@ -56,13 +56,13 @@ def _grouped_in_one(num_rows: Sequence[int], heads: Heads) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The composition of one of our weights from Hugging Face tensors: the runs of rows that map theirs to ours."""
+    """The order in which rows of Hugging Face tensors form one of our weights."""
 
     runs: Runs = _concatenated
     transposed: bool = False  # their tensors: "rows" of theirs are columns then
 
 
-SAME = GATE_UP = Layout()
+SAME = Layout()  # several of their tensors follow each other: the gate projection, then the up projection
 TRANSPOSED = Layout(transposed=True)  # GPT-2's Conv1D keeps [inputs, outputs]
 QKV = Layout(_grouped)
 QKV_IN_ONE = Layout(_grouped_in_one)
@@ -70,7 +70,7 @@ QKV_IN_ONE_TRANSPOSED = Layout(_grouped_in_one, transposed=True)
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """Return the dimensions of a model under the names that rules use in shapes."""
+    """Return the dimensions of a model by the names that `Rule.shape` uses."""
     model, moe, heads = config.model, config.moe, config.model.num_attention_heads
     head, rotary, value = derived.head_dim(config), model.rotary_head_dim, model.value_head_dim
     return {
@@ -98,12 +98,12 @@ def sizes(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule: our weight `ours` consists of the Hugging Face tensors `theirs`, in `layout`. {l} stands for every layer,
-    {e} for every expert.
+    """A mapping between tensor names: our weight `ours` consists of the Hugging Face tensors `theirs`, in the order of
+    `layout`. In names, {l} is the number of a layer and {e} the number of an expert.
 
-    `shape`: the shape of their tensors in names of `sizes`, one for all or one for each. `only` limits a rule with {l}
-    to "dense" or "moe" layers, `when` to models that have such weights. An `unread` tensor is written by an export for
-    other programs, and ignored by an import.
+    `shape`: dimensions of their tensors, as keys of `sizes`; one text for all tensors, or one for each. `only` limits a
+    rule with {l} to "dense" or "moe" layers. `when` returns whether a model has the weight. An `unread` tensor is
+    exported for other programs; an import ignores it.
     """
 
     ours: str
@@ -126,15 +126,10 @@ def weight_and_bias(
     """Return the rules for the weight and the bias of a linear layer or norm. `shape` is the weight's; the bias has the
     length of the outputs, which come first in the shape, or last in a transposed layout."""
     out = shape.split()[-1 if layout.transposed else 0]
+    kinds = (("weight", shape, layout), ("bias", out, replace(layout, transposed=False)))
     return [
-        Rule(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs.split()), shape, layout, when=when),
-        Rule(
-            f"{ours}.bias",
-            tuple(f"{name}.bias" for name in theirs.split()),
-            out,
-            replace(layout, transposed=False),
-            when=when,
-        ),
+        Rule(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs.split()), dimensions, own_layout, when=when)
+        for kind, dimensions, own_layout in kinds
     ]
 
 
@@ -163,32 +158,32 @@ class Family:
 
     @property
     def runs_as(self) -> str:
-        """The family whose transformers class runs this model."""
+        """Model type of the transformers class that computes models of this family."""
         return self.leaves_as or self.model_type
 
     @property
     def spellings(self) -> set[str]:
-        """All spellings of the keys in the family's table."""
+        """All spellings of all keys in the family's table."""
         return {spelling for key, row in self.keys.items() for spelling in (key, *row.also)}
 
 
 def is_tied(config: Config) -> bool:
-    """Whether the output layer shares the weights of the embedding."""
+    """Return whether the output layer shares the weights of the embedding."""
     return config.model.tie_embeddings
 
 
 def is_untied(config: Config) -> bool:
-    """Whether the output layer has its own weights."""
+    """Return whether the output layer has its own weights."""
     return not config.model.tie_embeddings
 
 
 def has_biases(config: Config) -> bool:
-    """Whether all linear layers have biases."""
+    """Return whether all linear layers have biases."""
     return config.model.linear_bias
 
 
 def has_qkv_biases(config: Config) -> bool:
-    """Whether the projections to queries, keys and values have biases."""
+    """Return whether the projections to queries, keys and values have biases."""
     return config.model.qkv_bias or config.model.linear_bias
 
 

@@ -207,7 +207,7 @@ def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -
 
 
 def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
-    """Whether a plan may keep the limit; only the answer False is certain.
+    """Return whether a plan may keep the limit; only the answer False is certain.
 
     It is False if even with the largest experts in every slot, each on all ranks, the headroom of a node (or of all
     ranks) is less than the excess.

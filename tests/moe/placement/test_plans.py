@@ -161,16 +161,22 @@ def put(number: int, **fields: Any) -> Change:
         (put(1, layer=1), r"line 2: layer \(1\) must be one of \[0, 2\]"),
         (put(1, call=7), r"line 2: step 1, layer 0: call \(7\) must be 0, the next number"),
         (put(1, step=None), "line 2: None must be an integer"),
-        (put(0, format="other"), r"line 1: its format \(other\) is not the one"),
+        (
+            put(0, format="other"),
+            r"line 1: its format \(other\) must be mixtrain placement plans 2, which this version reads",
+        ),
         (
             put(0, homes={"0": [0, 0, 0, 1], "2": [0, 0, 1, 1]}),
             "line 1: homes must list, for each layer, 2 of 4 experts on each of 2 ranks",
         ),
         (put(0, homes={"0": [0, 0, 1, -1], "2": [0, 0, 1, 1]}), "line 1: homes must list, for each layer, 2 of 4"),
-        (put(0, expert_ranks=0), "line 1: step, expert_ranks, num_experts and slots must be at least 1"),
+        (
+            put(0, expert_ranks=0),
+            r"line 1: step \(1\), expert_ranks \(0\), num_experts \(4\) and slots \(\d+\) must be at least 1",
+        ),
         (put(0, slots=1), "line 2: a rank has 2 replicas, but only 1 slots"),
         (put(0, run=None), r"line 10: its run \(a1\) must be that of the first header \(None\)"),
-        (lambda lines: lines.insert(3, {}), "line 4: it has not the fields of a plan"),
+        (lambda lines: lines.insert(3, {}), "line 4: it must have all fields of a plan"),
         (lambda lines: lines.clear(), "has no plans: it was cut off"),
     ],
 )

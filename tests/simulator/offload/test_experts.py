@@ -123,7 +123,9 @@ def test_shadows_that_do_not_fit_are_reported(tier: str, monkeypatch: pytest.Mon
 
 def test_a_device_that_is_too_small_is_told_of_experts_off_it() -> None:
     config = large("optimizer.state_device=host", "memory.host_budget=400000", "training.memory_limit_gib=24")
-    with pytest.raises(ConfigError, match="with moe.weights_device=host each rank needs at most .* of the host"):
+    with pytest.raises(
+        ConfigError, match="set moe.weights_device=host, so that each rank needs at most .* of the host"
+    ):
         refuse_what_cannot_fit(make_plan(Job(config, 1, 32000, "cuda")))
     assert not fitting_override(Job(config, 1, 32000, "cuda"), Capacity(host=2**20), 24 * 2**30)
 

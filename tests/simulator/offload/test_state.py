@@ -169,7 +169,9 @@ def test_what_the_disk_cannot_hold_is_refused() -> None:
 def test_a_full_device_is_told_of_the_other_targets() -> None:
     plan = _plan("model.num_layers=16", "training.micro_batch_size=1", "training.recompute=full")
     plan.job.config.training.memory_limit_gib = (plan.worst.total - plan.worst.optimizer / 2) / 2**30
-    with pytest.raises(ConfigError, match=r"with optimizer\.state_device=host each rank needs at most .* of the host"):
+    with pytest.raises(
+        ConfigError, match=r"set optimizer\.state_device=host, so that each rank needs at most .* of the host"
+    ):
         refuse_what_cannot_fit(plan)
 
 

@@ -19,18 +19,17 @@ MAX_COLUMNS = 100  # of the bar's line, however wide the terminal is
 BAR_COLUMNS = 10  # of the bar itself
 REDRAW_SECONDS = 0.1
 LOG_EVERY_SECONDS = 5.0
-WINDOW = 50  # steps that rates are means over
+WINDOW = 50  # steps over which rates are averaged
 
 
 def stamp() -> str:
-    """Return the current time in the format that lines about steps begin with."""
+    """Return the current local time as text, with which log lines about steps begin."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 
 class Bar:
-    """A progress bar on the last line of the terminal, drawn on standard error until `close`. Meanwhile sys.stdout and
-    sys.stderr are replaced: everything that this process prints, from any thread, logger or library, appears in
-    complete lines above the bar."""
+    """A progress bar on the last line of the terminal, drawn on standard error until `close`. Until then, sys.stdout
+    and sys.stderr are replaced, so that everything that this process prints appears in complete lines above the bar."""
 
     def __init__(self, total: int, done: int):
         self._stderr, self._shown = sys.stderr, 0.0
@@ -43,8 +42,8 @@ class Bar:
         sys.stdout, sys.stderr = self._streams  # type: ignore[assignment]
 
     def show(self, done: int, fields: Sequence[str], *, now: bool = False) -> None:
-        """Draw the bar at `done` steps, with as many of the `fields` as fit on the line, the most important one first.
-        Draws at most every REDRAW_SECONDS, unless `now` is true."""
+        """Draw the bar at `done` steps, followed by the first `fields` that fit on the line. Draws at most every
+        REDRAW_SECONDS, unless `now` is true."""
         if not now and time.monotonic() - self._shown < REDRAW_SECONDS:
             return
         self._shown = time.monotonic()
@@ -60,7 +59,7 @@ class Bar:
         self._bar.close()
 
     def _columns(self) -> int:
-        """Return the width to draw: one column less than the terminal has, because some terminals wrap a full line."""
+        """Return the width of the bar's line: one column less than the terminal, as some terminals wrap full lines."""
         try:
             columns = os.get_terminal_size(self._stderr.fileno()).columns
         except (OSError, ValueError):
@@ -69,7 +68,7 @@ class Bar:
 
 
 def fitting(fields: Sequence[str], columns: int) -> str:
-    """Join the first fields with " | ", as many as fit into `columns` characters."""
+    """Return the first fields that fit into `columns` characters, joined with " | "."""
     line = fields[0] if fields else ""
     for field in fields[1:]:
         if len(line) + len(" | ") + len(field) > columns:
@@ -79,8 +78,8 @@ def fitting(fields: Sequence[str], columns: int) -> str:
 
 
 class _Above(io.TextIOBase):
-    """A stream that writes complete lines above a progress bar. Text without a final newline is buffered until one
-    follows."""
+    """A text stream that writes complete lines above a progress bar. Text after the last newline is buffered until the
+    next newline."""
 
     def __init__(self, stream: TextIO, bar: Any):
         self._stream, self._bar, self._rest = stream, bar, ""
@@ -96,7 +95,7 @@ class _Above(io.TextIOBase):
         return len(text)
 
     def finish(self) -> None:
-        """Write the buffered text, followed by a newline."""
+        """Write the buffered text, if any, followed by a newline."""
         if self._rest:
             self.write("\n")
 
@@ -121,9 +120,9 @@ class _Above(io.TextIOBase):
 
 
 class ProgressLine(Callback):
-    """Prints loss, gradient norm, tokens/s, MFU, memory and the remaining time on the main rank. Rates are means over
-    the last WINDOW steps. With expert placement, also prints the busiest rank's load divided by the mean rank's; with
-    activation offload, the MiB of layer inputs on the host."""
+    """Prints loss, gradient norm, learning rate, tokens/s, MFU, memory and remaining time on rank 0. Rates are means
+    over the last WINDOW steps. With expert placement, also prints the busiest rank's load divided by the mean load;
+    with activation offload, the MiB of layer inputs on the host."""
 
     def __init__(self) -> None:
         self._bar: Bar | None = None

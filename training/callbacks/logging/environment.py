@@ -25,7 +25,7 @@ PROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 
 class Environment(Callback):
-    """Writes `environment.json` when the run starts or resumes."""
+    """Writes versions, hosts and devices to `environment.json` when the run starts or resumes."""
 
     def on_start(self, run: Run) -> None:
         ranks: list[dict[str, Any]] = [{}] * run.topology.world_size
@@ -36,23 +36,20 @@ class Environment(Callback):
 
 
 def describe_rank(device: torch.device) -> dict[str, Any]:
-    """Return facts about this rank's host (processor, cores, memory in bytes) and its device: a GPU's name, or
-    "cpu"."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    """Return facts about this rank's host (name, processor, cores, memory in bytes) and device (the GPU's name, or
+    "cpu")."""
     return {
         "host": socket.gethostname(),
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "processor": _processor(),
-        "cores": cores,
-        "memory_bytes": memory,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 
 def write(run_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
-    """Write versions and what `describe_rank` returned on each rank, grouped by host, to environment.json. Raises
-    WriteError."""
+    """Write the versions of libraries and the hosts to environment.json. `ranks`: the result of `describe_rank` on each
+    rank. Raises WriteError."""
     hosts: dict[str, dict[str, Any]] = {}
     for rank in ranks:
         about = {key: value for key, value in rank.items() if key != "device"}

@@ -1,4 +1,4 @@
-"""Send the metrics to TensorBoard and Weights & Biases. Each logger runs in a thread of its own, so that a slow service
+"""Send the metrics to TensorBoard and Weights & Biases. Each logger runs in a separate thread, so that a slow service
 does not delay the step."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from base.errors import ConfigError
 from training.report.metrics import expert_counts, scalars, texts
 from training.run import Callback, Metrics, Run
 
-MAX_WAITING_CALLS = 64  # then the caller waits, so that a slow service costs time and not memory
-CALL_SECONDS = 120.0  # that a call may take
+MAX_WAITING_CALLS = 64  # queued calls beyond which the caller waits, so that the queue's memory stays small
+CALL_SECONDS = 120.0  # after which a call counts as failed
 
 
 class Background:
-    """Runs the calls of one logger in a thread, in order. A logger must not end the run: its first error is printed,
-    and no more calls are made."""
+    """Runs the calls of one logger in a thread, in order. A logger must not end the run, so its first error is printed
+    and stops further calls."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -40,18 +40,15 @@ class Background:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Return a context for using the logger in the caller's thread; an error in it is handled like that of a queued
-        call."""
+        """Return a context for using the logger in the caller's thread. An error in the context is handled like an
+        error of a queued call."""
         try:
             yield
         except Exception as error:  # of any kind: of the service, or of the disk
             if not self.failed:
-                text = " ".join(str(error).split())
-                print(
-                    f"{self._name}: nothing more is logged there, because of {type(error).__name__}: {text}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                line = f"{self._name}: nothing more is logged there, because of {cause}"
+                print(line, file=sys.stderr, flush=True)
             self.failed = True
             self._calls.clear()
 
@@ -64,7 +61,7 @@ class Background:
 
 
 class TensorBoard(Callback):
-    """Writes scalars, and a histogram of each layer's tokens per expert, to `run_dir/tensorboard` on the main rank if
+    """Writes scalars and a histogram of each layer's tokens per expert to `run_dir/tensorboard`, on rank 0 if
     `logging.tensorboard` is true. A resumed run hides the old values of steps that it repeats."""
 
     def __init__(self) -> None:
@@ -113,11 +110,10 @@ def _histogram(name: str, counts: list[int]) -> Any:
     """Return a TensorBoard histogram with one bar per expert, from the expert's number to the next number."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
-    total = sum(counts)
     histogram = HistogramProto(
         min=0.0,
         max=float(len(counts)),
-        num=float(total),
+        num=float(sum(counts)),
         sum=float(sum(i * count for i, count in enumerate(counts))),
         sum_squares=float(sum(i * i * count for i, count in enumerate(counts))),
         bucket_limit=[float(i + 1) for i in range(len(counts))],
@@ -127,8 +123,8 @@ def _histogram(name: str, counts: list[int]) -> Any:
 
 
 class WeightsAndBiases(Callback):
-    """Logs the metrics to Weights & Biases on the main rank, unless `logging.wandb` is off or WANDB_MODE is disabled.
-    `logging.wandb=auto` means online if there is an API key, else offline. A resumed run keeps its id."""
+    """Logs the metrics to Weights & Biases on rank 0, unless `logging.wandb` is off or WANDB_MODE is disabled.
+    `logging.wandb=auto` means online if there is an API key, else offline. A resumed run keeps its id there."""
 
     def __init__(self) -> None:
         self._run: Any = None
@@ -144,7 +140,7 @@ class WeightsAndBiases(Callback):
             return
         import wandb  # imports for a second; only where it is used
 
-        wandb.setup(wandb.Settings(silent=True))  # its greetings, hints and warnings are not the run's
+        wandb.setup(wandb.Settings(silent=True))  # without wandb's greetings, hints and warnings
         try:
             if mode == "auto":
                 has_key = asked != "offline" and wandb.login(prompt=False, verify=False)
@@ -157,10 +153,8 @@ class WeightsAndBiases(Callback):
                     f"logging.wandb (online) needs the wandb service, which is not reachable: {reason}. Try "
                     "logging.wandb=offline."
                 ) from error
-            print(
-                f"logging.wandb=auto: the wandb service does not answer ({reason}); the run is logged offline",
-                flush=True,
-            )
+            line = f"logging.wandb=auto: the wandb service does not answer ({reason}); the run is logged offline"
+            print(line, flush=True)
             self._run = self._begin(run, "offline")
         self._background = Background("wandb")
 

@@ -10,22 +10,13 @@ from training.run import Callback, Metrics, Run
 
 
 class MetricsFile(Callback):
-    """Appends each step's metrics on the main rank. A resumed run first removes the lines of steps that it will repeat,
-    and logs which steps a damaged file lacks. A run whose steps cannot be recorded ends. But if the disk is full while
-    a checkpoint is being written, that checkpoint is cancelled first."""
+    """Appends each step's metrics on rank 0. A resumed run first removes the lines of steps that it will repeat, and
+    logs which steps a damaged file lacks. A run whose steps cannot be recorded ends. But if the disk is full while a
+    checkpoint is being written, that checkpoint is cancelled first."""
 
     follows = (
-        "StepNumbers",
-        "GlobalAuxLoss",
-        "MoELayers",
-        "ExpertPlacement",
-        "ExpertMigration",
-        "Environment",
-        "Evaluation",
-        "StepTimes",
-        "GradientNorms",
-        "MemoryUsage",
-        "OptimizerOffload",
+        *("StepNumbers", "GlobalAuxLoss", "MoELayers", "ExpertPlacement", "ExpertMigration", "Environment"),
+        *("Evaluation", "StepTimes", "GradientNorms", "MemoryUsage", "OptimizerOffload"),
     )
 
     def __init__(self) -> None:
@@ -42,8 +33,8 @@ class MetricsFile(Callback):
         self._log, self._waiting = Log(path), []
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
-        """Append the step's metrics; if the disk is full, first cancel a checkpoint that is being written. Raises
-        WriteError."""
+        """Append the step's metrics. If the disk is full, cancel a checkpoint that is being written, and append them
+        later. Raises WriteError."""
         if self._log is None:
             return
         self._waiting.append(json.dumps(metrics))
@@ -57,15 +48,14 @@ class MetricsFile(Callback):
                 run.log(f"{error} The checkpoint that is being written is cancelled to free disk space")
 
     def flush(self) -> None:
-        """Write all lines that are still waiting to be written. Raises WriteError."""
+        """Write all lines that could not be written yet. Raises WriteError."""
         while self._log is not None and self._waiting:
             self._log.write(self._waiting[0])
             del self._waiting[0]
 
     def sync(self) -> None:
-        """Fsync the lines that were written. Raises WriteError."""
-        log = self._log
-        if log is not None:
+        """Sync the written lines to the disk. Raises WriteError."""
+        if (log := self._log) is not None:  # another thread may set it to None
             log.sync()
 
     def on_rollback(self, run: Run) -> None:
@@ -75,8 +65,7 @@ class MetricsFile(Callback):
     def on_stop(self, run: Run) -> None:
         self.flush()
 
-    def on_end(self, run: Run) -> None:
-        self.flush()
+    on_end = on_stop
 
     def close(self) -> None:
         if self._log is not None:

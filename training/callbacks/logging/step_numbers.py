@@ -11,7 +11,7 @@ from simulator.flops import training_flops_per_token
 from training.report.metrics import expert_load, peak_flops
 from training.run import Callback, Metrics, Run
 
-WINDOW = 200  # steps that the percentiles of the step time are of
+WINDOW = 200  # last steps whose times the percentiles summarize
 PERCENTILES = (50, 95, 99)
 
 
@@ -20,8 +20,7 @@ class StepNumbers(Callback):
     MoE models."""
 
     def on_start(self, run: Run) -> None:
-        # The operations per token are linear in the share of pairs that attend, which separate documents change in
-        # every step.
+        # FLOPs per token are linear in the share of attended token pairs, which separate documents change in each step.
         nothing, everything = (training_flops_per_token(run.config, run.vocab_size, share) for share in (0.0, 1.0))
         self._flops_without_pairs, self._flops_of_pairs = nothing, everything - nothing
         self._share = derived.attended_share(run.config)
@@ -40,8 +39,8 @@ class StepNumbers(Callback):
 
 
 class StepTimes(Callback):
-    """Adds `step_seconds_percentiles` (p50, p95, p99) over this process's last WINDOW steps. They show what a mean
-    hides, such as stragglers, garbage collection and a slow file system."""
+    """Adds `step_seconds_percentiles` (p50, p95, p99) over this process's last WINDOW steps. They show effects that a
+    mean hides, such as stragglers, garbage collection and a slow file system."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque()
@@ -53,19 +52,19 @@ class StepTimes(Callback):
         insort(self._sorted, seconds)
         if len(self._recent) > WINDOW:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        metrics["step_seconds_percentiles"] = {
-            f"p{percent}": nearest_rank(self._sorted, percent) for percent in PERCENTILES
-        }
+        percentiles = {f"p{percent}": nearest_rank(self._sorted, percent) for percent in PERCENTILES}
+        metrics["step_seconds_percentiles"] = percentiles
 
 
 def nearest_rank(ordered: list[float], percent: int) -> float:
-    """Return the smallest of the values (in ascending order) that `percent` % of them do not exceed."""
+    """Return the percentile `percent` of values in ascending order by the nearest-rank method: the smallest value that
+    at least `percent` % of the values do not exceed."""
     return ordered[max(0, -(-percent * len(ordered) // 100) - 1)]
 
 
 class GradientNorms(Callback):
     """Adds `grad_norm_by_part`: the gradient norm before clipping of each model component, such as embedding,
-    attention, experts and router. Their squares add up to the square of `grad_norm`."""
+    attention, experts and router. The squares of these norms add up to the square of `grad_norm`."""
 
     def after_step(self, run: Run, metrics: Metrics) -> None:
         # A step whose gradients overflowed (fp16) is skipped before its norm is known.

@@ -26,16 +26,14 @@ Maps = Mapping[int, PlacementMap]  # by layer of the whole model
 
 
 class ExpertMigration(Callback):
-    """Migrates experts to other ranks every `moe.placement.interval` steps if that pays off, judging from their token
-    counts.
+    """Migrates experts to other ranks every `moe.placement.interval` steps if their token counts show that it pays off.
 
     With policy auto, also decides after each step whether the next step uses replicas. All ranks know the experts'
     primary ranks in all layers. Adds to `placement` the number of experts that `moved` and, after migrations, `homes`:
     each expert's primary rank, by layer and expert.
 
-    A checkpoint stores these ranks in addition to the weights, which are stored by expert number. A run that resumes
-    with the same number of expert ranks restores them; with another number, experts are assigned to ranks in order
-    again.
+    A checkpoint stores the primary ranks; its weights are stored by expert number. A resumed run restores the primary
+    ranks if its number of expert parallel ranks is unchanged, and else assigns experts to ranks in order.
     """
 
     follows = ("ExpertPlacement",)
@@ -62,7 +60,7 @@ class ExpertMigration(Callback):
         # Tokens of each expert since the last migrations, and in the last step.
         self._tokens_LE: Integers = np.zeros((len(numbers), experts), dtype=np.int64)
         self._last_LE = self._tokens_LE
-        # The same on all ranks, also on those without an MoE layer.
+        # The ranks per node are made equal on all ranks, including ranks without an MoE layer.
         layers = layers_of(run.engine.bare_chunks).values()
         nodes = [layer.placement.limits.ranks_per_node for layer in layers if layer.placement is not None]
         least = torch.tensor(min(nodes, default=self._ranks), device=run.topology.device)
@@ -72,7 +70,7 @@ class ExpertMigration(Callback):
         self._restore(run)
 
     def _set_costs(self, run: Run) -> None:
-        """Set the costs of replicas that the config asks for, the same on all ranks. Measured costs are kept from the
+        """Set the costs of replicas that the config asks for, equal on all ranks. Measured costs are kept from the
         first start that measured them."""
         layers = [layer for layer in layers_of(run.engine.bare_chunks).values() if layer.placement is not None]
         self._asked, self._device = run.config.moe.placement.costs, run.topology.device.type
@@ -121,7 +119,8 @@ class ExpertMigration(Callback):
         self._choose(run)
 
     def _restore(self, run: Run) -> None:
-        """Restore the experts' primary ranks from a checkpoint if it has the same number of expert ranks."""
+        """Restore token counts from a checkpoint, and the experts' primary ranks if the number of expert parallel ranks
+        is unchanged."""
         saved, self._saved = self._saved, None
         primaries = dict.fromkeys(self._maps, self._in_order)
         tokens_LE = last_LE = np.zeros_like(self._tokens_LE)
@@ -150,8 +149,8 @@ class ExpertMigration(Callback):
 
 
 class PrimariesInOrder(Callback):
-    """Replaces ExpertMigration if experts are not placed: they are assigned to ranks in order, whatever a checkpoint
-    says. Logs a line if that changes the rank of any expert."""
+    """Replaces ExpertMigration in runs without expert placement, which assign experts to ranks in order. Logs a line if
+    the checkpoint had any expert on a different rank."""
 
     name = ExpertMigration.name
 
@@ -180,8 +179,8 @@ def _describe(costs: Costs) -> str:
 
 @torch.no_grad()
 def migrate_experts(engine: Engine, before: Maps, after: Maps) -> None:
-    """Send the weights, fp32 master weights and moments of all experts whose primary rank changes from map `before` to
-    map `after`. A collective call between two steps; both maps have all layers, on all ranks."""
+    """Migrate the experts whose primary ranks differ between `before` and `after`: send their weights, fp32 master
+    weights and moments. A collective call between two steps. Both maps have all MoE layers on all ranks."""
     if before == after:
         return
     layers = layers_of(engine.bare_chunks)
@@ -192,12 +191,10 @@ def migrate_experts(engine: Engine, before: Maps, after: Maps) -> None:
         layer = layers[number]
         for migration in rank_migrations(before[number], after[number], layer.ep_group.rank()):
             for parameter in layer.experts.parameters():
-                numel = parameter[0].numel()
+                numel, expert_slot = parameter[0].numel(), migration.expert_slot
                 if not is_off_device(parameter):  # else the weights are sent with their state
-                    weights.append((parameter.detach()[migration.expert_slot], migration))
-                slices.append(
-                    StateSlice(parameter, migration.expert_slot * numel, (migration.expert_slot + 1) * numel, migration)
-                )
+                    weights.append((parameter.detach()[expert_slot], migration))
+                slices.append(StateSlice(parameter, expert_slot * numel, (expert_slot + 1) * numel, migration))
     exchange = partial(exchange_tensors, engine.topology.expert.group, engine.topology.device)
     with engine.frozen_weights():
         exchange(weights)

@@ -25,17 +25,17 @@ class ExpertPlacement(Callback):
     """Adds `placement` to the metrics, from a step's calls of all MoE layers; numbers are null if no call was planned:
 
     * `at_home` and `placed`: the busiest rank's token assignments divided by the mean rank's, without and with
-      replicas, as a mean over calls; `ranks_at_home` and `ranks_placed`: the same ratio for each rank of an expert
-      group;
+      replicas, as a mean over calls; `ranks_at_home` and `ranks_placed`: this ratio for each rank of an expert
+      parallel group;
     * `predicted_gain`: the planner's estimate of the busiest rank's time without replicas, divided by the time with
-      replicas and their cost; `measured_gain`: the same ratio of token assignments;
-    * `copies`: number of replicas whose weights were sent; `returned`: number of replicas' gradients that were sent
-      back, once per replica and step, or block by block in each call; `sent_bytes`: bytes that ranks sent for both;
-      `charged_bytes`: bytes that the planner charged for both;
+      replicas and their cost; `measured_gain`: `at_home` divided by `placed`;
+    * `copies`: replicas whose weights were sent; `returned`: gradients of replicas that were sent back, once per
+      replica and step, or block by block in each call; `sent_bytes`: bytes that ranks sent for both;
+      `charged_bytes`: the planner's estimate of these bytes;
     * with `moe.placement.max_load`: `over_calls`, the calls whose busiest rank was above the limit, and `over_worst`,
-      the greatest load in them divided by the mean rank's; null if there were none.
+      the largest load in these calls divided by the mean rank's, or null without such calls.
 
-    `moe_layers` has `at_home`, `placed` and `copies` of each layer.
+    Adds `at_home`, `placed` and `copies` of each layer to `moe_layers`.
     """
 
     follows = ("MoELayers",)
@@ -101,8 +101,8 @@ MOST_SLOTS = int(KEYS["moe.placement.extra_slots"].high or 0)
 
 class LoadLimit(Callback):
     """Logs once per run that calls of a step exceeded the load limit, moe.placement.max_load. With
-    `moe.placement.over_limit=stop`, it instead saves and ends the run on all ranks, and again at each start with the
-    same settings. `save_now` writes a checkpoint."""
+    `moe.placement.over_limit=stop`, saves and ends the run on all ranks instead, and refuses later starts with
+    unchanged settings. `save_now` writes a checkpoint."""
 
     follows = ("ExpertPlacement", "MetricsFile")
 
@@ -121,7 +121,7 @@ class LoadLimit(Callback):
 
     def on_start(self, run: Run) -> None:
         """Raise RejectedRun if the run was stopped with these settings before. Otherwise a launcher that restarts
-        failed runs would continue this one step by step."""
+        failed runs would take one step per restart."""
         if run.config.moe.placement.over_limit == "stop" and self._stopped.get("asked") == _settings(run.config):
             raise RejectedRun(f"{self._stopped['text']}. {self._stopped['advice']}", run.progress.step)
 
@@ -136,9 +136,9 @@ class LoadLimit(Callback):
         self._reported = asked.max_load
         worst = math.ceil(100 * found["over_worst"]) / 100
         text = (
-            f"moe.placement.max_load ({asked.max_load}) was exceeded: in step {step} no plan with "
-            f"moe.placement.extra_slots={asked.extra_slots} was found that keeps it in {found['over_calls']} calls; in "
-            f"the worst call, one rank had {worst} times the mean rank's assignments"
+            f"moe.placement.max_load ({asked.max_load}) was exceeded: in step {step} the planner found no plan with "
+            f"moe.placement.extra_slots={asked.extra_slots} that keeps the limit in {found['over_calls']} calls; in "
+            f"the worst call, one rank had {worst} times the mean rank's token assignments"
         )
         advice = f"moe.placement.max_load={worst}"
         if (most := min(derived.experts_of_other_ranks(run.config), MOST_SLOTS)) > asked.extra_slots:
@@ -148,15 +148,14 @@ class LoadLimit(Callback):
             self._stopped = {"asked": _settings(run.config), "text": text, "advice": advice}
             if derived.may_save(run.config):
                 self._save_now(run)
-                saved = f"The run is saved after step {run.progress.step}"
+                saved = f"The run is saved after step {step}"
             else:
                 saved = "NOTHING WAS SAVED: checkpoint.interval=0 and checkpoint.at_end=false allow no checkpoint"
             text += f". {saved}. {advice}"
         else:
-            goes_on = "This was the last step" if run.is_last_step else "The run continues"
+            text += ". This was the last step" if run.is_last_step else ". The run continues"
             text += (
-                f". {goes_on}; this is logged once, and counted as over_calls in metrics.jsonl. To keep the limit, "
-                f"set {advice}"
+                f"; this is logged once, and counted as over_calls in metrics.jsonl. To keep the limit, set {advice}"
             )
             run.log(text)
         if run.is_main:
@@ -167,12 +166,5 @@ class LoadLimit(Callback):
 
 def _settings(config: Config) -> dict[str, Any]:
     """Return the settings that decide whether a plan can keep the load limit."""
-    placement = config.moe.placement
-    return {
-        "max_load": placement.max_load,
-        "extra_slots": placement.extra_slots,
-        "policy": placement.policy,
-        "bitwise": placement.bitwise,
-        "block_rows": placement.block_rows,
-        "expert": config.parallel.expert,
-    }
+    names = ("max_load", "extra_slots", "policy", "bitwise", "block_rows")
+    return {**{name: getattr(config.moe.placement, name) for name in names}, "expert": config.parallel.expert}

@@ -25,12 +25,12 @@ from training.callbacks.moe.expert_placement import NAME as PLACEMENT
 from training.run import Callback, Metrics, Run
 from training.step import StepResult
 
-MEASURE_AFTER = 5  # steps over which a decision is measured
+MEASURE_AFTER = 5  # steps over which a chosen plan is measured
 
 
 @dataclass
 class _Pending:
-    """A plan that a layer now uses and whose times are not measured yet."""
+    """A plan that a layer uses since step `since` and whose times are not measured yet."""
 
     layer: MixtrainMoELayer
     decision: Decision
@@ -49,9 +49,8 @@ class ExpertPlanning(Callback):
         self._log: SideLog | None = None
         self._planners: dict[str, Planner] = {}  # by name of the all-to-all
         self._in_force: dict[int, tuple[str, Plan]] = {}  # by layer
-        self.decisions: dict[int, Decision] = {}  # by layer: the one in force
-        # by layer: measured seconds of a call with the decision in force
-        self.measured: dict[int, dict[str, float]] = {}
+        self.decisions: dict[int, Decision] = {}  # by layer: the decision in force
+        self.measured: dict[int, dict[str, float]] = {}  # by layer: seconds of a call with the decision in force
         self._pending: dict[int, _Pending] = {}
 
     def on_start(self, run: Run) -> None:
@@ -60,13 +59,11 @@ class ExpertPlanning(Callback):
         if not self._layers:
             return
         first = next(iter(self._layers.values()))
-        config = run.config
-        device = run.topology.device.type
+        config, device = run.config, run.topology.device.type
         self._shape, self._policy = inputs.layer_shape(config, device), inputs.trial_policy(config)
         folder, group = Path(config.data.cache_dir) / "costs", first.ep_group
-        kinds = (
-            exchange_kinds(group) if config.moe.all_to_all == "auto" and group.size() > 1 else [config.moe.all_to_all]
-        )
+        asked = config.moe.all_to_all
+        kinds = exchange_kinds(group) if asked == "auto" and group.size() > 1 else [asked]
         limits = inputs.limits(config, device, run.topology.world_size, run.topology.pipeline.rank)
         measured = {}
         for kind in kinds:
@@ -77,9 +74,8 @@ class ExpertPlanning(Callback):
         if run.topology.speaks_for_stage:
             stage = run.topology.pipeline.rank
             self._log = SideLog(run.run_dir / ("plans.jsonl" if stage == 0 else f"plans_stage{stage}.jsonl"))
-        self._write(
-            {"step": run.progress.step, "costs": {kind: of_kind.as_dict() for kind, of_kind in measured.items()}}
-        )
+        costs = {kind: of_kind.as_dict() for kind, of_kind in measured.items()}
+        self._write({"step": run.progress.step, "costs": costs})
         even = self._shape.even()
         close = self._ask(lambda planner: planner.close(even, self._policy.within))
         self._trial = Trial(close, len(self._layers), self._policy)
@@ -99,17 +95,15 @@ class ExpertPlanning(Callback):
         for number, pending in list(self._pending.items()):
             steps = step - pending.since
             if steps >= (MEASURE_AFTER if self._trial.is_over else self._policy.steps) or run.is_last_step:
-                self.measured[number] = pending.layer.timer.take()
-                self._write(
-                    {"step": step, "layer": number, "measured": self.measured[number], **_as_dict(pending.decision)}
-                )
+                seconds = self.measured[number] = pending.layer.timer.take()
+                self._write({"step": step, "layer": number, "measured": seconds, **_as_dict(pending.decision)})
                 del self._pending[number]
             elif steps == self._policy.steps - 1 and not self._trial.is_over:
                 pending.layer.timer.take()  # that step allocated buffers
         if not self._trial.is_over and not self._pending:
             group = next(iter(self._layers.values())).ep_group
-            seconds = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
-            agreed = measure.max_over_ranks(seconds, run.topology.device, group)
+            own = [self.measured[number][name] for name in ("forward", "backward") for number in self._layers]
+            agreed = measure.max_over_ranks(own, run.topology.device, group)
             self._trial.took(list(zip(agreed[: len(self._layers)], agreed[len(self._layers) :], strict=True)))
             if self._trial.is_over:
                 for kind, planner in self._planners.items():
@@ -120,8 +114,7 @@ class ExpertPlanning(Callback):
         metrics["moe_plan_seconds"] = time.perf_counter() - start
 
     def _load(self, result: StepResult, number: int) -> LayerLoad:
-        """Return the token load that a layer's calls had in the last step, distributed over ranks as its placement
-        did."""
+        """Return the token load of a layer's calls in the last step, distributed over ranks like its placement did."""
         layer = self._layers[number]
         if layer.placement is not None and PLACEMENT in result.sums:
             like = ran(result.sums[PLACEMENT][number].tolist(), self._shape.num_ranks)
@@ -132,19 +125,19 @@ class ExpertPlanning(Callback):
 
     @property
     def is_final(self) -> bool:
-        """Whether the trial of plans is finished."""
+        """Whether the trial of plans is finished, or this rank has no MoE layers."""
         return not self._layers or self._trial.is_over
 
     def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[PlanChoice]:
-        """Ask each planner `question`, and return its decisions with the name of its all-to-all. Raises ConfigError if
-        no plan fits the memory budget."""
+        """Return the decisions that `question` gets from each planner, each with the name of the planner's all-to-all.
+        Raises ConfigError if no plan fits the memory budget."""
         try:
             return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
     def _choose(self, load: LayerLoad) -> PlanChoice:
-        """Return the plan that is now being tried or, after the trial, the plan with the shortest expected time for
+        """Return the plan that is being tried or, after the trial, the plan with the shortest expected time for
         `load`."""
         if not self._trial.is_over:
             return self._trial.choice

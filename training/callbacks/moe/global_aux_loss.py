@@ -13,7 +13,8 @@ from training.run import Callback, Metrics, Run
 
 
 class GlobalAuxLoss(Callback):
-    """Adds `global_aux_loss`, the mean over the MoE layers, and the loss of each layer in `moe_layers`."""
+    """Adds the load-balancing loss over the global batch: `global_aux_loss`, the mean over the MoE layers, and the loss
+    of each layer in `moe_layers`."""
 
     name = "global_aux_loss"
 
@@ -43,7 +44,7 @@ class GlobalAuxLoss(Callback):
         by_layer = values(sums)
         metrics[self.name] = float(by_layer.mean())
         run.result.per_layer[self.name] = by_layer.tolist()
-        if run.result.updated:  # else fp16 overflowed, and the choices may be those of numbers that are none
+        if run.result.updated:  # else fp16 gradients overflowed, and the choices may come from non-finite numbers
             self._choices = sums[0]
             self._balance.follow(self._choices)
 

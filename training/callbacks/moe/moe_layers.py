@@ -15,22 +15,17 @@ from training.run import Callback, Metrics, Run
 
 MEASURE_EVERY = 50  # steps between measurements of layers without a planner
 COLUMNS = (
-    "degree",
-    "backward_degree",
-    "memory_strategy",
-    "all_to_all",
-    "predicted_forward_seconds",
-    "predicted_backward_seconds",
-    "measured_forward_seconds",
-    "measured_backward_seconds",
+    *("degree", "backward_degree", "memory_strategy", "all_to_all"),
+    *("predicted_forward_seconds", "predicted_backward_seconds"),
+    *("measured_forward_seconds", "measured_backward_seconds"),
 )
 KINDS = ("none", "flat", "hierarchical")  # of all-to-all; "none": this rank has all experts
 
 
 class MoELayers(Callback):
-    """Adds `moe_layers`: lists with one entry per MoE layer of the whole model; the list `layer` has the layers'
-    numbers, from 0. Plans and times are those of the metrics' step. Predicted times exist if the planner chose the
-    plan; measured times, of one call of the layer, exist once they were measured."""
+    """Adds `moe_layers`: lists with one entry per MoE layer of the whole model. The list `layer` has the layer numbers,
+    from 0. Plans and times belong to the step of the metrics. Predicted times are null unless the planner chose the
+    plan. Measured times, in seconds per call of the layer, are null until they are measured."""
 
     follows = ("ExpertPlanning",)
 
@@ -42,9 +37,8 @@ class MoELayers(Callback):
         # One rank of each layer fills its row; the sum over all ranks is the table of the whole model.
         self._layers = layers_of(run.engine.bare_chunks) if run.topology.speaks_for_stage else {}
         self._table_rows: dict[int, list[float]] = {}
-        self._table = torch.zeros(
-            run.config.model.num_layers, len(COLUMNS), dtype=torch.float64, device=run.topology.device
-        )
+        shape = (run.config.model.num_layers, len(COLUMNS))
+        self._table = torch.zeros(shape, dtype=torch.float64, device=run.topology.device)
         self._measured: dict[int, dict[str, float]] = {}
         self._refresh()
         run.engine.sums.register("moe_plans", lambda: self._table)
@@ -52,9 +46,7 @@ class MoELayers(Callback):
     def after_step(self, run: Run, metrics: Metrics) -> None:
         assert run.result is not None
         layer_rows = run.result.sums["moe_plans"][self._numbers]
-        lists: dict[str, list[Any]] = {
-            name: column.tolist() for name, column in zip(COLUMNS, layer_rows.t(), strict=True)
-        }
+        lists: dict[str, list[Any]] = dict(zip(COLUMNS, layer_rows.t().tolist(), strict=True))
         for name in ("degree", "backward_degree"):
             lists[name] = [int(degree) for degree in lists[name]]
         lists["memory_strategy"] = [list(STRATEGIES)[int(i)] for i in lists["memory_strategy"]]

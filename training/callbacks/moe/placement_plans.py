@@ -20,7 +20,7 @@ from training.step import StepResult
 
 
 def plan_file(run: Run) -> str:
-    """Return the name of the plan file of this rank's pipeline stage and expert group; each group plans separately."""
+    """Return the name of the file with the plans of this rank's pipeline stage and expert parallel group."""
     return f"placement_{run.topology.pipeline.rank}_{run.topology.expert_data.rank}.plans"
 
 
@@ -72,7 +72,7 @@ class RecordedPlans(Callback):
 
 class ReplayedPlans(Callback):
     """Replays the placement plan of every training call from the files of a folder. Files of several runs, or files
-    that do not fit this run, are an error on all ranks before the first step. If experts migrate in another way than in
+    that do not fit this run, are an error on all ranks before the first step. If experts migrate differently than in
     the recorded run, the error is raised at that step. `save_now` writes a checkpoint."""
 
     def __init__(self, save_now: Callable[[Run], None]) -> None:
@@ -97,17 +97,19 @@ class ReplayedPlans(Callback):
         if len(files) > 1:
             texts = " and ".join(f"{name} is of run {run_id}" for run_id, name in sorted(files.items()))
             raise ConfigError(
-                f"moe.placement.replay ({folder}) must be of a single run, but {texts}. Use one run's files."
+                f"moe.placement.replay ({folder}) must have files of a single run, but {texts}. Set it to a folder "
+                "with the files of one run."
             )
-        # Steps at which primaries may differ from those of the plans, on any rank.
+        # Steps at which the experts' primary ranks may differ from those of the plans, on any rank.
         self._header_steps = {step for each in everywhere for _, _, step in each}
         self._planners: list[ReplayedPlanner] = []
         for number, placement in placements.items():
-            self._planners.append(ReplayedPlanner(path, number, self._plans.calls.get(number, {})))
-            placement.planner = self._planners[-1]
+            placement.planner = planner = ReplayedPlanner(path, number, self._plans.calls.get(number, {}))
+            self._planners.append(planner)
 
     def before_step(self, run: Run) -> None:
-        """Save and raise RejectedRun on every rank if the experts' primary ranks differ from those in a file."""
+        """Compare the experts' primary ranks with the recorded ones. If they differ on any rank, save the run and raise
+        RejectedRun on every rank."""
         step, interval = run.progress.step + 1, run.config.moe.placement.interval
         if step in self._header_steps or (interval > 0 and run.progress.step % interval == 0):
             try:

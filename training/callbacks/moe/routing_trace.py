@@ -16,9 +16,9 @@ from training.step import StepResult
 
 
 class RoutingTrace(Callback):
-    """Writes `routing.trace`: token assignments by step, MoE layer, micro-batch, rank and expert, in a stage's first
-    expert parallel group. Later pipeline stages write `routing_stage1.trace` and so on. `python -m
-    benchmarks.speed.placement_replay` reads these files. Recording adds one wait for the device to each step."""
+    """Writes `routing.trace`: counts of token assignments by step, MoE layer, micro-batch, rank and expert, in the
+    first expert parallel group of the first pipeline stage. Later stages write `routing_stage1.trace` and so on.
+    `python -m benchmarks.speed.placement_replay` reads these files. Adds one wait for the device to each step."""
 
     def __init__(self) -> None:
         self._layers: list[MixtrainMoELayer] = []
@@ -26,8 +26,8 @@ class RoutingTrace(Callback):
         self._writer: TraceWriter | None = None
 
     def on_start(self, run: Run) -> None:
-        """Start recording. Raises ConfigError on every rank if an existing trace is invalid or has another number of
-        experts."""
+        """Start recording. Raises ConfigError on every rank if an existing trace is invalid or has a different number
+        of experts."""
         layers = layers_of(run.engine.bare_chunks)
         self._layers = [layers[number] for number in sorted(layers)]
         for number, layer in enumerate(self._layers):
@@ -75,7 +75,7 @@ class RoutingTrace(Callback):
             self._writer.append(run.progress.step, counts_LMRE)
 
     def on_rollback(self, run: Run) -> None:
-        """Remove the steps that will be repeated from the trace."""
+        """Remove from the trace the steps that will be repeated."""
         if self._writer is not None:
             self._writer.close()
             self._open(run)

@@ -7,7 +7,15 @@ from typing import Any
 from training.report.metrics import scalars
 from training.report.sources import Line, RunFiles, finite
 
-MAX_STEPS = 2000  # points of a curve
+MAX_STEPS = 2000  # points per curve
+OTHER_LOSSES = (
+    "aux_loss",
+    "sequence_aux_loss",
+    "global_aux_loss",
+    "z_loss",
+    "sentence_loss",
+    "validation_sentence_loss",
+)
 # Sections in order, and their charts: (title, unit, logarithmic, [(key in metrics.jsonl, name)]). A key that ends in /
 # stands for all keys with this prefix, a key with * for all that match.
 Chart = tuple[str, str, bool, list[tuple[str, str]]]
@@ -31,17 +39,9 @@ CURVES: dict[str, list[Chart]] = {
             "loss, nats; auxiliary: no unit",
             False,
             [
-                (key, key.replace("_", " "))
-                for key in (
-                    "aux_loss",
-                    "sequence_aux_loss",
-                    "global_aux_loss",
-                    "z_loss",
-                    "sentence_loss",
-                    "validation_sentence_loss",
-                )
-            ]
-            + [("valid/*/sentence_loss", "sentence loss")],
+                *((key, key.replace("_", " ")) for key in OTHER_LOSSES),
+                ("valid/*/sentence_loss", "sentence loss"),
+            ],
         ),
     ],
     "speed": [
@@ -109,29 +109,31 @@ MISSING = {
 
 
 def thin(metrics: list[Line], most: int = MAX_STEPS) -> list[Line]:
-    """Return at most `most` of the lines of metrics: the first, the last, and in each window of steps the lines with
-    the least loss, the greatest loss and the longest step time."""
+    """Return at most `most` of the lines of metrics: the first, the last, and from each window of steps the lines with
+    the lowest loss, the highest loss and the longest step time."""
     if len(metrics) <= most:
         return metrics
-    stretches = (most - 2) // 3
-    keep = {0, len(metrics) - 1}
-    for i in range(stretches):
-        stretch = range(i * len(metrics) // stretches, (i + 1) * len(metrics) // stretches)
-        keep.add(min(stretch, key=lambda j: finite(metrics[j].get("loss")) or 0.0))
-        keep.add(max(stretch, key=lambda j: finite(metrics[j].get("loss")) or 0.0))
-        keep.add(max(stretch, key=lambda j: finite(metrics[j].get("step_seconds")) or 0.0))
+    losses, times = ([finite(line.get(key)) or 0.0 for line in metrics] for key in ("loss", "step_seconds"))
+    count, keep = (most - 2) // 3, {0, len(metrics) - 1}
+    for i in range(count):
+        window = range(i * len(metrics) // count, (i + 1) * len(metrics) // count)
+        keep |= {
+            min(window, key=losses.__getitem__),
+            max(window, key=losses.__getitem__),
+            max(window, key=times.__getitem__),
+        }
     return [metrics[j] for j in sorted(keep)]
 
 
 def plain(line: Line) -> dict[str, float | None]:
-    """Return the numbers of a line of metrics by flat name; None for numbers that are not finite."""
+    """Return the numbers of a line of metrics by flat name, with None in place of numbers that are not finite."""
     return {name: finite(value) for name, value in scalars(line).items()}
 
 
 def chart_of(
     chart: Chart, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return a chart's description for the page's script, and add the numbers of its series to `curves`."""
+    """Return the description of a chart for the page's script, and add the numbers of its series to `curves`."""
     title, unit, logarithmic, keys = chart
     series: list[dict[str, str]] = []
     for key, name in keys:
@@ -162,8 +164,8 @@ TABLES = (
 
 
 def buckets_of(metrics: list[Line]) -> list[dict[str, Any]]:
-    """Return a table of validation losses for each of TABLES that the metrics have: one row per bucket (a range of
-    positions or lengths), one column for each corpus's last evaluation."""
+    """Return tables of validation losses, one for each entry of TABLES that the metrics have. A table has one row per
+    bucket (a range of positions or lengths) and one column for the last evaluation of each corpus."""
     tables = []
     for end, head, what in TABLES:
         last: dict[str, tuple[int, dict[str, float]]] = {}
@@ -186,6 +188,7 @@ def buckets_of(metrics: list[Line]) -> list[dict[str, Any]]:
 # Memory
 # ---------------------------------------------------------------------------------------------------------------------
 
+KINDS = ("weights", "gradients", "optimizer", "activations", "buffers")  # of planned memory
 STATE = [
     ("memory/state_device", "optimizer state, device"),
     ("memory/state_host", "optimizer state, host"),
@@ -198,8 +201,8 @@ STATE = [
 def memory_of(
     source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return charts of memory and of optimizer state over the steps, and one row per rank with its measured peak and
-    its planned bytes."""
+    """Return charts of memory and of optimizer state over the steps, and one row per rank with the rank's measured peak
+    and planned bytes."""
     keys = [
         ("memory/device_peak", "device, peak"),
         ("memory/device", "device, in use"),
@@ -213,25 +216,16 @@ def memory_of(
         keys = [(key, name) for key, name in keys if any(line.get(key) for line in flat)]  # an unused tier has no curve
         return chart_of((title, "bytes", False, keys), flat, curves)
 
-    chart = chart_of_bytes("Memory by tier, of the rank with most", keys)
-    state = chart_of_bytes("State by tier, of the rank with most", STATE)
     peaks: dict[int, float] = {}
     for line in source.metrics:
-        for rank, value in enumerate((line.get("memory") or {}).get("device_peak_by_rank") or []):
-            peaks[rank] = value
+        peaks.update(enumerate((line.get("memory") or {}).get("device_peak_by_rank") or []))
     if not peaks and source.metrics and finite(source.metrics[-1].get("peak_memory_bytes")) is not None:
         peaks[0] = source.metrics[-1]["peak_memory_bytes"]
-    kinds = [
-        kind
-        for kind in ("weights", "gradients", "optimizer", "activations", "buffers")
-        if any(kind in rank for rank in source.memory_plan)
-    ]
+    kinds = [kind for kind in KINDS if any(kind in rank for rank in source.memory_plan)]
     planned = {
         rank["rank"]: {**{kind: finite(rank.get(kind)) for kind in kinds}, "total": rank["total"]}
         for rank in source.memory_plan
     }
-    ranks = sorted({*peaks, *planned})
-    rank_rows = [{"rank": rank, "peak": peaks.get(rank), "plan": planned.get(rank)} for rank in ranks]
     missing = None
     if not planned:
         missing = "No plan.json in the run's folder: the peaks stand alone. python train.py plan=true works it out."
@@ -240,4 +234,10 @@ def memory_of(
             "On a CPU the measured peak is that of the whole process, with Python and its libraries; the plan is "
             "the model's part."
         )
-    return {"chart": chart, "state": state, "kinds": kinds, "ranks": rank_rows, "missing": missing}
+    return {
+        "chart": chart_of_bytes("Memory by tier, of the rank with most", keys),
+        "state": chart_of_bytes("State by tier, of the rank with most", STATE),
+        "kinds": kinds,
+        "ranks": [{"rank": i, "peak": peaks.get(i), "plan": planned.get(i)} for i in sorted({*peaks, *planned})],
+        "missing": missing,
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
@@ -16,14 +15,13 @@ STARTS = ("run_started", "run_goes_on")  # kinds of events that a process starts
 
 
 def facts_of(source: RunFiles) -> list[list[str]]:
-    """Return the facts in the page's header, as pairs of name and value."""
+    """Return the facts of the page's header as pairs of name and value."""
     config, metrics = source.config, source.metrics
     model, moe, layout, training = (config.get(key) or {} for key in ("model", "moe", "parallel", "training"))
     facts: list[tuple[str, str]] = []
     if metrics:
-        last = metrics[-1]
         total = training.get("steps")
-        facts.append(("Steps", f"{last['step']:,}" + (f" of {total:,}" if isinstance(total, int) else "")))
+        facts.append(("Steps", f"{metrics[-1]['step']:,}" + (f" of {total:,}" if isinstance(total, int) else "")))
         losses = [line for line in metrics if finite(line.get("loss")) is not None]
         if losses:
             facts.append(("Last loss", f"{losses[-1]['loss']:.4f}"))
@@ -65,7 +63,7 @@ def facts_of(source: RunFiles) -> list[list[str]]:
     if training:
         facts.append(("Batch", f"{training.get('global_batch_size')} samples, {training.get('precision')}"))
     facts.append(("Folder", str(source.run_dir)))
-    facts.append(("Page made", datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d %H:%M UTC")))
+    facts.append(("Page made", datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")))
     return [list(fact) for fact in facts]
 
 
@@ -75,11 +73,8 @@ def _ranks_on(devices: dict[str, int]) -> str:
 
 def _hosts(source: RunFiles) -> list[Line]:
     hosts = source.environment.get("hosts")
-    return (
-        [h for h in hosts if isinstance(h, dict) and isinstance(h.get("devices"), dict)]
-        if isinstance(hosts, list)
-        else []
-    )
+    hosts = hosts if isinstance(hosts, list) else []
+    return [host for host in hosts if isinstance(host, dict) and isinstance(host.get("devices"), dict)]
 
 
 def run_of(source: RunFiles) -> dict[str, Any]:
@@ -92,20 +87,17 @@ def run_of(source: RunFiles) -> dict[str, Any]:
     for host in _hosts(source):
         memory = finite(host.get("memory_bytes"))
         about = f"{_ranks_on(host['devices'])}; {host.get('cores')} cores of {host.get('processor')}"
-        table_rows.append(
-            [f"Host {host.get('host')}", about + (f"; {memory / GIB:.0f} GiB of memory" if memory else "")]
-        )
+        about += f"; {memory / GIB:.0f} GiB of memory" if memory else ""
+        table_rows.append([f"Host {host.get('host')}", about])
     return {"rows": table_rows, "config": source.config_text}
 
 
 def wall_time(source: RunFiles) -> tuple[float, int]:
-    """Return the seconds that the run was active, from each start to the last sign of life before the next, and the
-    number of recorded starts."""
-    signs = sorted(
-        (when, event.get("kind")) for event in source.events if (when := finite(event.get("time"))) is not None
-    )
-    starts = [when for when, kind in signs if kind in STARTS]
-    ends = [finite(source.status.get("time")), finite(source.record.get("heartbeat")), *(when for when, _ in signs)]
+    """Return the seconds during which the run was active, and the number of its starts. An active time lasts from a
+    start to the last event, status or heartbeat before the next start."""
+    events = [event for event in source.events if finite(event.get("time")) is not None]
+    starts = sorted(event["time"] for event in events if event.get("kind") in STARTS)
+    ends = [finite(source.status.get("time")), finite(source.record.get("heartbeat")), *(e["time"] for e in events)]
     total = 0.0
     for start, end in zip(starts, [*starts[1:], math.inf]):
         total += max((when for when in ends if when is not None and start <= when < end), default=start) - start
@@ -126,14 +118,7 @@ def events_of(source: RunFiles) -> list[dict[str, Any]]:
     for event in source.events[-MAX_EVENTS:]:
         when = finite(event.get("time"))
         text = datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M:%S") if when is not None else ""
-        step = event.get("step")
-        result.append(
-            {
-                "time": text,
-                "rank": event.get("rank"),
-                "kind": str(event.get("kind", "")),
-                "text": str(event.get("text", "")),
-            }
-            | {"step": step if isinstance(step, int) else None}
-        )
+        step = event.get("step") if isinstance(event.get("step"), int) else None
+        words = {key: str(event.get(key, "")) for key in ("kind", "text")}
+        result.append({"time": text, "rank": event.get("rank"), "step": step, **words})
     return result

@@ -30,12 +30,14 @@ def _windows(metrics: list[Line], most: int) -> list[list[Line]]:
     return [metrics[i * len(metrics) // count : (i + 1) * len(metrics) // count] for i in range(count)]
 
 
+def _bounds(windows: list[list[Line]]) -> list[list[int]]:
+    """Return the first and the last step of each window."""
+    return [[window[0]["step"], window[-1]["step"]] for window in windows]
+
+
 def _with_experts(metrics: list[Line]) -> list[Line]:
-    return [
-        line
-        for line in metrics
-        if isinstance(line.get("tokens_per_expert"), dict) and line["tokens_per_expert"].get("counts")
-    ]
+    loads = ((line, line.get("tokens_per_expert")) for line in metrics)
+    return [line for line, load in loads if isinstance(load, dict) and load.get("counts")]
 
 
 def _layer_numbers(line: Line) -> list[int]:
@@ -45,12 +47,11 @@ def _layer_numbers(line: Line) -> list[int]:
 
 
 def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
-    """Return heat maps of the MoE layers' numbers over the steps; each column is the mean over a window of steps."""
+    """Return heat maps with one row per MoE layer; each column is the mean over a window of steps."""
     lines = _with_experts(metrics)
     if not lines:
         return None
-    windows = _windows(lines, MAX_WINDOWS)
-    numbers = _layer_numbers(lines[-1])
+    windows, numbers = _windows(lines, MAX_WINDOWS), _layer_numbers(lines[-1])
     pictures = []
     for key, title, unit in LAYER_PICTURES:
         columns = [_means([_layer_values(line, key) for line in window], len(numbers)) for window in windows]
@@ -58,15 +59,11 @@ def layers_of(metrics: list[Line]) -> dict[str, Any] | None:
             continue  # a remark below the pictures says so
         if any(value is not None for column in columns for value in column):
             pictures.append({"key": key, "title": title, "unit": unit, "columns": columns})
-    return {
-        "layers": numbers,
-        "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
-        "pictures": pictures,
-    }
+    return {"layers": numbers, "windows": _bounds(windows), "pictures": pictures}
 
 
 def _layer_values(line: Line, key: str) -> list[Any]:
-    """Return the number named `key` of each MoE layer in one step."""
+    """Return the metric `key` of each MoE layer in one step, or [] if the step has no such metric."""
     load, table = line["tokens_per_expert"], line.get("moe_layers") or {}
     if key == "max_over_mean":
         return load.get(key) or []
@@ -77,7 +74,7 @@ def _layer_values(line: Line, key: str) -> list[Any]:
 
 
 def ranks_of(source: RunFiles) -> dict[str, Any] | None:
-    """Return heat maps of each rank's load in an expert group, as means over windows of steps: [window][rank]."""
+    """Return heat maps of the load of each rank in an expert group: [window][rank], means over windows of steps."""
     lines = [line for line in source.metrics if (line.get("placement") or {}).get("ranks_placed")]
     if not lines:
         return None
@@ -86,12 +83,12 @@ def ranks_of(source: RunFiles) -> dict[str, Any] | None:
     for key, title in RANK_PICTURES:
         columns = [_means([line["placement"].get(key) or [] for line in window], ranks) for window in windows]
         pictures.append({"key": key, "title": title, "columns": columns})
-    return {"windows": [[window[0]["step"], window[-1]["step"]] for window in windows], "pictures": pictures}
+    return {"windows": _bounds(windows), "pictures": pictures}
 
 
 def primaries_of(source: RunFiles) -> dict[str, Any] | None:
     """Return each expert's primary rank at the end of each window of steps: [window][layer][expert]. `first` is the
-    index of the layer whose experts migrated first, 0 if none did."""
+    index of the layer whose experts migrated first, or 0 without migrations."""
     lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
     if not lines:
         return None
@@ -108,13 +105,13 @@ def primaries_of(source: RunFiles) -> dict[str, Any] | None:
     return {
         "first": next((layers.index(True) for layers in changed if any(layers)), 0),
         "layers": _layer_numbers(lines[-1]),
-        "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
+        "windows": _bounds(windows),
         "ranks": columns,
     }
 
 
 def _means(steps: list[list[Any]], count: int) -> list[float | None]:
-    """Return the mean over the steps of each of `count` numbers; None for a number without any finite value."""
+    """Return the means over the steps of the first `count` numbers per step; None where no value is finite."""
     means: list[float | None] = []
     for i in range(count):
         numbers = [number for step in steps if i < len(step) and (number := finite(step[i])) is not None]
@@ -123,7 +120,7 @@ def _means(steps: list[list[Any]], count: int) -> list[float | None]:
 
 
 def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
-    """Return each expert's tokens in % of an even share, as means over windows of steps: [window][layer][expert]."""
+    """Return each expert's tokens in % of an even load: [window][layer][expert], means over windows of steps."""
     lines = _with_experts(metrics)
     if not lines:
         return None
@@ -132,23 +129,17 @@ def experts_of(metrics: list[Line]) -> dict[str, Any] | None:
     windows = _windows(lines, max(1, min(MAX_WINDOWS, MAX_CELLS // max(sum(shape), 1))))
     shares = []
     for window in windows:
-        sums = [
-            [sum(tokens) for tokens in zip(*layers)]
-            for layers in zip(*(line["tokens_per_expert"]["counts"] for line in window))
-        ]
+        by_layer = zip(*(line["tokens_per_expert"]["counts"] for line in window))
+        sums = [[sum(tokens) for tokens in zip(*counts)] for counts in by_layer]
         shares.append([[round(100 * tokens * len(layer) / max(sum(layer), 1)) for tokens in layer] for layer in sums])
-    return {
-        "layers": _layer_numbers(lines[-1]),
-        "windows": [[window[0]["step"], window[-1]["step"]] for window in windows],
-        "percent": shares,
-    }
+    return {"layers": _layer_numbers(lines[-1]), "windows": _bounds(windows), "percent": shares}
 
 
 def plans_of(
     source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return a table of each MoE layer's current plan, and a chart of predicted and measured seconds, averaged over
-    layers."""
+    """Return a table of each MoE layer's current plan, and a chart of the predicted and measured seconds of a layer's
+    call, as means over layers."""
     table_rows: list[list[Any]] = []
     tables = [line["moe_layers"] for line in source.metrics if isinstance(line.get("moe_layers"), dict)]
     if tables and tables[-1].get("degree"):
@@ -156,39 +147,22 @@ def plans_of(
         made = [line for line in source.plans if "load" in line]
         for i, layer in enumerate(table.get("layer") or range(len(table["degree"]))):
             decisions = [line for line in made if line.get("layer") == layer]
-            seconds = [
-                _entry(table, f"{kind}_{way}_seconds", i)
-                for way in ("forward", "backward")
-                for kind in ("predicted", "measured")
-            ]
+            names = [f"{kind}_{way}_seconds" for way in ("forward", "backward") for kind in ("predicted", "measured")]
+            seconds = [_entry(table, name, i) for name in names]
             memory = (decisions[-1].get("predicted") or {}).get("memory") if decisions else None
             words = [table.get(name, [""] * (i + 1))[i] for name in ("memory_strategy", "all_to_all")]
-            numbers = [None if value is None else 1000 * value for value in seconds]
-            table_rows.append(
-                [
-                    layer,
-                    table["degree"][i],
-                    table["backward_degree"][i],
-                    *words,
-                    *numbers,
-                    finite(memory),
-                    len(decisions),
-                ]
-            )
+            milliseconds = [None if value is None else 1000 * value for value in seconds]
+            degrees = table["degree"][i], table["backward_degree"][i]
+            table_rows.append([layer, *degrees, *words, *milliseconds, finite(memory), len(decisions)])
     series = []
     pairs = [_predicted_and_measured(line) for line in flat]
     for i, name in enumerate(("predicted", "measured")):
         if any(pair is not None for pair in pairs):
             curves[f"moe_{name}_seconds"] = [None if pair is None else pair[i] for pair in pairs]
             series.append({"key": f"moe_{name}_seconds", "name": name})
-    missing = None
-    if not series:
-        planned = any(row[5] is not None for row in table_rows)
-        missing = (
-            "No layer's time was measured yet."
-            if planned
-            else "No predictions: the plans are fixed by the configuration."
-        )
+    missing = None if series else "No predictions: the plans are fixed by the configuration."
+    if not series and any(row[5] is not None for row in table_rows):
+        missing = "No layer's time was measured yet."
     title = "Calls of MoE layers, forward and backward: mean of the layers whose time is known"
     chart = {"title": title, "unit": "seconds", "log": False, "series": series, "missing": missing}
     return {"rows": table_rows, "chart": chart, "decisions": sum("load" in line for line in source.plans)}
@@ -200,8 +174,8 @@ def _entry(table: Line, key: str, i: int) -> float | None:
 
 
 def _predicted_and_measured(line: dict[str, float | None]) -> tuple[float, float] | None:
-    """Return the predicted and the measured seconds of a layer's call, forward plus backward, averaged over the layers
-    that have both; None if no layer has both."""
+    """Return the predicted and the measured seconds of a layer's call, forward plus backward, as means over the layers
+    that have both times; None if no layer has both."""
     keys = ("predicted_forward", "predicted_backward", "measured_forward", "measured_backward")
     layers = [name.rpartition("/")[2] for name in line if name.startswith("moe_layers/predicted_forward_seconds/")]
     known = []

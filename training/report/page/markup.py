@@ -24,10 +24,8 @@ SECTIONS = (
 def body_of(data: dict[str, Any]) -> str:
     """Return the page's body as HTML: headings, tables and empty figures, into which the page's script draws the
     charts."""
-    facts = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data["facts"]
-    )
-    lines = [f"<header><h1>{html.escape(data['title'])}</h1><dl>{facts}</dl>"]
+    facts = [f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in data["facts"]]
+    lines = [f"<header><h1>{html.escape(data['title'])}</h1><dl>{''.join(facts)}</dl>"]
     lines += [f'<p class="note">{html.escape(note)}</p>' for note in data["notes"]]
     links = "".join(f'<a href="#{name}">{title}</a>' for name, title in SECTIONS)
     lines.append(f"<nav>{links}</nav></header><main>")
@@ -43,8 +41,8 @@ def body_of(data: dict[str, Any]) -> str:
 
 
 def _charts(name: str, data: dict[str, Any]) -> str:
-    """Return the charts of a section of CURVES; for losses also the tables by bucket, for placement also heat maps of
-    ranks."""
+    """Return the HTML of the charts of a section of CURVES. The section of losses also has tables by bucket; the
+    section of placement also has heat maps of ranks."""
     charts = data["charts"][name]
     figures = [_figure(f"{name}-{i}", chart["title"]) for i, chart in enumerate(charts) if not chart["missing"]]
     if name == "placement":
@@ -53,11 +51,9 @@ def _charts(name: str, data: dict[str, Any]) -> str:
         choice = _choice("Layer", "homes-layer", data["homes"]["layers"], data["homes"]["first"])
         figures.append(_figure("homes-chart", "Rank that each expert is at home on", choice, "wide tall"))
     lacking = _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
-    tables = "".join(
-        f"<p>{html.escape(table['title'])}</p>{_table(table['heads'], table['rows'])}"
-        for table in (data["buckets"] if name == "loss" else [])
-    )
-    return _grid(figures) + lacking + tables
+    tables = data["buckets"] if name == "loss" else []
+    below = [f"<p>{html.escape(table['title'])}</p>{_table(table['heads'], table['rows'])}" for table in tables]
+    return _grid(figures) + lacking + "".join(below)
 
 
 def _experts(data: dict[str, Any]) -> str:
@@ -102,13 +98,10 @@ def _memory(data: dict[str, Any]) -> str:
         plan = row["plan"] or {}
         numbers = [row["peak"], plan.get("total"), *(plan.get(kind) for kind in memory["kinds"])]
         table_rows.append([row["rank"], *(None if number is None else number / size for number in numbers)])
-    chart, state = memory["chart"], memory["state"]
     title = "Peak by rank" + (": measured, and the parts of the plan" if memory["kinds"] else "")
-    figures = [
-        *([] if chart["missing"] else [_figure("memory-0", chart["title"])]),
-        *([] if state["missing"] else [_figure("memory-1", state["title"])]),
-        *([_figure("memory-ranks", title)] if table_rows else []),
-    ]
+    charts = enumerate((memory["chart"], memory["state"]))
+    figures = [_figure(f"memory-{i}", chart["title"]) for i, chart in charts if not chart["missing"]]
+    figures += [_figure("memory-ranks", title)] if table_rows else []
     return _remark(memory["missing"] or "") + _grid(figures) + _table(heads, table_rows)
 
 
@@ -134,7 +127,7 @@ def _events(data: dict[str, Any]) -> str:
 
 
 def _choice(label: str, name: str, values: list[Any], selected: int | None = None) -> str:
-    """Return a drop-down list of the values; the page's script reads the index of the selected value."""
+    """Return the HTML of a drop-down list of the values. The page's script reads the index of the selected value."""
     options = "".join(
         f'<option value="{i}"{" selected" if i == selected else ""}>{value}</option>' for i, value in enumerate(values)
     )
@@ -157,26 +150,21 @@ def _figure(name: str, title: str, control: str = "", kind: str = "") -> str:
 
 
 def _table(heads: list[str], table_rows: list[list[Any]]) -> str:
-    """Return an HTML table without its empty columns; columns of numbers are marked, so that their digits are
-    aligned."""
+    """Return an HTML table without its empty columns. Cells of numbers have the class `number`, which aligns digits."""
     columns = [(head, [row[i] for row in table_rows]) for i, head in enumerate(heads)]
     columns = [(head, values) for head, values in columns if any(value is not None for value in values)]
     formats = [_format(values) for _, values in columns]
     marks = ["" if form is None else ' class="number"' for form in formats]
     head = "".join(f"<th{mark}>{html.escape(text)}</th>" for (text, _), mark in zip(columns, marks))
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{mark}>{_cell(values[i], form)}</td>" for (_, values), form, mark in zip(columns, formats, marks)
-        )
-        + "</tr>"
-        for i in range(len(table_rows))
-    )
+    body = ""
+    for i in range(len(table_rows)):
+        texts = (_cell(values[i], form) for (_, values), form in zip(columns, formats))
+        body += f"<tr>{''.join(f'<td{mark}>{text}</td>' for mark, text in zip(marks, texts))}</tr>"
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _format(values: list[Any]) -> str | None:
-    """Return the format of a column's numbers: integers, or three digits after the point; None for a column of text."""
+    """Return the format specification of a column of integers or of other numbers; None for a column of text."""
     present = [value for value in values if value is not None]
     if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in present):
         return None

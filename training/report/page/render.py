@@ -20,7 +20,7 @@ ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def collect(source: RunFiles) -> dict[str, Any]:
-    """Return all numbers of the page, by section; `missing` has the reason for each section that is empty."""
+    """Return all numbers of the page by section. `missing` maps each empty section to the reason why it is empty."""
     notes = list(source.notes)
     kept = thin(source.metrics)
     flat = [plain(line) for line in kept]
@@ -53,9 +53,8 @@ def collect(source: RunFiles) -> dict[str, Any]:
         missing["tiers"] = "No experts off the device: moe.weights_device is device."
     data["plans"] = plans_of(source, flat, data["curves"])
     if not data["plans"]["rows"]:
-        missing["plans"] = (
-            "No plans: the model is dense." if data["experts"] is None else "No plans of MoE layers in metrics.jsonl."
-        )
+        dense = data["experts"] is None
+        missing["plans"] = "No plans: the model is dense." if dense else "No plans of MoE layers in metrics.jsonl."
     data["timeline"] = timeline.read_steps(source.run_dir, notes)
     if not data["timeline"]:
         missing["timeline"] = "No traces. Train with training.profile.steps=[100] to see how the ranks spend step 100."
@@ -73,16 +72,15 @@ def collect(source: RunFiles) -> dict[str, Any]:
 
 
 def render(source: RunFiles) -> str:
-    """Return the HTML of the page."""
+    """Return the report page of a run as HTML."""
     data = collect(source)
     text = (ASSETS / "page.html").read_text(encoding="utf-8")
-    # A script element must not contain its end tag; JSON may spell any character as an escape.
-    embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     contents = {
         "title": html.escape(data["title"]),
         "style": (ASSETS / "page.css").read_text(encoding="utf-8"),
         "body": body_of(data),
-        "data": embedded,
+        # A script element must not contain its end tag; JSON may spell any character as an escape.
+        "data": json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         "library": (ASSETS / "echarts.min.js").read_text(encoding="utf-8"),
         "script": (ASSETS / "page.js").read_text(encoding="utf-8"),
     }
@@ -91,8 +89,8 @@ def render(source: RunFiles) -> str:
 
 
 def write(run_dir: Path, output: Path | None = None) -> Path:
-    """Write a run's page atomically, and return its path. Raises sources.NotARun or OSError."""
+    """Write the report page of a run to `output` (default: run_dir/report.html), and return its path. Raises
+    sources.NotARun or OSError."""
     path = output or run_dir / "report.html"
-    text = render(read(run_dir))
-    write_text(path, text)
+    write_text(path, render(read(run_dir)))
     return path
