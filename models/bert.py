@@ -51,8 +51,8 @@ Output: TypeAlias = (
 
 
 class BertShare(NamedTuple):
-    """This rank's rows of samples that are sharded over context ranks: the position of each row in its sample, int64
-    `[1, s]`, and the indices of the rows that are first tokens, int64 `[k]`."""
+    """A rank's share of a micro-batch under context parallelism. `positions`: the position of each row in its sample,
+    int64 `[1, s]`. `first_rows`: indices of the rows that are the first token of a sample, int64 `[k]`."""
 
     positions: torch.Tensor
     first_rows: torch.Tensor
@@ -66,7 +66,7 @@ class BertEmbedding(LanguageModelEmbedding):
         self.layer_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: torch.Tensor) -> torch.Tensor:
-        """Embed token ids, positions and token types, int64 `[b, s]` each."""
+        """Embed token ids, positions and token types, int64 `[b, s]` each: return `[s (or its shard), b, h]`."""
         embeddings = self.word_embeddings(input_ids) + self.tokentype_embeddings(tokentype_ids)
         if self.add_position_embedding:
             embeddings = embeddings + self.position_embeddings(position_ids)
@@ -88,12 +88,13 @@ class MaskedLMHead(MegatronModule):
         self.layer_norm = norm_class(config)(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Transform hidden states `[s, b, h]`."""
+        """Transform hidden states `[s, b, h]` for the output layer; the shape does not change."""
         return self.layer_norm(F.gelu(self.dense(hidden_states)))
 
 
 class Bert(LanguageModule):
-    """The part of a BERT on one (virtual) pipeline stage: its layers, and the embedding or the heads at the ends."""
+    """The layers of a BERT on one (virtual) pipeline stage; the first stage also has the embedding, the last one the
+    heads."""
 
     def __init__(
         self,
@@ -151,11 +152,12 @@ class Bert(LanguageModule):
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
-        """Set the hidden states that the previous pipeline stage sent as this stage's input."""
+        """Set this stage's input: the hidden states that the previous pipeline stage sent."""
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, **inputs: Any) -> Output:
-        """Run this stage; the arguments are those of `begin`, and this file's function `forward` states the shapes."""
+        """Run this pipeline stage. The arguments are those of `begin`; the function `forward` of this file states the
+        shapes."""
         started = self.begin(**inputs)
         hidden = self.encoder(hidden_states=started.hidden, **started.settings)
         return started.end(hidden) if self.post_process else hidden  # type: ignore[no-any-return]
@@ -169,7 +171,8 @@ class Bert(LanguageModule):
         slices: RowSlices | None = None,
         share: BertShare | None = None,
     ) -> StartedPass:
-        """Compute the layers' input; return it with the layers' arguments and a function for the rest of the pass."""
+        """Compute the input of the layers. Returns it with the layers' arguments and a function for the rest of the
+        pass."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if share is None else share.positions
@@ -179,8 +182,8 @@ class Bert(LanguageModule):
             tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
         )
         settings = {
-            # Megatron's convention: True = masked. Only keys are masked: what a padding position itself computes
-            # reaches no loss.
+            # Megatron-core's convention: True = masked. Only keys are masked: the outputs of padding positions reach no
+            # loss.
             "attention_mask": ~padding_mask[:, None, None, :],
             "rotary_pos_emb": micro_batch_rows.angles,
             "packed_seq_params": micro_batch_rows if self.passes_rows else None,
@@ -200,8 +203,8 @@ class Bert(LanguageModule):
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
 
     def _pooled(self, hidden: torch.Tensor, share: BertShare) -> torch.Tensor:
-        """Pool the first tokens that this rank holds (possibly none): `[k, h]` of hidden states `[s, 1, h]`. The
-        gathered hidden states are freed on return, before the loss."""
+        """Pool the first tokens that this rank holds (possibly none): return `[k, h]` for hidden states `[s, 1, h]`.
+        The gathered hidden states are freed on return, before the loss."""
         assert self.pooler is not None
         if self.config.sequence_parallel:  # all tensor ranks compute the same from here on
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -213,7 +216,7 @@ build_chunk = Bert
 
 def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
     """Add the attention slices to a micro-batch, on the host. With context parallelism, return only this rank's rows,
-    with the sentence labels of the samples whose first tokens it holds."""
+    and the sentence labels of the samples whose first tokens are among them."""
     slices = padding_slices(batch["padding_mask"], switches_at(config.model.rotary_scaling))
     if not is_sharded(context):
         return with_slices(config, batch, slices, context)
@@ -228,11 +231,11 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
-    """Run this rank's stage on `tokens`, `types` (int64 `[b, s]`), `padding_mask` (bool `[b, s]`, True = real token)
-    and the targets of the batch (see models/loss/token_loss.py).
+    """Run this rank's pipeline stage on a micro-batch: `tokens` and `types` (int64 `[b, s]`), `padding_mask` (bool
+    `[b, s]`, True = real token), and the targets (see models/loss/token_loss.py).
 
-    The last stage returns (sum of the losses, loss per token fp32 `[b, s]`, sentence logits `[b, 2]` or None); without
-    labels (logits `[b, s, v]`, sentence logits). Other stages return hidden states `[s, b, h]`.
+    The last stage returns (sum of the losses, loss per token fp32 `[b, s]`, sentence logits `[b, 2]` or None). Without
+    labels, it returns (logits `[b, s, v]`, sentence logits or None). Other stages return hidden states `[s, b, h]`.
     """
     return model(
         tokens=batch["tokens"],
@@ -245,8 +248,8 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
 
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the masked-LM loss, summed over the predicted tokens (`loss_mask` is 1) as an fp32 scalar, and the extra
-    losses.
+    """Return the masked-LM loss as an fp32 scalar, summed over the predicted tokens (`loss_mask` is 1), and a dict of
+    extra losses.
 
     The extra losses are `{"sentence_loss": mean}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
     """
@@ -254,7 +257,7 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     loss_sum, _, sentence_logits = output
     extra = {}
     if sentence_logits is not None:
-        if "num_samples" in batch:  # in all; this rank has some of them, or none
+        if "num_samples" in batch:  # of all ranks; this rank has some of these samples, or none
             summed = F.cross_entropy(sentence_logits.float(), batch["sentence_label"], reduction="sum")
             extra["sentence_loss"] = summed / batch["num_samples"]
         else:
@@ -265,7 +268,7 @@ def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
 def logits(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits over the vocabulary without padding, `[b, s, vocab_size]`, and the logits of the sentence head,
+    """Return the token logits without vocabulary padding, `[b, s, vocab_size]`, and the sentence head's logits or None,
     on every tensor rank of the last stage."""
     output = forward(model, {name: value for name, value in batch.items() if name != "labels"})
     assert isinstance(output, tuple) and len(output) == 2, "only the last pipeline stage has logits"

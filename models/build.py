@@ -24,7 +24,7 @@ FAMILIES: dict[str, ModuleType] = {"gpt": gpt, "bert": bert}
 
 
 def family_module(config: Config) -> ModuleType:
-    """Return the module models.gpt or models.bert; both have `forward`, `loss` and `logits` of a model and a batch."""
+    """Return the module models.gpt or models.bert, which has the functions `forward`, `loss` and `logits`."""
     return FAMILIES[config.model.family]
 
 
@@ -35,8 +35,8 @@ def build_model(
     and without wrappers.
 
     `vocab_size` is without padding; padding changes neither loss nor gradients. Without `fill` the weights are
-    uninitialized memory, which the caller fills. `streams`: experts are offloaded, and the caller fills them. Raises
-    ConfigError.
+    uninitialized memory, which the caller fills. `streams`: experts are offloaded, and the caller fills their weights.
+    Raises ConfigError.
     """
     family, device, pipeline = family_module(config), topology.device, topology.pipeline
     backend = resolve_backend(config, device)

@@ -36,8 +36,8 @@ SOURCES = {
 
 
 def import_folder(source: Path, target: Path, max_file_bytes: int | None = None, head_seed: int | None = None) -> None:
-    """Convert a Hugging Face folder to a folder of logical weights, in files of at most `max_file_bytes` (2 GB). With
-    `head_seed`, a model without an output layer gets a random one. Raises ConfigError."""
+    """Convert a Hugging Face folder to a folder of logical weights, in files of at most `max_file_bytes` (None: 2 GB).
+    With `head_seed`, a model without an output layer gets a random one. Raises ConfigError."""
     from models import folder as folders  # imports torch, which takes seconds that --help need not wait for
     from models.huggingface import special_tokens, tensors, unknown_keys
 
@@ -63,8 +63,8 @@ def import_folder(source: Path, target: Path, max_file_bytes: int | None = None,
 
 
 def export_folder(source: Path, target: Path, max_file_bytes: int | None = None) -> None:
-    """Convert a folder of logical weights to a Hugging Face folder, in files of at most `max_file_bytes` (2 GB). Raises
-    ConfigError if no Hugging Face family fits the model."""
+    """Convert a folder of logical weights to a Hugging Face folder, in files of at most `max_file_bytes` (None: 2 GB).
+    Raises ConfigError if no Hugging Face family fits the model."""
     from models import folder as folders
     from models.huggingface import special_tokens, translate
     from models.weight_files.expected import logical_shapes
@@ -79,15 +79,15 @@ def export_folder(source: Path, target: Path, max_file_bytes: int | None = None)
         files = {**_carried_files(source), **tokenizer_files(source / FOR_TRANSFORMERS)}
         if special is None:
             _note(
-                f"{source} does not say which tokens begin and end a text, so the Hugging Face folder will not. Export "
-                f"or import {source} again to add them."
+                f"{source} does not say which tokens begin and end a text, so the Hugging Face folder will not say so "
+                f"either. Export or import {source} again to add them."
             )
         export_model(ExportedModel(config, weights, files, special), partial, max_file_bytes)
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """The content of a Hugging Face folder that will be written: configuration, weights, special tokens and files."""
+    """Content of a Hugging Face folder to write: configuration, weights, special tokens, and files to copy."""
 
     config: Config  # with its vocab_size
     weights: LogicalTensors
@@ -97,7 +97,7 @@ class ExportedModel:
 
 
 def export_model(model: ExportedModel, target: Path, max_file_bytes: int | None = None) -> None:
-    """Write a Hugging Face folder's files into an existing folder, one tensor at a time. Raises ConfigError,
+    """Write the files of a Hugging Face folder into an existing folder, one tensor at a time. Raises ConfigError,
     OSError."""
     from models import folder as folders
     from models.huggingface import special_tokens, tensors, translate, unknown_keys
@@ -147,7 +147,7 @@ def _carried_files(source: Path) -> dict[str, Path]:
     generation = source / GENERATION_CONFIG
     for path in (source / name for name in (*SETTINGS, *VOCABULARIES, GENERATION_CONFIG)):
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{path} must be a file.")
+            raise ConfigError(f"{path} is not a regular file. Delete it, or copy the file again.")
     if not generation.exists():
         return tokenizer_files(source)
     for key in KEYS:
@@ -167,20 +167,23 @@ def _parse_size(text: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m models.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("direction", choices=["import", "export"])
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--max-shard-size", type=_parse_size, metavar="2GB", help="size limit of a file")
+    parser.add_argument("--max-shard-size", type=_parse_size, metavar="2GB", help="greatest size of a weight file")
     parser.add_argument(
-        "--new-head", type=int, metavar="SEED", help="draw a random output layer for an imported model that has none"
+        "--new-head",
+        type=int,
+        metavar="SEED",
+        help="draw a random output layer for an imported model that has none, with this seed",
     )
     options = parser.parse_args(arguments)
     if options.new_head is not None and options.direction != "import":
-        parser.error("--new-head is only for import: a model to export has an output layer")
+        parser.error("--new-head is only for import: a model to export has an output layer. Leave it out")
 
     def convert() -> None:
         if not options.source.is_dir():

@@ -15,7 +15,7 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class FeedForward(MLP):
-    """Megatron-core's MLP, with a fused SwiGLU where Megatron-core has none.
+    """Megatron-core's MLP with a fused SwiGLU for the cases in which Megatron-core does not fuse it.
 
     `tile`: number of rows that are computed at once if the layer is recomputed in the backward pass; None: all rows.
     """
@@ -25,7 +25,7 @@ class FeedForward(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> Output:
-        """Return the output `[s, b, h]` without its bias, and the bias or None, for hidden states `[s, b, h]`."""
+        """Return the output `[s, b, h]` without its bias, and the bias or None. `hidden_states`: `[s, b, h]`."""
         num_rows = hidden_states.size(0) * hidden_states.size(1)
         if self.tile is None or num_rows <= self.tile or per_token_scale is not None:
             return self._whole(hidden_states, per_token_scale, **kwargs)
@@ -44,16 +44,16 @@ class FeedForward(MLP):
 
 
 def tile_feed_forward(chunk: torch.nn.Module, tile: int) -> None:
-    """Make a chunk's dense layers compute `tile` rows at a time. Layers that add their weight gradients to the buffers
-    themselves (TransformerEngine's) are not tiled."""
+    """Make a chunk's dense feed-forward layers compute `tile` rows at a time. Layers that add weight gradients to the
+    gradient buffers themselves (TransformerEngine's) are not tiled."""
     for module in chunk.modules():
         if isinstance(module, FeedForward) and not any(adds_by_itself(inner) for inner in module.modules()):
             module.tile = tile
 
 
 class _Tiled(torch.autograd.Function):
-    """Computes rows `[t, 1, h]` of a feed-forward layer tile by tile, and each tile again in the backward pass. Weight
-    gradients are summed in fp32, in their gradient buffers if there are any."""
+    """Autograd function that computes rows `[t, 1, h]` of a feed-forward layer tile by tile, and recomputes each tile
+    in the backward pass. Weight gradients are summed in fp32, in their gradient buffers if there are any."""
 
     @staticmethod
     def forward(
@@ -85,8 +85,8 @@ def _add_gradients(
     sums: list[GradientSum],
     parameters: list[torch.Tensor],
 ) -> torch.Tensor:
-    """Add one tile's weight gradients to `sums` and return the gradient of its rows. All intermediate tensors are freed
-    before the next tile."""
+    """Add one tile's weight gradients to `sums`, and return the gradient of the tile's rows. All intermediate tensors
+    are freed before the next tile."""
     token_rows = token_rows.detach().requires_grad_()
     with torch.enable_grad():
         output, _ = layer._whole(token_rows)

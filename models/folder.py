@@ -1,7 +1,8 @@
-"""Folders of safetensors files: a reader of single tensors, and reading and writing of folders of logical weights.
+"""Folders of safetensors files: a reader of single tensors, and functions that read and write folders of logical
+weights.
 
-Both Hugging Face folders and ours contain `model.safetensors`, or several files of at most MAX_FILE_BYTES with an
-index. Tensors are read and written one at a time (models/weight_files/writer.py).
+Both Hugging Face folders and folders of logical weights contain `model.safetensors`, or several files of at most
+MAX_FILE_BYTES with an index. Tensors are read and written one at a time (models/weight_files/writer.py).
 """
 
 from __future__ import annotations
@@ -55,12 +56,13 @@ class _ReadableTensor:
 
 
 class Reader:
-    """Reads tensors by name from a folder's model.safetensors or the files of its index; with `pickled`, from
-    pytorch_model.bin if there are no safetensors. Raises ConfigError if files are missing, damaged, or differ from the
-    index."""
+    """Reader of single tensors by name, from a folder's model.safetensors or the files of its index. With `pickled`,
+    also from pytorch_model.bin if the folder has no safetensors file. Raises ConfigError if files are missing, damaged,
+    or differ from the index."""
 
     def __init__(self, folder: Path, pickled: bool = False, bounce: BounceBuffers | None = None) -> None:
-        """`bounce`: buffers for direct reads that bypass the kernel's page cache."""
+        """Open the weight files of a folder. `bounce`: buffers for direct reads, which bypass the kernel's page
+        cache."""
         # Folders may hold the model a second time in another format (consolidated.safetensors).
         choice = choose(folder, pickled)
         index = folder / choice.name
@@ -76,7 +78,8 @@ class Reader:
             found = file.types.keys()
             for name in sorted(found & self._tensors.keys()):
                 raise ConfigError(
-                    f"folder {folder} has tensor {name} twice: in {file_name} and in another file. Copy it again."
+                    f"folder {folder} has tensor {name} twice: in {file_name} and in another file. Copy the folder "
+                    "again."
                 )
             if expected is not None and expected != found:
                 name = min(expected ^ found)
@@ -85,41 +88,45 @@ class Reader:
             self._tensors |= {name: _ReadableTensor(file, name, kind) for name, kind in file.types.items()}
 
     def names(self) -> set[str]:
-        """Return the names of all tensors."""
+        """Return the names of all tensors that can be read."""
         return set(self._tensors)
 
     def dtype(self, name: str) -> str:
-        """Return the type of a tensor as safetensors spells it (F32, BF16, I64, ...), without reading the tensor."""
+        """Return a tensor's type as safetensors spells it (F32, BF16, I64, ...), without reading the tensor."""
         return self._tensors[name].kind.dtype
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, without reading the tensor."""
+        """Return a tensor's shape, without reading the tensor."""
         return self._tensors[name].kind.shape
 
     def main_dtype(self, names: Iterable[str]) -> torch.dtype:
-        """Return the dtype of most of these weights. Others may be fp32, such as a router's bias; raises ConfigError
-        for a weight of any other type."""
+        """Return the dtype of most of these weights, counted in elements. Others may be fp32, such as a router's bias;
+        raises ConfigError for a weight of any other type."""
         dtypes = {name: self.dtype(name) for name in sorted(names)}
         sizes: Counter[str] = Counter()
         for name, dtype in dtypes.items():
             if dtype not in WEIGHT_DTYPES:
                 raise ConfigError(
-                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32, BF16 or F16."
+                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be F32, BF16 or F16. Use weight "
+                    "files of one of these types."
                 )
             sizes[dtype] += math.prod(self.shape(name))
         main = max(sorted(sizes), key=lambda dtype: sizes[dtype], default="F32")
         for name, dtype in dtypes.items():
             if dtype not in (main, "F32"):
                 raise ConfigError(
-                    f"tensor {name} of folder {self.folder} has type {dtype}: it must be {main} (as most are) or F32."
+                    f"tensor {name} of folder {self.folder} has type {dtype}, but most of the weights have {main}: the "
+                    f"others must have F32. Save the model again with all weights in {main}."
                 )
         return WEIGHT_DTYPES[main]
 
     def stored(self, name: str) -> StoredMatrix:
-        """Return the location of a tensor in its file, without reading it. Raises ConfigError if it is missing."""
+        """Return the location of a tensor in its file, without reading the tensor. Raises ConfigError if the tensor is
+        missing."""
         if name not in self._tensors:
             raise ConfigError(
-                f"folder {self.folder} has no tensor {name}, which this model needs: it belongs to another model."
+                f"folder {self.folder} has no tensor {name}, which its config calls for: weights and config "
+                "belong to different models. Copy the folder again."
             )
         tensor = self._tensors[name]
         stored = tensor.file.stored(tensor.name)
@@ -128,14 +135,15 @@ class Reader:
         return stored.rows_from(tensor.first_row, as_matrix(tensor.kind.shape)[0])
 
     def split_rows(self, name: str, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Replace a tensor, viewed as a matrix, by tensors with these names and shapes that share its rows in order.
-        Raises ConfigError if a name is already in use."""
+        """Replace a tensor, viewed as a matrix, by several tensors that share its rows in order. `named_shapes`: their
+        names and shapes. Raises ConfigError if a name is already in use."""
         tensor, first = self._tensors.pop(name), 0
         assert tensor.first_row is None
         for new, shape in named_shapes:
             if new in self._tensors:
                 raise ConfigError(
-                    f"folder {self.folder} has tensor {new} twice: as a separate tensor, and as rows of {name}."
+                    f"folder {self.folder} has tensor {new} twice: as a separate tensor, and as rows of {name}. Save "
+                    "the model again with only one of them."
                 )
             self._tensors[new] = _ReadableTensor(tensor.file, name, TensorType(tensor.kind.dtype, shape), first)
             first += as_matrix(shape)[0]
@@ -148,7 +156,8 @@ class Reader:
         return result
 
     def equal(self, one: str, other: str) -> bool:
-        """Return whether two tensors have equal shapes, types and values, compared in bands. Raises ConfigError."""
+        """Return whether two tensors have equal shapes, types and values. Reads a few rows at a time. Raises
+        ConfigError if a tensor cannot be read."""
         if self.shape(one) != self.shape(other):
             return False
         both = zip(bands_of(self.stored(one)), bands_of(self.stored(other)))
@@ -169,13 +178,14 @@ def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
             f"{path} weight_map ({show_json(weight_map)}) must be an object that maps the name of each tensor to the "
-            "name of its file."
+            "name of its file. Copy the file again."
         )
     files: dict[str, set[str] | None] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(suffix) or Path(file).name != file:
             raise ConfigError(
-                f"{path} weight_map.{name} ({show_json(file)}) must be the name of a {suffix} file in the same folder."
+                f"{path} weight_map.{name} ({show_json(file)}) must be the name of a {suffix} file in the same folder. "
+                "Correct it, or copy the file again."
             )
         names = files.setdefault(file, set())
         assert names is not None
@@ -184,12 +194,13 @@ def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if the file has no object, or a key twice."""
+    """Return the object in a JSON file. Raises ConfigError if the file cannot be read, has no object, or has a key
+    twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
         if twice:
-            raise ConfigError(f"{path} has the key {twice[0]} twice. Remove one of the two.")
+            raise ConfigError(f"{path} has the key {twice[0]} twice. Remove one of the two entries.")
         return dict(pairs)
 
     try:
@@ -197,35 +208,38 @@ def read_json(path: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Check the path and its permissions.") from error
     except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and numbers of too many digits
-        raise ConfigError(f"{path} is not JSON: {one_line(error)}.") from error
+        raise ConfigError(f"{path} is not JSON: {one_line(error)}. Correct it, or copy it again.") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} ({show_json(content)}) must be a JSON object.")
+        raise ConfigError(f"{path} must contain a JSON object, not {show_json(content)}. Correct it, or copy it again.")
     return content
 
 
 def read_token_ids(path: Path, key: str) -> set[int]:
-    """Return the token ids at a key of a JSON file (null, an id or a list). Raises ConfigError for anything else."""
+    """Return the token ids at `key` of a JSON file, whose value is null, an id or a list of ids. Raises ConfigError for
+    any other value."""
     value = read_json(path).get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int for token in ids):
-        raise ConfigError(f"{path} {key} ({show_json(value)}) must be a token id, a list of token ids, or null.")
+        raise ConfigError(
+            f"{path} {key} ({show_json(value)}) must be a token id, a list of token ids, or null. Correct the value."
+        )
     return set(ids)
 
 
 def show_json(value: Any) -> str:
-    """Return a value as JSON, shortened for a message."""
+    """Return a value as JSON text, shortened for an error message."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:70]}..."
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Context manager that yields a temporary folder to write into: it is renamed to `folder` on success and deleted on
-    failure. Raises ConfigError if `folder` is not empty or cannot be created."""
+    """Context manager that yields a temporary folder to write into. The folder is renamed to `folder` on success and
+    deleted on failure. Raises ConfigError if `folder` is not empty or cannot be created."""
     if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"output folder {folder} must be new or empty. Try another name.")
+        raise ConfigError(f"output folder {folder} is already in use: it must be new or empty. Try another name.")
     target = folder.resolve()  # an empty folder may be a link: its target is replaced
     # a name that neither the user nor another process has
     partial = target.with_name(f"{target.name}.partial-{uuid.uuid4().hex}")
@@ -234,7 +248,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         partial.mkdir()
     except OSError as error:
         raise ConfigError(
-            f"output folder {folder} cannot be made: {error.strerror} ({error.filename}). Try another name."
+            f"output folder {folder} cannot be created: {error.strerror} ({error.filename}). Try another name."
         ) from error
     try:
         yield partial
@@ -251,9 +265,10 @@ def save_logical_folder(
     vocab_size: int,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Gather the logical weights of all ranks and write them with config.yaml to a new folder, as `dtype` (None:
-    unchanged types). Every rank must call this; rank 0 writes. Raises OSError."""
-    from models.weights import gather_logical, logical_tensors  # Megatron-core: seconds that no reader need wait for
+    """Gather the logical weights of all ranks, and write them with config.yaml to a new folder. `dtype`: type of the
+    written weights, except those that stay fp32 (None: unchanged types). Every rank must call this; rank 0 writes.
+    Raises OSError."""
+    from models.weights import gather_logical, logical_tensors  # imports Megatron-core: seconds that readers can save
 
     held: list[list[TensorSpec]] = [[] for _ in range(dist.get_world_size())]
     mine = [
@@ -279,7 +294,7 @@ def save_logical_folder(
 
 @dataclass(frozen=True)
 class LogicalFolder:
-    """An open folder of logical weights: its configuration, where each weight is stored, and a reader of the files."""
+    """An open folder of logical weights: its configuration, the location of each weight, and a reader of its files."""
 
     config: Config
     vocab_size: int
@@ -289,12 +304,15 @@ class LogicalFolder:
 
 
 def open_logical_folder(folder: Path, bounce: BounceBuffers | None = None) -> LogicalFolder:
-    """Open a folder of logical weights; tensors that the model does not have are ignored. `bounce`: buffers for direct
-    reads that bypass the page cache. Raises ConfigError, also if a weight is missing."""
+    """Open a folder of logical weights, and ignore tensors that its model does not have. `bounce`: buffers for direct
+    reads, which bypass the kernel's page cache. Raises ConfigError, also if a weight is missing."""
     config = config_from(read_config(folder))
     vocab_size = config.model.vocab_size
     if vocab_size is None:
-        raise ConfigError(f"{folder / 'config.yaml'} must have the key model.vocab_size (the number of tokens).")
+        raise ConfigError(
+            f"{folder / 'config.yaml'} must contain model.vocab_size (the number of tokens). Import or export the "
+            "folder again."
+        )
     reader = Reader(folder, bounce=bounce)
     weights = {}
     for name in logical_shapes(config, vocab_size):
@@ -310,8 +328,9 @@ def load_logical_folder(
     vocab_size: int,
     off_device: Iterable[AbstractContextManager[None]] = (),
 ) -> None:
-    """Fill this rank's model chunks, in any layout, from a folder of logical weights. `off_device`: contexts that make
-    offloaded weights accessible (see models/weights.py). Raises ConfigError if the folder belongs to another model."""
+    """Load the weights of this rank's model chunks, in any layout, from a folder of logical weights. `off_device`:
+    contexts that make offloaded weights accessible (see models/weights.py). Raises ConfigError if the folder belongs to
+    a different model."""
     folder = Path(folder)
     theirs = read_config(folder)
     wrong = [
@@ -326,18 +345,21 @@ def load_logical_folder(
             f"weights in {folder} belong to another model: {'; '.join(wrong)}. Use the values of "
             f"{folder / 'config.yaml'}."
         )
-    from models.weights import load_logical  # Megatron-core: seconds that no reader need wait for
+    from models.weights import load_logical  # imports Megatron-core: seconds that readers can save
 
     reader = Reader(folder)
     try:
         load_logical(chunks, reader.get, off_device)
     except ValueError as error:
-        raise ConfigError(f"weights in {folder} do not fit this model: {error}.") from error
+        raise ConfigError(
+            f"weights in {folder} do not fit this model: {error}. Import or export the folder again."
+        ) from error
 
 
 def write_config(
     folder: Path, overrides: dict[str, dict[str, Any]], special_tokens: dict[str, Any] | None = None
 ) -> None:
-    """Write a logical folder's config.yaml: overrides of `model` and `moe`, and the special tokens if known."""
+    """Write config.yaml of a folder of logical weights: the overrides of `model` and `moe`, and the special tokens if
+    they are known."""
     known = {} if special_tokens is None else {"special_tokens": special_tokens}
     (folder / "config.yaml").write_text(yaml.safe_dump({"format": FORMAT, **overrides, **known}, sort_keys=False))

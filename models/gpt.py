@@ -37,7 +37,8 @@ POSITION_EMBEDDINGS = {"rope": "none", "learned": "learned_absolute"}  # models/
 
 
 class Gpt(GPTModel):
-    """The part of a GPT on one (virtual) pipeline stage: Megatron-core's modules with our forward pass."""
+    """Megatron-core's GPTModel on one (virtual) pipeline stage, with a forward pass that takes packed documents and
+    targets."""
 
     def __init__(
         self,
@@ -66,7 +67,8 @@ class Gpt(GPTModel):
         self.passes_rows = takes_rows(self)
 
     def forward(self, **inputs: Any) -> torch.Tensor | LossOutput:
-        """Run this stage; the arguments are those of `begin`, and this file's function `forward` states the shapes."""
+        """Run this pipeline stage. The arguments are those of `begin`; the function `forward` of this file states the
+        shapes."""
         started = self.begin(**inputs)
         hidden = self.decoder(hidden_states=started.hidden, **started.settings)
         return started.end(hidden) if self.post_process else hidden
@@ -78,7 +80,8 @@ class Gpt(GPTModel):
         positions: torch.Tensor | None = None,
         slices: RowSlices | None = None,
     ) -> StartedPass:
-        """Compute the layers' input; return it with the layers' arguments and a function for the rest of the pass."""
+        """Compute the input of the layers. Returns it with the layers' arguments and a function for the rest of the
+        pass."""
         micro_batch_rows = MicroBatchRows(
             tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
         )
@@ -105,8 +108,8 @@ build_chunk = Gpt
 
 
 def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) -> dict[str, Any]:
-    """Add the attention slices to a micro-batch, on the host, if documents are separate (the batch has `positions`,
-    int64 `[b, s]`: the position of each token in its segment).
+    """Add the attention slices to a micro-batch, on the host. A batch of separate documents has `positions`, int64
+    `[b, s]`: the position of each token in its segment. Other batches are returned unchanged.
 
     With context parallelism, return only this rank's rows, and always with positions and slices.
     """
@@ -119,12 +122,12 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
-    """Run this rank's stage on `batch["tokens"]`, int64 `[b, s]`, the entries that `on_host` added, and the targets of
-    the batch (see models/loss/token_loss.py).
+    """Run this rank's pipeline stage on a micro-batch: `tokens` (int64 `[b, s]`), the entries that `on_host` added, and
+    the targets (see models/loss/token_loss.py).
 
-    The last stage returns the sum of the losses and the loss per token, fp32 `[b, s]`; without labels, this tensor
-    rank's logits `[b, s, v]`. Other stages return hidden states `[s, b, h]`. With context parallelism a rank's rows
-    form one sample.
+    The last stage returns the sum of the losses and the loss per token, fp32 `[b, s]`. Without labels, it returns this
+    tensor rank's logits `[b, s, v]`. Other stages return hidden states `[s, b, h]`. With context parallelism, a rank's
+    rows form one sample.
     """
     return model(
         tokens=batch["tokens"], targets=targets_of(batch), positions=batch.get("positions"), slices=batch.get(SLICES)
@@ -132,10 +135,11 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | Los
 
 
 def loss(output: LossOutput, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss summed over predicted tokens (`loss_mask` is 1), an fp32 scalar, and no extra losses."""
+    """Return the loss as an fp32 scalar, summed over the predicted tokens (`loss_mask` is 1), and an empty dict of
+    extra losses."""
     return output[0], {}
 
 
 def logits(model: torch.nn.Module, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Return logits over the unpadded vocabulary, `[b, s, vocab_size]`, on every tensor rank of the last stage."""
+    """Return the logits without vocabulary padding, `[b, s, vocab_size]`, on every tensor rank of the last stage."""
     return gather_from_tensor_model_parallel_region(forward(model, {"tokens": tokens}))[..., :vocab_size]

@@ -24,7 +24,8 @@ DRAWN_ROWS = 256  # a block of a large model is about a million numbers: 10 ms t
 
 
 def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> None:
-    """Fill this rank's weights on the device with initial values; padding rows of the vocabulary become 0."""
+    """Fill this rank's weights with initial values, and the padding rows of the vocabulary with 0. Offloaded weights
+    are skipped."""
     with torch.no_grad():
         for item in logical_tensors(chunks):
             if not item.off_device:
@@ -34,7 +35,7 @@ def initialize_weights(chunks: Sequence[torch.nn.Module], config: Config) -> Non
 def fill_off_device(
     chunks: Sequence[torch.nn.Module], config: Config, off_device: Iterable[AbstractContextManager[None]]
 ) -> None:
-    """Fill the offloaded weights with initial values; each context of `off_device` makes some of them accessible."""
+    """Fill the offloaded weights with initial values. Each context of `off_device` makes some of them accessible."""
     with torch.no_grad():
         for item in tensors_off_device(chunks, off_device):
             fill(item, config)
@@ -60,7 +61,7 @@ def fill(item: LogicalTensor, config: Config) -> None:
 
 
 def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
-    """Return the initial values of a full weight, fp32 on the host. No layout may split the weight's columns."""
+    """Return the initial values of a full weight, fp32 on the host. No layout may split the columns of this weight."""
     assert not weight.is_expert and all(split.dim == 0 for split in weight.splits)
     mean, std = distribution(name, weight.kind, config)
     full = torch.full(weight.shape, mean)
@@ -71,7 +72,8 @@ def initial_weight(name: str, weight: Weight, config: Config) -> torch.Tensor:
 
 
 def distribution(name: str, kind: str, config: Config) -> tuple[float, float]:
-    """Return the mean and the standard deviation of a weight's initial values, by its kind; one of the two is 0."""
+    """Return the mean and the standard deviation of a weight's initial values, according to its kind. One of the two is
+    0."""
     std = config.model.init_std
     of_kind = {
         "matrix": (0.0, std),
@@ -89,7 +91,7 @@ def blocks(
     name: str, shape: Sequence[int], dim: int, start: int, end: int, std: float, seed: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the blocks of initial values that overlap indices `start` to `end` of dimension `dim`, as (first index,
-    fp32 values on the host). Each block overwrites the previous one."""
+    fp32 values on the host). All blocks use the same memory, so each overwrites the previous one."""
     generator = torch.Generator()
     memory = torch.empty(math.prod(shape) // shape[dim] * min(DRAWN_ROWS, shape[dim]))
     for number in range(start // DRAWN_ROWS, -(-end // DRAWN_ROWS)):

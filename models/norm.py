@@ -28,7 +28,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square normalization (Zhang and Sennrich 2019) over the last dimension."""
+    """Root mean square normalization (Zhang and Sennrich 2019) over the last dimension, `[..., hidden_size]`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -39,8 +39,8 @@ class AllHeadsRMSNorm(torch.nn.Module):
     """RMSNorm over the channels of all heads together, `[s, b, heads of this rank, d]` (OLMoE, Muennighoff et al.
     2024).
 
-    Every tensor rank stores the weight of all heads and uses the values for its own heads; Megatron-core sums the
-    gradients over ranks, as for any q_layernorm.
+    Every tensor rank stores the weight of all heads and uses the values for its own heads. Megatron-core sums the
+    gradients over the ranks, as for any q_layernorm.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ def norm_class(config: TransformerConfig) -> type[torch.nn.Module]:
 
 
 def mark_sequence_parallel(module: torch.nn.Module, config: TransformerConfig) -> None:
-    """Mark parameters whose gradients must be summed over tensor ranks under sequence parallelism."""
+    """Mark a module's parameters, so that Megatron-core sums their gradients over the tensor ranks under sequence
+    parallelism."""
     for parameter in module.parameters(recurse=False):
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

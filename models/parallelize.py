@@ -38,7 +38,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def layer_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of Megatron's TransformerConfig for the parallel layout and for recomputation."""
+    """Return the settings of Megatron-core's TransformerConfig for the parallel layout and for recomputation."""
     layout = config.parallel
     return {
         # 1. Tensor and sequence parallelism: each layer holds a slice of its weights; norms and dropout process a share
@@ -88,8 +88,8 @@ def parallelize(config: Config, topology: Topology, chunks: Sequence[torch.nn.Mo
 
 
 def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
-    """Let TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the matmul
-    kernel, which saves a bf16 gradient and a pass that adds it."""
+    """Make TransformerEngine's linear layers add their weight gradients to the fp32 gradient buffer within the matmul
+    kernel. This saves a bf16 gradient and the pass that would add it."""
     # Megatron-core has one setting for all layers, and its own output layer needs apex for it. Only TransformerEngine's
     # layers have the attribute.
     for chunk in chunks:
@@ -99,8 +99,8 @@ def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
-    """Mark each weight as split over the tensor ranks or replicated: the gradient norm counts split weights on every
-    rank, replicated weights on rank 0.
+    """Mark each weight as split over the tensor ranks or replicated. The gradient norm counts split weights on every
+    rank, and replicated weights only on rank 0.
 
     Megatron-core marks weights when it initializes them, which is turned off here.
     """
@@ -121,7 +121,8 @@ def bare(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
 
 @contextmanager
 def frozen_weights(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Context manager for reading weights between steps: pending all-gathers are finished first, and dropout is off."""
+    """Context manager for reading weights between steps. It first finishes pending all-gathers, and turns dropout
+    off."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.disable_forward_pre_hook(param_sync=True)

@@ -43,8 +43,8 @@ from parallel.topology import Axis, Topology
 
 @dataclass(frozen=True)
 class Backend:
-    """The module classes of a backend. `norm_column_linear` fuses a norm and a linear layer; None if it has no such
-    class."""
+    """Module classes of a backend. `norm_column_linear`: a norm fused with a linear layer; None if the backend has no
+    such class."""
 
     norm: type
     qk_norm: type
@@ -57,7 +57,7 @@ class Backend:
 class PostNorm(torch.nn.Module):
     """The end of a post-norm sublayer (Vaswani et al. 2017, section 3.1): bias, dropout, residual sum, then the norm.
 
-    Replaces Megatron's bias-dropout-add in a spec: called with (training, fused), it returns the function to apply.
+    Replaces Megatron-core's bias-dropout-add in a spec: a call with (training, fused) returns the function to apply.
     """
 
     def __init__(self, norm: type, config: TransformerConfig) -> None:
@@ -88,8 +88,8 @@ def bias_copying(row_linear: type) -> type:
 
 
 def resolve_backend(config: Config, device: torch.device) -> str:
-    """Return `model.backend`, with `auto` resolved: transformer_engine if the device is CUDA and TransformerEngine
-    works, else portable.
+    """Return the backend that `model.backend` selects. `auto` selects transformer_engine if the device is a CUDA GPU
+    and TransformerEngine works, else portable.
 
     Raises ConfigError if transformer_engine is required but cannot run.
     """
@@ -109,7 +109,7 @@ def resolve_backend(config: Config, device: torch.device) -> str:
 
 
 def backend_line(config: Config, device: torch.device) -> str | None:
-    """Return the line to log if `auto` chose the portable backend on a GPU; otherwise None."""
+    """Return the log line for a GPU on which `auto` selected the portable backend; None in all other cases."""
     fault = transformer_engine_fault()
     if config.model.backend != "auto" or device.type != "cuda" or fault is None:
         return None
@@ -124,8 +124,8 @@ def block_spec(
     vp_stage: int | None,
     off_device: bool = False,
 ) -> TransformerBlockSubmodules:
-    """Return the spec of a model chunk's layers on this rank and of the final norm. `off_device`: the experts' weights
-    are offloaded."""
+    """Return the spec of a model chunk's layers on this rank and of the final norm. `off_device`: the weights of
+    experts are offloaded."""
     backend = _backend(backend_name, megatron)
     # TransformerEngine's attention would need its own sequence lengths, and its own sharding of the sequences.
     if config.data.documents == "separate" or config.parallel.context > 1:

@@ -19,7 +19,7 @@ NORMALIZATIONS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU in its tanh approximation, as in GPT-2 (Hendrycks and Gimpel 2016, section 2)."""
+    """Return GELU in its tanh approximation, as in GPT-2 (Hendrycks and Gimpel 2016, section 2)."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -27,8 +27,8 @@ ACTIVATIONS = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh}
 
 
 def transformer_config(config: Config, backend: str = "portable") -> TransformerConfig:
-    """Return Megatron's settings of the model, its layout and its precision, for a config that configs/validate.py
-    accepted. `backend`, as models/specs.py resolves it, decides which of Megatron's fusions are available."""
+    """Return Megatron-core's settings for the model, its layout and its precision. `config` must have passed
+    configs/validate.py. `backend`: portable or transformer_engine, which determines the available fusions."""
     model, training = config.model, config.training
     dtype = DTYPES[training.precision]
     kind = MLATransformerConfig if model.attention == "latent" else TransformerConfig
@@ -78,9 +78,10 @@ def transformer_config(config: Config, backend: str = "portable") -> Transformer
 
 
 def fusions(config: Config, backend: str) -> dict[str, Any]:
-    """Return the settings that turn on the fusions of Megatron-core that this model can use; {} if fusions are off.
+    """Return the settings that turn on the fusions of Megatron-core that this model can use; {} if fusions are off, or
+    for a backend other than transformer_engine.
 
-    Their kernels are compiled by torch or belong to TransformerEngine, so only that backend has them.
+    The fused kernels are compiled by torch or belong to TransformerEngine.
     """
     model = config.model
     if backend != "transformer_engine" or model.fusions == "off":

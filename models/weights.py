@@ -38,22 +38,23 @@ FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter of this rank (or a buffer, or one expert of a stack), and its position in the logical weight."""
+    """A parameter of this rank (or a buffer, or one expert of a stack), described as a slice of a logical weight."""
 
     name: str
-    # the storage: writing to it changes the model. With the slice of `main_grad`, if its parameter has one
+    # Storage of the model: writing to it changes the model. Has the slice of `main_grad`, if its parameter has one.
     local: torch.Tensor
     shape: tuple[int, ...]  # of the logical tensor
     kind: str  # of the blueprint: matrix, norm, bias ...
-    dim: int | None  # split by tensor parallelism
+    dim: int | None  # the dimension that tensor parallelism splits
     gated: bool  # fc1 of SwiGLU: rows are [gate | up], each split by itself
     group: dist.ProcessGroup  # the tensor parallel group that splits it
-    # Whether its numbers are offloaded, and `local` is a stand-in unless they are here now (parallel/owned.py).
+    # True if its values are offloaded (parallel/owned.py). `local` has the values only while `is_here` is True.
     off_device: bool = False
     is_here: bool = True
 
     def cut(self, full: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of a full logical weight; padding rows are zero. Raises ValueError."""
+        """Return this rank's slice of a full logical weight; padding rows are zero. Raises ValueError for a wrong
+        shape."""
         if tuple(full.shape) != self.shape:
             raise ValueError(f"weight {self.name} has shape {tuple(full.shape)}, but this model needs {self.shape}")
         if self.dim is None:
@@ -64,8 +65,8 @@ class LogicalTensor:
         return local
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """Return the runs of indices along the split dimension: (first local index, first index of the logical weight,
-        length).
+        """Return this rank's runs of indices along the split dimension, as (first local index, first index of the
+        logical weight, length).
 
         A weight that is not split is one run along dimension 0. Local indices outside the runs pad the vocabulary.
         """
@@ -91,7 +92,7 @@ def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:
 def tensors_off_device(
     chunks: Sequence[torch.nn.Module], off_device: Iterable[AbstractContextManager[None]]
 ) -> Iterator[LogicalTensor]:
-    """Yield the slices of offloaded weights for the caller to fill. Each context of `off_device` makes some of them
+    """Yield the slices of offloaded weights, for the caller to fill. Each context of `off_device` makes some weights
     accessible, and stores them when it exits."""
     for at_hand in off_device:
         with at_hand:
@@ -104,8 +105,8 @@ def load_logical(
     get: Callable[[str], torch.Tensor],
     off_device: Iterable[AbstractContextManager[None]] = (),
 ) -> None:
-    """Fill this rank's weights, in any layout, from `get(name) -> full logical weight`. `off_device`: see
-    `tensors_off_device`. Raises ValueError for a wrong shape."""
+    """Fill this rank's weights, in any layout. `get(name)` returns a full logical weight. `off_device`: contexts that
+    each make some offloaded weights accessible. Raises ValueError for a wrong shape."""
     on_device = (item for item in logical_tensors(chunks) if not item.off_device)
     with torch.no_grad():
         for item in itertools.chain(on_device, tensors_off_device(chunks, off_device)):
@@ -118,7 +119,7 @@ def gather_logical(
     """Gather the full logical weights from all ranks, one at a time, sorted by name. Every rank must iterate to the
     end.
 
-    Yields (name, full tensor on this rank's device) on every rank. `select` may replace each parameter by another
+    Yields (name, full tensor on this rank's device) on every rank. `select` may replace each parameter by a different
     tensor of the same shape, such as its gradient.
     """
     items = {item.name: item for item in logical_tensors(chunks)}
@@ -144,8 +145,8 @@ def gather_logical(
 
 
 def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Iterator[LogicalTensor]:
-    """Yield the slices of logical weights in a model chunk; with `at_hand_alone`, only slices of offloaded parameters
-    that are accessible now."""
+    """Yield the slices of logical weights in a model chunk. With `at_hand_alone`, yield only slices of offloaded
+    parameters that are accessible now."""
     tensors: dict[str, torch.Tensor] = dict(chunk.named_parameters())
     if at_hand_alone:
         tensors = {name: tensor for name, tensor in tensors.items() if is_at_hand(tensor)}
@@ -169,7 +170,8 @@ def _chunk_tensors(chunk: torch.nn.Module, at_hand_alone: bool = False) -> Itera
 
 
 def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield (logical name, name in the blueprint, tensor) of parameters; experts of a stack are separate views."""
+    """Yield (logical name, name in the blueprint, tensor) for each parameter of a model chunk. The experts of a stack
+    are separate views."""
     for local_name, tensor in tensors.items():
         match = re.fullmatch(r"(decoder|encoder)\.layers\.(\d+)\.(.+)", local_name)
         if match is None:

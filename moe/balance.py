@@ -3,9 +3,8 @@
 The loss of a layer is E * sum over e of f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4): f_e is the share
 of expert e in all choices, P_e the mean of its scores. Both are over the global batch, as in arXiv 2501.11873.
 
-The f of a step is known only after its last micro-batch was routed, but the backward pass of the first one runs
-earlier. The gradients are therefore those of the loss with the f of the last update:
-docs/decisions/global-aux-loss-of-previous-step.md.
+The f of a step is known only after its last micro-batch was routed, but the first micro-batch's backward pass runs
+earlier. The gradients therefore use the f of the last update: docs/decisions/global-aux-loss-of-previous-step.md.
 
 Shapes: L MoE layers, T tokens, E experts.
 """
@@ -21,10 +20,10 @@ from moe.router import Router
 
 
 class GlobalBalance:
-    """Adds the load-balancing loss over the global batch to the routers of the model chunks `chunks`.
+    """The load-balancing loss over the global batch, which this object adds to all routers of `chunks`.
 
-    It sums over this rank's tokens only: the caller reduces the result of `take` over ranks, and gives the choices to
-    `follow`. `layers` are the numbers of the model's MoE layers.
+    It sums over this rank's tokens. The caller must reduce the result of `take` over ranks, and pass the choices to
+    `follow`. `layers`: the numbers of the model's MoE layers.
     """
 
     def __init__(
@@ -40,17 +39,17 @@ class GlobalBalance:
                     module.global_balance = self._loss
 
     def begin(self) -> None:
-        """Set this rank's sums of choices and scores to zero, at the start of a step."""
+        """Reset this rank's sums of choices and scores at the start of a step."""
         self._sums.zero_()
 
     def take(self) -> torch.Tensor:
-        """Return this rank's sums over the step's tokens, float64 [2, L, E]: each expert's choices, and its scores."""
+        """Return this rank's sums over the step's tokens, float64 [2, L, E]: choices and scores of each expert."""
         return self._sums
 
     def follow(self, choices: torch.Tensor | None) -> None:
-        """Use the choices of a global batch, float64 [L, E] on the host, as the f of the loss from now on.
+        """Set the f of the loss from the choices per expert in a global batch, float64 [L, E] on the host.
 
-        With None every expert has the same f, and the loss has no gradient.
+        With None all experts have the same f, and the loss has no gradient.
         """
         if choices is None:
             self._shares.fill_(1 / self._shares.size(1))
@@ -67,6 +66,9 @@ class GlobalBalance:
 
 
 def values(sums: torch.Tensor) -> torch.Tensor:
-    """Return each layer's load-balancing loss [L] from a global batch's choices and scores [2, L, E]; 1 is balanced."""
+    """Return each layer's load-balancing loss [L] from a global batch's sums [2, L, E] of choices and scores.
+
+    A perfectly balanced layer has the loss 1.
+    """
     f, p = sums / sums.sum(dim=2, keepdim=True)
     return sums.size(2) * (f * p).sum(dim=1)

@@ -5,7 +5,7 @@ order of their ranks. Context parallel ranks hold them in any order; then each t
 micro-batch. A decision depends only on the values and on the order of the tokens, never on which of several equal
 values a kernel finds first, so it is the same on every device.
 
-Shapes: T this rank's tokens, E experts, R ranks, K the most assignments that one rank can add to an expert's capacity.
+Shapes: T this rank's tokens, E experts, R ranks, K the most assignments of one rank that an expert can keep.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-MAGNITUDE = 0x7FFFFFFF  # of an fp32 number: all bits but the sign
+MAGNITUDE = 0x7FFFFFFF  # all bits of an fp32 number except the sign
 TURN_BITS = 31  # bits of a token's turn: with the 31 bits of its probability they fit an int64
 LAST_TURN = 2**TURN_BITS - 1
 
@@ -26,18 +26,20 @@ def keep(
     group: dist.ProcessGroup | None = None,
     positions_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return bool [T, E]: the assignments of `chosen_TE` that their experts keep, at most `capacity` per expert.
+    """Return a mask, bool [T, E], of those assignments in `chosen_TE` that experts keep: at most `capacity` per expert.
 
-    With `policy` "position" an expert keeps its first tokens, with "probs" those with the greatest `probs_TE` [T, E]
-    (fp32, not negative), the first ones among equals. `group`: the ranks that hold the micro-batch's tokens, the same
-    number each; None if this rank holds them all. `positions_T`, int64 [T], unique over all ranks and below 2**31: the
-    position of each token, if it does not follow from rank and row.
+    With `policy` "position" an expert keeps its first tokens. With "probs" it keeps the tokens with the greatest
+    `probs_TE` [T, E] (fp32, not negative), and among equals the first ones.
+
+    `group`: the ranks that share the micro-batch's tokens evenly; None if this rank has them all. `positions_T`, int64
+    [T]: each token's position in the micro-batch, unique over all ranks and below 2**31; None if it follows from rank
+    and row.
     """
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if capacity >= size * len(chosen_TE):
         return chosen_TE
     if positions_T is not None:
-        # One key per assignment, the greatest are kept: ordered by the policy's value, then by earlier turns.
+        # One key per assignment, of which the greatest are kept: the policy's value, then the earlier turn.
         keys_TE = (LAST_TURN - positions_T)[:, None].expand_as(chosen_TE)
         if policy == "probs":
             keys_TE = keys_TE + (_bits(probs_TE).long() << TURN_BITS)
@@ -57,7 +59,7 @@ def keep(
 
 
 def _bits(probs_TE: torch.Tensor) -> torch.Tensor:
-    """Return int32 numbers that sort like the non-negative `probs_TE`; NaN is the greatest, so it is never dropped."""
+    """Return int32 numbers that sort like the non-negative `probs_TE`. NaN is greatest, so that it is never dropped."""
     return probs_TE.detach().view(torch.int32) & MAGNITUDE
 
 
@@ -66,7 +68,7 @@ def _first(chosen_TE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(own: torch.Tensor, size: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All-gather a tensor over the group: [R, ...], with R = 1 without a group."""
+    """All-gather a tensor over the group; return [R, ...]. Without a group R is 1."""
     if group is None:
         return own[None]
     everywhere = own.new_empty(size * len(own), *own.shape[1:])

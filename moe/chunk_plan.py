@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# Chunks that are dispatched before the first is computed, and combines that may be in flight before one is waited for.
+# Chunks that are dispatched before the first is computed, and most combines in flight before the oldest is waited for.
 DEPTH = 2
-AHEAD = DEPTH + 1  # chunks whose receive buffers are ready beyond the one that is computed
+AHEAD = DEPTH + 1  # chunks after the computed one whose receive buffers are ready
 FP32 = 4  # bytes of a number
 WHOLE = 2**62  # greater than any number of assignments: all at once
 MAX_IN_FLIGHT = 2 * DEPTH + 2  # exchanges of a pass that may still be sending: bounds the memory of send buffers
 
 
-@dataclass(frozen=True, eq=False)  # only those of STRATEGIES exist, and planners hash them often
+@dataclass(frozen=True, eq=False)  # there are only the objects in STRATEGIES, and planners hash them often
 class Strategy:
-    """The memory strategy: how the backward pass obtains the tensors of each chunk.
+    """A memory strategy: how the backward pass obtains the activations of each chunk.
 
-    `token_rows`, the dispatched input: "keep", "communicate" (dispatch again from the layer's input) or "offload" (copy
-    to the host and back). `preactivations`, the input of the activation function: "keep", "recompute" from the rows, or
-    "offload".
+    `token_rows` (the dispatched input): "keep", "communicate" (dispatch again from the layer's input) or "offload"
+    (copy to the host and back). `preactivations` (the input of the activation function): "keep", "recompute" (from the
+    dispatched input) or "offload".
     """
 
     token_rows: str
@@ -28,7 +28,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Return whether the backward pass copies tensors back from the host, which needs the forward pass's chunks."""
+        """Return whether activations are copied to the host and back. Both passes then need the same chunks."""
         return "offload" in (self.token_rows, self.preactivations)
 
 
@@ -48,8 +48,9 @@ NOTHING_KEPT = STRATEGIES["communicate_recompute"]  # also used for calls withou
 class Plan:
     """The settings of an MoE layer's call: numbers of chunks, memory strategy, and order of the backward pass.
 
-    The weight gradients of chunk i are computed after the input gradients of chunk i + `weight_lag` (or the last one).
-    A lag of 0 needs the least memory; with `backward_degree` - 1 all input gradients are sent first.
+    The weight gradients of chunk i are computed after the input gradients of chunk i + `weight_lag`, or of the last
+    chunk. A lag of 0 needs the least memory. With a lag of `backward_degree` - 1 all input gradients are sent before
+    weight gradients are computed.
     """
 
     degree: int = 1
@@ -62,7 +63,7 @@ class Plan:
             raise ValueError(
                 f"backward_degree ({self.backward_degree}) must equal degree ({self.degree}) with the memory strategy "
                 f"{self.memory_strategy!r}, which copies the forward pass's chunks back from the host. "
-                "Use one number of chunks for both passes."
+                "Set both to the same number, or choose a memory strategy without offload."
             )
 
 
@@ -77,7 +78,7 @@ class PassPlan:
 
 
 def pass_degrees(plan: Plan, both: bool) -> list[int]:
-    """Return the numbers of chunks of the passes without duplicates; `both`: include the backward pass."""
+    """Return the distinct numbers of chunks of the forward pass and, with `both`, of the backward pass."""
     return [plan.degree] if plan.degree == plan.backward_degree or not both else [plan.degree, plan.backward_degree]
 
 
@@ -89,7 +90,7 @@ def pass_plans(plan: Plan) -> tuple[PassPlan, PassPlan]:
 
 
 def stored_fields(record: Any, stored: Mapping[str, str]) -> dict[str, Any]:
-    """Return a dataclass as a dict for a file, in which fields have their names in `stored` if these differ."""
+    """Return a dataclass as a dict for a file. `stored` maps renamed fields to their names in the file."""
     return {stored.get(name, name): value for name, value in asdict(record).items()}
 
 
@@ -100,19 +101,19 @@ STORED_PAIRS = {"assignments": "pairs", "expert_assignments": "expert_pairs"}  #
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLoad:
-    """The load of one call of an MoE layer on its busiest rank. All ranks must plan with the same numbers."""
+    """The load of one call of an MoE layer on its busiest rank. All ranks must plan with the same load."""
 
     tokens: int  # of one rank, before dispatch
-    token_rows: int  # unique (token, rank) rows sent or received, whichever is more, the rank's own included
-    away_rows: int  # those of them that are sent to other ranks
-    assignments: int  # of a token row and an expert, computed here
+    token_rows: int  # unique (token, rank) rows sent or received, whichever is more, including the rank's own
+    away_rows: int  # `token_rows` that are sent to other ranks
+    assignments: int  # (token row, expert), computed on the rank
     hidden_size: int  # H
     hidden_columns: int  # G, inputs of the activation function per assignment: 2 F for SwiGLU
-    width: int  # F, its outputs
+    width: int  # F, outputs of the activation function per assignment
     element_size: int  # bytes per number
     expert_assignments: int = WHOLE  # of the busiest expert
-    block: int = WHOLE  # most assignments that go through an expert at once
-    tiled: bool = False  # computed in tiles, which need other scratch memory
+    block: int = WHOLE  # most assignments that an expert computes at once
+    tiled: bool = False  # computed in tiles, which changes the scratch memory
     replica_numbers: int = 0  # numbers in the weights of all replicas that a rank may hold
     fetched_bytes: int = 0  # of replicas' weights that a rank sends, or receives
     returned_bytes: int = 0  # of replicas' gradients
@@ -123,5 +124,5 @@ class LayerLoad:
         return self.replica_numbers > 0
 
     def as_dict(self) -> dict[str, int]:
-        """Return the load with the field names of plans.jsonl, in which assignments are called pairs."""
+        """Return the load with the field names of plans.jsonl, which calls assignments pairs."""
         return stored_fields(self, STORED_LOAD | STORED_PAIRS)

@@ -19,12 +19,14 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from memory.host_link import HostLink
 from moe import route
 from moe.alltoall.flat import AllToAll
 from moe.alltoall.hierarchical import ranks_per_node, shared_exchange
 from moe.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.experts.compute import ExpertCompute
 from moe.experts.module import StackedExperts
+from moe.experts.streamed import StreamedExperts
 from moe.experts.weights import Slab, Weights
 from moe.placement.live import LayerPlacement
 from moe.placement.policy import Policy
@@ -42,14 +44,14 @@ from moe.schedule.pass_sizes import exchange_sizes
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of one call of the routed experts that are not in its chunk plan, e.g. ranks and shared expert."""
+    """The settings of one call of the routed experts that are not in its chunk plan, e.g. the shared expert."""
 
-    exchange: AllToAll | None = None  # over the ranks that share the experts; None: this rank has them all
+    exchange: AllToAll | None = None  # over the ranks that share the experts; None: this rank has all experts
     shared_expert: SharedExpert | None = None
     assignments_per_token: int | None = None  # the number of experts of every token if none is dropped
     most_per_token: int | None = None  # the most experts of a token otherwise
     placement: LayerPlacement | None = None  # sends assignments to replicas; None: all are computed by primaries
-    comes_again: bool = False  # a call that keeps nothing will be repeated with a backward pass
+    comes_again: bool = False  # a call that keeps no activations will be repeated, with a backward pass
     strided: bool = False  # each chunk takes every K-th token
     experts: ExpertCompute = field(default_factory=ExpertCompute)
     timer: PassTimer = field(default_factory=PassTimer)
@@ -66,8 +68,10 @@ def routed_experts(
     """Return the weighted sum of the chosen experts' outputs [T, H], plus the shared expert's output.
 
     The call chooses the rank that computes each assignment, then dispatches, computes and combines in chunks. The
-    result is differentiable in x, probs and weights. x [T, H]; probs [T, E] and routing map [T, E] (bool) over the
-    experts of all ranks; `primaries` are the weights of the experts that this rank owns.
+    result is differentiable in x, probs and weights.
+
+    `x_TH` [T, H] is the layer's input. `probs_TE` and `routing_map_TE` (bool), both [T, E], are over the experts of all
+    ranks. `primaries`: the weights of the experts that this rank owns.
     """
     order_T, stride = None, max(plan.degree, plan.backward_degree)
     if setting.strided and stride > 1 and len(x_TH):
@@ -98,10 +102,10 @@ def _spread(
     exchange: AllToAll,
     keep: bool,
 ) -> SpreadCall:
-    """Prepare a call over several ranks: decide which rank computes which assignment, and exchange the sizes."""
+    """Prepare a call over several ranks: decide which rank computes each assignment, and exchange the sizes."""
     degrees, placement = pass_degrees(plan, both=keep), setting.placement
     row_per_assignment = primaries.block_rows is not None
-    assert not row_per_assignment or len(degrees) == 1, "blocks are those of both passes"
+    assert not row_per_assignment or len(degrees) == 1, "both passes must have the same blocks"
     replicas: CallReplicas | None = None
     if placement is None or not placement.active:
         primaries_map = PlacementMap(routing_map_TE.size(1), exchange.size) if placement is None else placement.map
@@ -113,7 +117,7 @@ def _spread(
         destinations, replicas = placement.plan_call(choice, in_turn_TE, primaries, keep, comes_again, cut)
     order = route.dispatch_order(choice, destinations, degrees, row_per_assignment)
     num_slots = destinations.num_slots * (exchange.size if row_per_assignment else 1)
-    del destinations  # its memory is free while experts compute
+    del destinations  # frees its memory while experts compute
     sizes = exchange_sizes(order, degrees, num_slots, exchange)
     if placement is not None:
         placement.ran(sizes[0])
@@ -123,10 +127,10 @@ def _spread(
 
 
 class MixtrainMoELayer(MoELayer):
-    """An MoE layer: routed experts (stacked, dropless, dispatched in chunks) plus an optional shared expert.
+    """An MoE layer: routed experts (stacked, dropless, dispatched in chunks), plus an optional shared expert.
 
     It replaces Megatron's layer, with the same router, losses and checkpoint names. `plan` and `exchange` determine how
-    each call runs; they may be changed between steps, on all ranks in the same way.
+    a call runs. They may change between steps, in the same way on all ranks.
     """
 
     def __init__(
@@ -168,13 +172,12 @@ class MixtrainMoELayer(MoELayer):
     ) -> tuple[torch.Tensor, None]:
         """Return (output [s, b, H], None for the bias) for this rank's tokens, hidden_states [s, b, H].
 
-        Raises ValueError in training with tensor parallelism but without sequence parallelism, as Megatron's layer
-        does.
+        As in Megatron's layer, training with tensor parallelism but without sequence parallelism raises ValueError.
         """
         if self.training and self.attn_tp_group.size() > 1 and not self.config.sequence_parallel:
             raise ValueError(
-                "an MoE layer with tensor parallelism trains only with sequence parallelism. Set "
-                "parallel.sequence=true."
+                "parallel.sequence is false, but an MoE layer with tensor parallelism trains only with sequence "
+                "parallelism. Set parallel.sequence=true."
             )
         probs, routing_map, hidden_states = self.router(hidden_states, padding_mask, pass_input=True)
         x = hidden_states.reshape(-1, hidden_states.size(-1))
@@ -186,15 +189,30 @@ class MixtrainMoELayer(MoELayer):
             output = self._routed(x, probs, routing_map, shared_expert)
         return output.view_as(hidden_states), None
 
+    def use_plan(self, plan: Plan, all_to_all: str | None = None) -> None:
+        """Compute further calls with this plan and, if given, with this kind of token exchange, on all ranks of the
+        expert parallel group between the same two steps."""
+        self.plan = plan
+        if all_to_all is not None:
+            self.exchange = shared_exchange(self.ep_group, all_to_all)
+
+    def copy_through(self, link: HostLink) -> None:
+        """Copy offloaded activations between device and host through this link."""
+        self.expert_compute.link = link
+
+    def stream_weights(self, streamed: StreamedExperts) -> None:
+        """Read the experts' weights from device slots that a copy stream fills, because they are offloaded."""
+        self.expert_compute.streamed = streamed
+
     def set_primaries(self, placement: PlacementMap) -> None:
-        """Switch to another map of experts to the ranks that own them; all ranks call it between the same two steps."""
+        """Replace the map from experts to the ranks that own them, on all ranks between the same two steps."""
         assert self.placement is not None
         self.experts.map = self.placement.map = placement
         self.local_expert_indices = self.experts.experts_here()  # their weights' names contain these
 
     def _split_experts(self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
-        # Each expert tensor rank holds a shard of every expert's width: it computes for the tokens of all these ranks,
-        # and the partial sums are reduced afterwards. All of these ranks have the same number of tokens.
+        # Each expert tensor rank has a shard of every expert's width. It computes for the tokens of all expert tensor
+        # ranks, which have equal numbers of tokens, and the partial sums are reduced afterwards.
         group = self.expert_tensor_group
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
         probs = gather_from_sequence_parallel_region(probs, tensor_parallel_output_grad=True, group=group)
@@ -224,10 +242,10 @@ class MixtrainMoELayer(MoELayer):
 
 
 def hand_rows_to_routers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Register hooks that give each router its token rows (RouterRows) before every call of its transformer layer.
+    """Register hooks that give each router its token rows (RouterRows) before each call of its transformer layer.
 
-    The rows are the attribute `routed` of the argument `packed_seq_params`; without it the router uses all rows. With
-    hooks the rows are also right in a recomputation, and with several micro-batches in flight.
+    The rows are the attribute `routed` of the argument `packed_seq_params`; without it the router uses all rows. Hooks
+    set the right rows also in a recomputation and with several micro-batches in flight.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -240,7 +258,7 @@ def _set_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def layers_of(chunks: Sequence[torch.nn.Module]) -> dict[int, MixtrainMoELayer]:
-    """Return this rank's MoE layers as a dict from their number in the whole model, counted from 0."""
+    """Return this rank's MoE layers as a dict; a key is the layer's number in the whole model, from 0."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtrainMoELayer)]
     return {module.layer_number - 1: module for module in modules if module.layer_number is not None}
 
@@ -256,10 +274,11 @@ def moe_spec(
     strided: bool = False,
     off_device: bool = False,
 ) -> ModuleSpec:
-    """Return the Megatron spec of an MoE layer in the place of a feed-forward layer, over a Topology's process groups.
+    """Return the Megatron spec of an MoE layer that replaces a feed-forward layer.
 
-    `linear`: the backend's parallel linear layers, of which the shared expert is made. `activation`: swiglu, gelu or
-    gelu_tanh. `strided`: each chunk takes every K-th token. `off_device`: the experts' weights are offloaded.
+    `groups`: the process groups of a Topology. `linear`: the backend's parallel linear layers, for the shared expert.
+    `activation`: swiglu, gelu or gelu_tanh. `strided`: each chunk takes every K-th token. `off_device`: the experts'
+    weights are offloaded.
     """
     return ModuleSpec(
         module=MixtrainMoELayer,

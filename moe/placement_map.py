@@ -26,13 +26,13 @@ class PlacementMap:
 
     num_experts: int
     num_ranks: int = 1
-    # The primary of each expert, rank * num_expert_slots + slot; None: in order, which is the static map.
+    # The primary of each expert, rank * num_expert_slots + slot; None: experts are in order, as in the static map.
     primaries: tuple[int, ...] | None = None
     replicas: tuple[tuple[int, int], ...] = ()  # (expert, rank) of replicas with the weights of this step
 
     @property
     def num_expert_slots(self) -> int:
-        """The number of experts whose primary is on a rank, the same for all ranks."""
+        """The number of primaries on a rank, the same for all ranks."""
         return self.num_experts // self.num_ranks
 
     @cached_property
@@ -50,22 +50,22 @@ class PlacementMap:
         return np.arange(self.num_experts) if self.primaries is None else np.asarray(self.primaries)
 
     def locate(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (rank, slot) of the primaries of experts; all three tensors are int64 and of the same shape."""
+        """Return (rank, slot) of each expert's primary. All three tensors are int64 with the same shape."""
         if self.primaries is not None:
             experts = experts.new_tensor(self.primaries).index_select(0, experts.reshape(-1)).view_as(experts)
         ranks = experts // self.num_expert_slots
         return ranks, experts.sub(ranks, alpha=self.num_expert_slots)
 
     def moved_to(self, primary_ranks: Sequence[int]) -> PlacementMap:
-        """Return the map with each expert's primary on the given rank; every expert keeps its slot number.
+        """Return a map with each expert's primary on the given rank; every expert keeps its slot number.
 
         Raises ValueError if two experts would have the same slot of a rank.
         """
         primaries = np.asarray(primary_ranks, dtype=np.int64) * self.num_expert_slots + self.primary_slots
         if sorted(primaries.tolist()) != list(range(self.num_experts)):
             raise ValueError(
-                f"primary_ranks ({list(primary_ranks)}) gives two experts the same slot of a rank; each of "
-                f"{self.num_ranks} ranks must get one expert for each of its {self.num_expert_slots} slots."
+                f"primary_ranks ({list(primary_ranks)}) gives two experts the same slot of a rank. Give each of the "
+                f"{self.num_ranks} ranks one expert for each of its {self.num_expert_slots} slots."
             )
         in_order = (primaries == np.arange(self.num_experts)).all()
         return PlacementMap(self.num_experts, self.num_ranks, None if in_order else tuple(primaries.tolist()))

@@ -1,4 +1,4 @@
-"""Turn the router's choice into sorted indices: the token rows that go to each rank, and those that each expert reads.
+"""Turn the router's choice into sorted indices: the token rows sent to each rank, and the rows that each expert reads.
 
 Pure functions on tensors of one rank, without communication. The tokens of a layer are split into chunks of consecutive
 tokens or of strided ones. With strided chunks each chunk takes every K-th token, so that neighbours, which choose
@@ -30,16 +30,17 @@ MAX_BYTE, MAX_SHORT = 255, 32767
 class Choice:
     """The router's choice as a list of assignments (token, expert), sorted by token, then expert.
 
-    With strided chunks tokens have their strided numbers. On a GPU the list has its greatest possible length, so that
-    the host does not wait for the actual one: entries with token number T, which does not exist, fill its end.
+    With strided chunks `tokens` has strided numbers (see `order_T`). On a GPU the list has its greatest possible
+    length, so that the host does not wait for the actual length. Padding at its end has the token number T, which does
+    not exist.
     """
 
     tokens: torch.Tensor  # [P] int64, or their strided numbers
     experts: torch.Tensor  # [P] int64, of the whole layer
     flat: torch.Tensor  # [P] int64: token * E + expert
     num_tokens: int
-    assignments_per_token: int | None  # if it is the same for all tokens
-    order_T: torch.Tensor | None = None  # int64: the token that has each strided number; None: tokens keep theirs
+    assignments_per_token: int | None  # if this number is the same for all tokens
+    order_T: torch.Tensor | None = None  # int64: the token with each strided number; None: chunks are not strided
 
     @property
     def may_be_padded(self) -> bool:
@@ -59,7 +60,7 @@ class Destinations:
 
     @classmethod
     def of_primaries(cls, choice: Choice, placement: PlacementMap) -> Destinations:
-        """Return the destinations if every assignment is computed by its expert's primary."""
+        """Return the destinations if each expert's primary computes all assignments of the expert."""
         num_slots = placement.num_expert_slots
         return cls(*placement.locate(choice.experts), placement.num_ranks, num_slots, num_slots)
 
@@ -76,17 +77,17 @@ class Sum:
 class Chunk:
     """The indices of one chunk on the rank that computes it: n of the received assignments (token row, expert slot)."""
 
-    # The chunk's ranges of the list of received assignments; one after the other, they are in the order of their rows.
+    # The chunk's ranges in the list of received assignments. Concatenated, they are in the order of their rows.
     slices: list[slice]
-    span: slice  # the chunk's range of a list of assignments that is sorted by chunk
-    first_row: int  # in a buffer of all chunks' rows
+    span: slice  # the chunk's range in a list of assignments that is sorted by chunk
+    first_row: int  # the chunk's first row in a buffer with all chunks' rows
     num_rows: int
     ids: torch.Tensor  # [n] indices in the list of received assignments, sorted by slot
     token_rows: torch.Tensor  # [n] the assignments' rows, counted from `first_row`, sorted by slot
-    ends: torch.Tensor  # [slots] int32: where each slot's assignments end
-    sums: Sum  # from assignments sorted by slot to rows
+    ends: torch.Tensor  # [slots] int32: the end of each slot's assignments
+    sums: Sum  # sum each row's assignments, which are sorted by slot
     host_ends: list[int] | None = None  # `ends` on the host, if it needs them: see `read_ends`
-    num_primary_assignments: int | None = None  # assignments of primaries, where those of replicas may follow
+    num_primary_assignments: int | None = None  # assignments of primaries, if assignments of replicas may follow
 
 
 class Chunks(list[Chunk]):
@@ -101,16 +102,17 @@ class Chunks(list[Chunk]):
 class DispatchOrder:
     """The assignments that this rank sends, sorted by destination rank, then token, then expert.
 
-    All assignments of one rank and token share a row. Dropped assignments may follow at the end.
+    All assignments of a token to the same rank share a row, unless `row_per_assignment` is set. Padding (see `Choice`)
+    may follow at the end.
     """
 
     assignments: torch.Tensor  # [P] indices in the `Choice`
     tokens: torch.Tensor  # [P]
-    token_rows: torch.Tensor  # [P] each assignment's row among all that are sent
-    packed_ids: torch.Tensor  # [P] int64: row within the rank's rows * num_slots + slot
+    token_rows: torch.Tensor  # [P] each assignment's row among all sent rows
+    packed_ids: torch.Tensor  # [P] int64: (row among the rows for its rank) * num_slots + slot
     num_slots: int
-    # [ranks, kinds, chunks]: numbers of rows, of assignments and, if there may be replicas, of assignments of
-    # primaries, for each rank in each chunk, of every degree in turn
+    # [ranks, kinds, chunks]: the numbers of rows, of assignments and, if there may be replicas, of primaries'
+    # assignments, for each rank and chunk. The chunks of all degrees follow one another.
     counts: torch.Tensor
     row_per_assignment: bool = False  # each assignment has a row of its own
 
@@ -122,12 +124,12 @@ class DispatchOrder:
 
 
 def boundaries(num_tokens: int, degree: int) -> list[int]:
-    """Return the first token of each of `degree` chunks of about equal size, followed by the number of tokens."""
+    """Return the first tokens of `degree` chunks of about equal size, followed by the number of tokens."""
     return [num_tokens * i // degree for i in range(degree + 1)]
 
 
 def strided_order(num_tokens: int, stride: int, device: torch.device) -> torch.Tensor:
-    """Return the tokens in the order 0, K, 2K, ..., 1, K + 1, ... for K = `stride`: int64 [T]."""
+    """Return the tokens in the order 0, K, 2K, ..., 1, K + 1, ..., int64 [T], where K is `stride`."""
     if num_tokens % stride and num_tokens:
         return torch.cat([torch.arange(i, num_tokens, stride, device=device) for i in range(min(stride, num_tokens))])
     return torch.arange(num_tokens, device=device).view(-1, stride).t().flatten()
@@ -139,10 +141,10 @@ def choose(
     most_per_token: int | None = None,
     order_T: torch.Tensor | None = None,
 ) -> Choice:
-    """Return the assignments of a routing map (bool), in the order of the tokens or of `order_T`.
+    """Return the assignments of a routing map, bool [T, E], in the order of the tokens or of `order_T`.
 
-    On a GPU the list is shorter if `assignments_per_token`, the number of every token, or `most_per_token`, the
-    greatest number of a token, is given.
+    `assignments_per_token`: the number of experts of every token, if it is always the same. `most_per_token`: the
+    greatest number of experts of a token. Either makes the list on a GPU shorter.
     """
     if order_T is not None:
         choice = choose(routing_map_TE.index_select(0, order_T), assignments_per_token, most_per_token)
@@ -165,8 +167,8 @@ def choose(
 def stable_argsort(keys: torch.Tensor, limit: int) -> torch.Tensor:
     """Return the indices that stably sort non-negative integers of at most `limit`.
 
-    The host uses numpy, whose sort of 8 and 16 bit integers is a radix sort: 32768 keys of a byte take 0.05 ms, with
-    torch's sort of int64 0.8 ms.
+    On a CPU, numpy sorts 8 and 16 bit integers with a radix sort: 32768 keys of one byte take 0.05 ms. Torch's sort of
+    int64 takes 0.8 ms.
     """
     if keys.device.type != "cpu" or limit > MAX_SHORT:
         return keys.argsort(stable=True)
@@ -186,7 +188,7 @@ def sort_keys(keys: torch.Tensor, limit: int) -> tuple[torch.Tensor, torch.Tenso
 def starts_of(values: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Return the index of the first occurrence of each of `numbers` (consecutive integers) in sorted `values`.
 
-    All values must be among the numbers. A number without a value gets the index at which it would be inserted.
+    All values must be among the numbers. A number that does not occur gets the index at which it would be inserted.
     """
     if values.device.type != "cpu":
         return torch.searchsorted(values, numbers)
@@ -204,9 +206,9 @@ def make_chunks(
 ) -> Chunks:
     """Sort the received assignments by chunk and expert slot, with one sort for any number of chunks.
 
-    `rows_Q`: each assignment's row, counted from the first row of its chunk. `slices`: each chunk's ranges of the list
-    of assignments, in the order of their rows. `of_chunk_Q` [2, Q], only with several chunks: the `chunk_bases` of each
-    assignment's chunk.
+    `rows_Q`: each assignment's row, counted from the first row of its chunk. `slices`: each chunk's ranges in the list
+    of received assignments, in the order of their rows. `of_chunk_Q` [2, Q]: the `chunk_bases` of each assignment's
+    chunk; None for a single chunk.
     """
     numbers = torch.arange(max(len(rows_Q), num_slots * len(num_rows), *num_rows), device=rows_Q.device)
     keys = slots_Q if of_chunk_Q is None else slots_Q + of_chunk_Q[0]
@@ -231,13 +233,13 @@ def make_chunks(
 
 
 def chunk_bases(num_assignments: Sequence[int], num_slots: int) -> tuple[list[int], list[int]]:
-    """Return two lists with an entry per chunk: its number * `num_slots`, and the index of its first assignment."""
+    """Return two lists with an entry per chunk: its index times `num_slots`, and the index of its first assignment."""
     firsts = accumulate(num_assignments[:-1], initial=0)
     return [i * num_slots for i in range(len(num_assignments))], list(firsts)
 
 
 def read_ends(chunks: Sequence[Chunk]) -> None:
-    """Copy the end of each slot's assignments in all chunks to the host, in one transfer, and set `host_ends`."""
+    """Set `host_ends` of all chunks: copy the ends of all slots' assignments to the host in one transfer."""
     ends = torch.cat([chunk.ends for chunk in chunks]) if len(chunks) > 1 else chunks[0].ends
     numbers = ends.tolist()
     for i, chunk in enumerate(chunks):
@@ -249,9 +251,9 @@ def add_up(
 ) -> torch.Tensor:
     """Return sums [outputs, H] of rows of `source`, in `out` if given; a sum of no rows is zero.
 
-    `weights` (fp32 or wider, in the order of `sums.index`) multiply the rows. One kernel reads each row once and adds
-    in fp32; index_add_ on the host would write each output row once per added row, and on a GPU its result would depend
-    on the order of atomic additions.
+    Rows are multiplied by `weights` (fp32 or wider, in the order of `sums.index`). One kernel reads each row once and
+    adds in fp32. With index_add_, the host would write each output row once per added row, and a GPU's result would
+    depend on the order of atomic additions.
     """
     if kernels.has(source):
         out = WORKSPACE.lend((len(sums.starts), source.size(1)), source) if out is None else out
@@ -267,17 +269,18 @@ def add_up(
 def dispatch_order(
     choice: Choice, destinations: Destinations, degrees: Sequence[int], row_per_assignment: bool = False
 ) -> DispatchOrder:
-    """Sort the assignments by destination rank, number their unique rows, and count both per chunk for each degree.
+    """Sort the assignments by destination rank, number their unique rows, and count both per rank and chunk.
 
-    `row_per_assignment`: each assignment gets a row of its own, so that no sum of rows depends on the ranks.
+    `degrees`: the numbers of chunks for which to count. `row_per_assignment`: each assignment gets its own row, so that
+    no sum of rows depends on the ranks.
     """
     num_tokens, num_ranks, num_slots = choice.num_tokens, destinations.num_ranks, destinations.num_slots
     ranks_P, slots_P = destinations.ranks, destinations.expert_slots
     if ranks_P.device.type == "cpu":
         order = stable_argsort(ranks_P, num_ranks)
         ranks_P, slots_P, tokens_P = ranks_P[order], slots_P[order], choice.tokens[order]
-        keys_P = tokens_P.add(ranks_P, alpha=num_tokens)  # one for each row, ascending
-    else:  # one number holds rank, token and slot: it is sorted, and decoded
+        keys_P = tokens_P.add(ranks_P, alpha=num_tokens)  # one key for each row, ascending
+    else:  # a code holds rank, token and slot: codes are sorted, then decoded
         codes_P = slots_P.add(choice.tokens.add(ranks_P, alpha=num_tokens), alpha=num_slots)
         if choice.may_be_padded:
             codes_P = codes_P.masked_fill(choice.tokens == num_tokens, num_ranks * num_tokens * num_slots)
@@ -285,14 +288,14 @@ def dispatch_order(
         keys_P = codes_P // num_slots
         ranks_P, slots_P = keys_P // max(num_tokens, 1), codes_P.sub(keys_P, alpha=num_slots)
         tokens_P = keys_P.sub(ranks_P, alpha=num_tokens)
-    # Rows numbered one after the other; at the end, their number.
+    # Each assignment's row number, followed by the number of rows.
     is_new = torch.zeros(len(keys_P) + 1, dtype=torch.bool, device=keys_P.device)
     if len(keys_P):
         is_new[1:].fill_(True)
         if not row_per_assignment:
             torch.ne(keys_P[1:], keys_P[:-1], out=is_new[1:-1])
     rows_P = is_new.cumsum(0)
-    # The first and last keys of each rank's share of each chunk.
+    # The first key of each rank's share of each chunk, and the key after its last.
     cuts = [boundaries(num_tokens, degree) for degree in degrees]
     ends = [
         [[rank * num_tokens + token for cut in cuts for token in cut[side : len(cut) - 1 + side]] for side in (0, 1)]
@@ -328,7 +331,7 @@ class ChunkOffsets:
         return len(self.token_rows[0])
 
     def chunk_rows(self, chunk: int) -> list[int]:
-        """Return a chunk's number of rows for each rank."""
+        """Return a chunk's number of rows to or from each rank."""
         return [counts[chunk] for counts in self.token_rows]
 
     def total_rows(self) -> list[int]:
@@ -336,9 +339,9 @@ class ChunkOffsets:
         return [sum(self.chunk_rows(chunk)) for chunk in range(self.degree)]
 
     def slices(self, counts: list[list[int]], chunk: int) -> list[slice]:
-        """Return for each rank the range of a chunk in a list that is sorted by rank, then token.
+        """Return the range of a chunk's entries for each rank, in a list that is sorted by rank, then token.
 
-        `counts` is `token_rows` or `assignments`.
+        `counts`: `token_rows` for a list of rows, `assignments` for a list of assignments.
         """
         first = 0
         result = []
@@ -350,7 +353,7 @@ class ChunkOffsets:
 
 
 def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Concatenate slices of `values`; the result is a view if the slices are adjacent."""
+    """Concatenate slices of `values`. The result is a view if the slices are adjacent."""
     slices = [each for each in slices if each.stop > each.start]
     if not slices:
         return values[:0]
@@ -360,7 +363,7 @@ def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
 
 
 def received_shifts(cut: ChunkOffsets) -> list[int]:
-    """Return for each (rank, chunk) a received row's index in its chunk minus its index among all rows of its rank."""
+    """Return shifts by (rank, chunk), from a received row's index among its rank's rows to its index in the chunk."""
     before, shifts = [0] * cut.degree, []
     for token_rows in cut.token_rows:
         for chunk in range(cut.degree):
@@ -370,7 +373,7 @@ def received_shifts(cut: ChunkOffsets) -> list[int]:
 
 
 def sent_shifts(cut: ChunkOffsets) -> list[int]:
-    """Return for each (rank, chunk) a sent row's index in its chunk minus its index among all rows that are sent."""
+    """Return shifts by (rank, chunk), from a sent row's index among all sent rows to its index in the chunk."""
     firsts = accumulate((sum(token_rows) for token_rows in cut.token_rows[:-1]), initial=0)
     of_cells = [first for first in firsts for _ in range(cut.degree)]
     return [shift - first for shift, first in zip(received_shifts(cut), of_cells, strict=True)]
@@ -385,8 +388,9 @@ def combine_sums(
 ) -> list[Sum]:
     """Return for each chunk the indices that sum its returned rows per token.
 
-    The rows return in the order in which they were sent. They are added in that order or in that of `order_U`, a
-    permutation that keeps tokens in order. `shifts_U`, only with several chunks: the `sent_shifts` of each row.
+    Rows return in the order in which they were sent, and a token's rows are added in this order. `order_U`: add them in
+    the order of these positions instead, which must sort the rows by token. `shifts_U`: the `sent_shifts` of each row;
+    None for a single chunk.
     """
     numbers = torch.arange(max(num_tokens, len(row_tokens_U)), device=row_tokens_U.device)
     if order_U is None:

@@ -1,10 +1,10 @@
 """Megatron-core's top-k router with less work on the host.
 
-Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input for that, in the
-forward and again in the backward pass, which takes longer than the matmul. Here the forward pass converts nothing on a
-GPU or with the compiled kernels (the product of two bf16 numbers is exact in fp32), and otherwise one block of rows at
-a time. The backward pass converts only the logits' gradient: as a sum of two bf16 numbers it keeps 16 of the 24 bits of
-fp32.
+Under bf16 the router computes in fp32 (`moe_router_dtype`). Megatron-core converts the whole input to fp32 in the
+forward pass and again in the backward pass, which takes longer than the matmul. Here the forward pass converts nothing
+on a GPU or with the compiled kernels (the product of two bf16 numbers is exact in fp32), and otherwise one block of
+rows at a time. The backward pass converts only the logits' gradient, to a sum of two bf16 numbers, which keeps 16 of
+the 24 bits of fp32.
 
 Shapes: T tokens, H hidden size, E experts.
 """
@@ -30,8 +30,8 @@ LOGIT_ROWS = 256  # 0.5 MiB of fp32 at hidden 512: stays in the second-level cac
 class Router(TopKRouter):
     """Megatron-core's TopKRouter with faster logits and top-k, and an expert capacity over all ranks of a micro-batch.
 
-    Losses, bias, groups and checkpoints are Megatron's. Losses and bias use the choice before any assignment is
-    dropped.
+    Losses, expert bias, expert groups and checkpoints are Megatron's. Losses and bias use the choice before any
+    assignment is dropped.
     """
 
     _passed: torch.Tensor | None = None  # set only inside `forward`
@@ -46,17 +46,17 @@ class Router(TopKRouter):
     ) -> None:
         super().__init__(functools.partial(_choose, group_score_top_k), config, pg_collection)
         self._capacity_factor, self._drop_policy = config.moe_expert_capacity_factor, config.moe_token_drop_policy
-        # The ranks that hold the tokens of a micro-batch: without sequence parallelism each tensor rank holds all.
+        # The ranks that share a micro-batch's tokens. Without sequence parallelism each tensor rank holds all tokens.
         holders = self.tp_cp_group if config.sequence_parallel else self.cp_group
         self._holders = holders if holders.size() > 1 else None
 
     def forward(
         self, input: torch.Tensor, padding_mask: torch.Tensor | None = None, pass_input: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        """Return probabilities and routing map [T, E] of tokens [..., H], without assignments that a capacity drops.
+        """Return the probabilities and routing map [T, E] of tokens [..., H], without assignments beyond the capacity.
 
-        With `pass_input` also return the tokens, as the experts' input. The experts' gradient then flows back through
-        the router, which adds its own gradient to it in place; autograd would add both into a third tensor.
+        With `pass_input` also return the tokens, for use as the experts' input. The experts' gradient then flows back
+        through the router, which adds its own gradient in place; autograd would write the sum to a third tensor.
         """
         self._passed = input if pass_input else None
         try:
@@ -66,7 +66,10 @@ class Router(TopKRouter):
             self._passed = None
 
     def routing(self, logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Choose experts by the logits as Megatron does, call `watch`, and drop assignments over the capacity."""
+        """Choose experts by the logits as Megatron does, call `watch`, and drop assignments over the capacity.
+
+        Returns probabilities and routing map, both [T, E].
+        """
         # Without gradients it is an evaluation, or the first of two passes under recompute.
         if self.watch is not None and torch.is_grad_enabled():
             with torch.no_grad():
@@ -92,9 +95,9 @@ class Router(TopKRouter):
 
 
 def limit_to_groups(scores: torch.Tensor, num_groups: int, group_top_k: int, group_score_top_k: int) -> torch.Tensor:
-    """Return scores [T, E] with -inf outside the best groups of experts.
+    """Return scores [T, E] with -inf outside each token's `group_top_k` best groups of experts.
 
-    A group's score is the sum of its `group_score_top_k` best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; V3,
+    A group's score is the sum of its `group_score_top_k` best scores (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; V3,
     arXiv:2412.19437, section 2.1.2).
     """
     by_group = scores.view(len(scores), num_groups, -1)
@@ -111,9 +114,12 @@ def _choose(
     group_top_k: int | None,
     otherwise: Callable[..., Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (the `top_k` greatest scores of each token, their experts), both [T, top_k], from scores [T, E]."""
+    """Return each token's `top_k` greatest scores and their experts, both [T, top_k], from scores [T, E].
+
+    `otherwise` is Megatron's function; it makes the choices that the functions here do not support.
+    """
     if group_score_top_k is not None and num_groups is not None and group_top_k is not None:
-        # Megatron-core sums the best top_k // group_top_k of a group.
+        # Megatron-core sums the top_k // group_top_k best scores of a group.
         indices = limit_to_groups(scores, num_groups, group_top_k, group_score_top_k).topk(top_k, dim=1).indices
         return scores.gather(1, indices), indices
     if group_top_k or not kernels.takes_top_k(scores, top_k):

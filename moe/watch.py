@@ -1,6 +1,6 @@
 """Statistics of the routers per layer: tokens per expert, entropy and auxiliary losses.
 
-Tokens per expert are those that experts compute, without tokens that a capacity dropped.
+Tokens per expert are the tokens that experts compute, without tokens that exceed a capacity.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from moe.router import Router
 # Megatron's tracker names -> ours. Under sequence and context parallelism each rank sees its own tokens: load-balancing
 # losses are then summed over ranks, z-losses averaged.
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
-# With fewer experts than the lanes of a vector, a CPU's softmax over the last dimension is not vectorized.
+# With fewer experts than vector lanes, a CPU's softmax over the last dimension is not vectorized.
 FEW_EXPERTS = 16
 
 
 @dataclass(frozen=True)
 class RouterReport:
-    """Statistics of all routers in a step. The rows of dense layers are zero."""
+    """Statistics of all routers in a step. Entries of dense layers are zero."""
 
     tokens_per_expert: torch.Tensor  # [num_layers, num_experts]
     entropy: torch.Tensor  # [num_layers], nats, summed over tokens
@@ -31,11 +31,12 @@ class RouterReport:
 
 
 class RouterWatch:
-    """Collects the routers' statistics of a step's training passes on the device, without communication.
+    """A collector of router statistics over a step's training passes, on the device and without communication.
 
     `take` returns a flat float64 tensor: [num_layers * num_experts] tokens per expert (rows of dense layers and of
-    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] sums over micro-batches. Its
-    sum over all ranks of the job has the statistics of the step. `losses` names the auxiliary losses in order.
+    layers on other ranks are zero), [num_layers] entropies, then [num_losses * num_layers] losses summed over
+    micro-batches. Its sum over all ranks of the job has the statistics of the step. `losses`: the names of the
+    auxiliary losses in order.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class RouterWatch:
 def router_metrics(
     report: RouterReport, layers: torch.Tensor, tokens: int, micro_batches: int, top_k: int, num_holders: int
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Return the router metrics of a step: lists with an entry per MoE layer, and each loss's mean over these layers.
+    """Return a step's router metrics by name: lists with an entry per MoE layer, and each loss's mean over MoE layers.
 
-    `layers` [num_layers] is the mask of MoE layers. `tokens` and `micro_batches` are those of the global batch.
+    `layers` [num_layers] is the mask of MoE layers. `tokens` and `micro_batches`: their numbers in the global batch.
     `num_holders`: the number of ranks that share a micro-batch's tokens, tensor times context parallel size.
     """
     kept = report.tokens_per_expert[layers].sum(dim=1)
@@ -112,10 +113,10 @@ def router_metrics(
 
 
 def entropy(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """Return the entropy in nats of the tokens' scores over all experts, a sum over the tokens of logits [..., E].
+    """Return the entropy, in nats, of tokens' scores over all experts, summed over the tokens of `logits` [..., E].
 
-    The result is a 0-d fp32 tensor, per token from 0 (one expert has the whole probability) to log(E). Sigmoid scores
-    are divided by their sum, as in the load-balancing loss.
+    The result is a 0-d fp32 tensor. One token contributes from 0 (one expert has all the probability) to log(E).
+    Sigmoid scores are divided by their sum, as in the load-balancing loss.
     """
     log_scores = torch.nn.functional.logsigmoid(logits.float()) if score_function == "sigmoid" else logits.float()
     experts = -1

@@ -330,3 +330,58 @@ def test_cycles_are_found(tmp_path: Path) -> None:
         },
     )
     assert sorted(set(cycle(modules))) == ["data.a", "data.b", "data.c"]
+
+
+def _unseen_functions(modules: dict[str, Path]) -> dict[tuple[str, str], ast.arguments]:
+    """Functions with a decorator of torch, whose type mypy takes for Any: (module, name) to their parameters."""
+    found = {}
+    for name, path in modules.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any("torch." in ast.unparse(by) for by in node.decorator_list):
+                found[name, node.name] = node.args
+    return found
+
+
+def _fits(call: ast.Call, parameters: ast.arguments) -> bool:
+    """Return whether a call's arguments can be bound to a function's parameters."""
+    if any(isinstance(each, ast.Starred) for each in call.args) or any(each.arg is None for each in call.keywords):
+        return True  # not known from the source
+    positional = [each.arg for each in parameters.posonlyargs + parameters.args]
+    by_name = {each.arg: default is None for each, default in zip(parameters.kwonlyargs, parameters.kw_defaults)}
+    needed = positional[: len(positional) - len(parameters.defaults)] + [name for name, need in by_name.items() if need]
+    given = [*positional[: len(call.args)], *(each.arg for each in call.keywords)]
+    few_enough = len(call.args) <= len(positional) and len(set(given)) == len(given)
+    return few_enough and set(given) <= {*positional, *by_name} and set(needed) <= set(given)
+
+
+def test_calls_fit_functions_whose_types_mypy_does_not_see() -> None:
+    modules = own_modules()
+    unseen = _unseen_functions(modules)
+    assert len(unseen) > 5
+    wrong = []
+    for name, path in modules.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        known = {own: parameters for (module, own), parameters in unseen.items() if module == name}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                known |= {
+                    alias.asname or alias.name: unseen[node.module or "", alias.name]
+                    for alias in node.names
+                    if (node.module, alias.name) in unseen
+                }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+                if not _fits(node, known[node.func.id]):
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} {ast.unparse(node)[:80]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "fits"),
+    [("f(1, b=2)", True), ("f(1)", False), ("f(1, 2, 3)", False), ("f(1, 2, c=3)", True), ("f(1, 2, d=3)", False)],
+)
+def test_a_call_that_does_not_fit_is_found(call: str, fits: bool) -> None:
+    function = ast.parse("def f(a, b, *, c=0): ...").body[0]
+    made = ast.parse(call, mode="eval").body
+    assert isinstance(function, ast.FunctionDef) and isinstance(made, ast.Call)
+    assert _fits(made, function.args) is fits

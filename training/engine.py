@@ -97,7 +97,7 @@ class Engine:
         self._moe_layers = list(layers_of(self.bare_chunks).values())
         self.experts = stream_experts(config, topology, self.bare_chunks, self.optimizer)
         for layer in self._moe_layers:
-            layer.expert_compute.link = self.host_link
+            layer.copy_through(self.host_link)
         self.offload_bytes = reserve_offloads(config, topology, self.host_link)
         self.dropout = Dropout(config, topology, self.bare_chunks)
         self.layer_inputs = offload_layer_inputs(config, topology, self.bare_chunks, self.host_link)

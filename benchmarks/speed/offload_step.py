@@ -71,7 +71,7 @@ def set_up(rig: Rig, variant: Variant, ratio: float) -> tuple[float, float]:
 
 def measured(rig: Rig) -> Any:
     """The rig's rates, each alone. Rigs of one engine have no memory for the other's: that of one with both is used."""
-    return measure(rig.tiers.memory, rig.tiers.layout)
+    return measure(rig.tiers.memory)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,11 @@ in which it receives other ranks' keys.
 
 A slice is a run of query rows with a run of key rows (mask_slices.py). A rank holds the rows of a micro-batch that
 sequence_sharding.py assigns to it, and receives only the key rows that some of its queries attend to. In each round it
-receives from the ranks at certain distances before it, so that each rank sends to as many ranks as it receives from.
-Rounds are short, so that the rows of the next round arrive while the current one computes. Every rank makes the same
-schedule on the host with numpy, from the starts of documents. Rows are numbered through the micro-batch, or through a
-rank's own rows in their order. A cp_rank may be a group of ranks that exchange heads (see sequence_sharding.py).
+receives from the ranks at certain distances before it, so that it sends to and receives from equal numbers of ranks.
+Rounds are short, so that the rows of the next round arrive while the current one computes. Every rank computes the same
+schedule on the host with numpy, from the starts of documents. A row index counts either the rows of the micro-batch or
+the rows that one rank holds, in ascending order. A cp_rank may be a group of ranks that exchange heads (see
+sequence_sharding.py).
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ from models.attention.mask_slices import ANTI_CAUSAL, CAUSAL, FULL, Slices, wind
 from models.attention.sequence_sharding import SequenceSharding
 
 OWN = -1  # the round in which a rank computes with its own keys
-# At least ROUNDS rounds if each has ROUND_ROWS rows: the first round's rows arrive while a rank has only its own keys
-# to compute with, and the gradients of the last round's rows return while it has nothing left to compute.
+# A round has ROUND_ROWS rows, or 1 / ROUNDS of all rows if that is more. Rounds are short because the rows of the first
+# round arrive while a rank can compute only with its own keys, and the gradients of the last round return when no
+# computation is left.
 ROUNDS, ROUND_ROWS = 8, 1024
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Consecutive segments of packed documents, int64 `[segments]`: the number of rows of each, and the number of its
-    first rows that all its rows attend to (None: causal attention)."""
+    """Consecutive segments of packed documents. `lengths`: number of rows per segment, int64 `[segments]`. `keys`:
+    number of first rows of a segment that all its rows attend to, int64 `[segments]`; None for causal attention."""
 
     lengths: np.ndarray
     keys: np.ndarray | None = None
 
     @property
     def first(self) -> np.ndarray:
-        """The index of each segment's first row in the micro-batch, int64 `[segments]`."""
+        """Index of each segment's first row in the micro-batch, int64 `[segments]`."""
         return np.cumsum(self.lengths) - self.lengths
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeRound:
-    """One round of the key exchange on one rank: the rows that it sends and receives, and the slices it computes with
-    them.
+    """One round of the key exchange on one rank: the key rows that it sends and receives, and its attention over the
+    received rows.
 
-    `slices`: its query rows over the `num_keys` received key rows, in order of sending rank. `sends`: dict from
-    receiving rank to indices of this rank's rows. `receives`: dict from sending rank to number of rows.
+    `slices`: attention slices of this rank's query rows over the `num_keys` received key rows, which are sorted by
+    sending rank. `sends`: indices of this rank's rows to send, by receiving rank. `receives`: number of rows to
+    receive, by sending rank.
     """
 
     slices: Slices
@@ -55,8 +58,8 @@ class ExchangeRound:
 
 
 class _Spans(NamedTuple):
-    """Rows [begin, end) of a segment on one rank, int64 `[spans]` per column, sorted by row. `own` is the index of
-    `begin` among the rank's rows."""
+    """Table of row spans, int64 `[spans]` per column, sorted by row. A span is rows [begin, end) of the micro-batch,
+    belongs to one segment, and is held by one rank. `own`: index of row `begin` among the rows that the rank holds."""
 
     segment: np.ndarray
     cp_rank: np.ndarray
@@ -66,10 +69,11 @@ class _Spans(NamedTuple):
 
 
 class _Transfers(NamedTuple):
-    """Rows [begin, end) that `cp_rank` receives from `owner`, int64 `[transfers]` per column.
+    """Table of key-row transfers, int64 `[transfers]` per column: `cp_rank` receives rows [begin, end) of the
+    micro-batch from `owner`.
 
-    own: the index of `begin` among the owner's rows. chunk: the rows from one owner to one rank are divided into chunks
-    of at most a round's rows, and this is the number of the chunk.
+    `own`: index of row `begin` among the owner's rows. `chunk`: the rows from one owner to one rank are divided into
+    chunks of at most a round's rows, and this is the number of the chunk.
     """
 
     cp_rank: np.ndarray
@@ -81,13 +85,14 @@ class _Transfers(NamedTuple):
 
     @property
     def num_rows(self) -> np.ndarray:
-        """The number of rows in each transfer, int64 `[transfers]`."""
+        """Number of rows in each transfer, int64 `[transfers]`."""
         return self.end - self.begin
 
 
 class _Keys(NamedTuple):
-    """Key rows [begin, end) that a rank has in round `number`, int64 `[runs]` per column, sorted by row. `buffer` is
-    the index of `begin` among the rank's own rows or in the round's receive buffer."""
+    """Table of a rank's key rows by round, int64 `[runs]` per column, sorted by row. The rank has rows [begin, end) of
+    the micro-batch in round `number`. `buffer`: index of row `begin` among the rank's own rows or in the round's
+    receive buffer."""
 
     number: np.ndarray
     begin: np.ndarray
@@ -96,8 +101,9 @@ class _Keys(NamedTuple):
 
 
 class _Squares(NamedTuple):
-    """Rectangles of the attention mask, int64 `[squares]` per column: kind, first query row (an index of the rank's
-    rows) and number of query rows, first key row (an index of the micro-batch) and number of key rows."""
+    """Table of rectangles of the attention mask, int64 `[rectangles]` per column. `kind`: full, causal or anti-causal.
+    `query`, `queries`: first query row (an index of the rank's rows) and number of query rows. `key`, `keys`: first key
+    row (an index of the micro-batch) and number of key rows."""
 
     kind: np.ndarray
     query: np.ndarray
@@ -110,11 +116,11 @@ Table = TypeVar("Table", _Spans, _Transfers, _Keys, _Squares)
 
 
 class ExchangeSchedule:
-    """Schedule of the key rows that every rank receives from every other rank, in rounds, for attention with or without
-    a sliding window.
+    """Schedule of the key rows that every rank receives from every other rank, in rounds. Attention may have a sliding
+    window.
 
-    A round transfers at most `round_rows` rows to a rank, or 1 / ROUNDS of all rows that it receives if these are more,
-    but never more rows than a rank holds.
+    In a round, a rank receives at most `round_rows` rows, or 1 / ROUNDS of the most rows that any rank receives if that
+    is more. It never receives more rows than it holds.
     """
 
     def __init__(
@@ -150,19 +156,20 @@ class ExchangeSchedule:
 
     @property
     def ahead(self) -> int:
-        """The number of later rounds whose rows may be in flight during a round, the same on all ranks: together with
-        the current round's rows they are at most twice a rank's rows."""
+        """Number of later rounds whose rows may be in flight during a round, the same on all ranks. Together with the
+        current round's rows, these are at most twice a rank's rows."""
         return max(1, 2 * self.rows_per_rank // self._round_rows - 1)
 
     @property
     def received(self) -> np.ndarray:
-        """The number of rows that each rank receives from each owner, int64 `[ranks, owners]`."""
+        """Number of rows that each rank receives from each owner, int64 `[ranks, owners]`."""
         found = np.zeros((self._cp_size, self._cp_size), np.int64)
         np.add.at(found, (self._transfers.cp_rank, self._transfers.owner), self._transfers.num_rows)
         return found
 
     def rounds(self, cp_rank: int) -> tuple[Slices, list[ExchangeRound]]:
-        """Return a rank's attention slices over its own keys, and its exchange rounds, equal in number on all ranks."""
+        """Return a rank's attention slices over its own keys, and its exchange rounds. All ranks have the same number
+        of rounds."""
         number = self._round_of_transfer()
         count = int(number.max(initial=OWN)) + 1
         keys, receives = self._arriving(cp_rank, number, count)
@@ -186,7 +193,8 @@ class ExchangeSchedule:
     # -- transfers -----------------------------------------------------------------------------------------------------
 
     def _needed(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the key rows that each rank needs of segments split over ranks, as runs: rank, first row, end."""
+        """Return the runs of key rows that each rank attends to in segments held by several ranks: rank, first row and
+        end of each run, int64 `[runs]` each."""
         order = np.lexsort((self._cut.begin, self._cut.cp_rank))  # so that the segments of each rank are in order
         segment, cp_rank, begin, end, _ = _only(self._cut, order)
         low = self._first[segment]
@@ -200,10 +208,10 @@ class ExchangeSchedule:
         return cp_rank[begins], low[begins], end[np.roll(begins, -1)]
 
     def _round_of_transfer(self) -> np.ndarray:
-        """Return the round of each transfer, int64 `[transfers]`.
+        """Return the round number of each transfer, int64 `[transfers]`.
 
-        Chunks with the same number between ranks at the same distance form a unit; consecutive units share a round as
-        long as no rank receives more than a round's rows.
+        A unit is all chunks that have the same chunk number and the same distance between owner and receiver.
+        Consecutive units share a round while no rank receives more than a round's rows.
         """
         found = self._transfers
         cp_rank, owner, chunk, num_rows = found.cp_rank, found.owner, found.chunk, found.num_rows
@@ -221,8 +229,8 @@ class ExchangeSchedule:
         return round_of_unit[unit]
 
     def _arriving(self, cp_rank: int, number: np.ndarray, count: int) -> tuple[_Keys, list[dict[int, int]]]:
-        """Return a rank's keys of segments that are split over ranks, its own and the received keys, and for each round
-        a dict from owner to the number of received rows."""
+        """Return the table of a rank's own and received key rows in segments held by several ranks, and a list with the
+        number of received rows by owner, for each of `count` rounds."""
         here = np.flatnonzero(self._transfers.cp_rank == cp_rank)
         here = here[np.lexsort((self._transfers.begin[here], self._transfers.owner[here], number[here]))]
         coming, number = _only(self._transfers, here), number[here]
@@ -243,7 +251,7 @@ class ExchangeSchedule:
         return _only(keys, order), receives
 
     def _sends(self, cp_rank: int, number: np.ndarray, count: int) -> list[dict[int, np.ndarray]]:
-        """Return the row indices that a rank sends in each round, as dicts from receiving rank to indices."""
+        """Return the indices of the rows that a rank sends, as one dict per round from receiving rank to indices."""
         here = np.flatnonzero(self._transfers.owner == cp_rank)
         here = here[np.lexsort((self._transfers.own[here], self._transfers.cp_rank[here], number[here]))]
         going, number = _only(self._transfers, here), number[here]
@@ -260,7 +268,8 @@ class ExchangeSchedule:
     # -- slices of segments that are cut -------------------------------------------------------------------------------
 
     def _slices(self, cp_rank: int, keys: _Keys, count: int) -> list[Slices]:
-        """Return a rank's slices of segments split over ranks: over its own keys first, then over each round's keys."""
+        """Return a rank's attention slices in segments held by several ranks: first those over its own keys, then those
+        over the keys of each round."""
         found = self._squares(_only(self._cut, self._cut.cp_rank == cp_rank))
         squares = _Squares(*(np.concatenate(column) for column in zip(*found)))
         squares = _only(squares, (squares.queries > 0) & (squares.keys > 0))
@@ -272,10 +281,10 @@ class ExchangeSchedule:
         low = np.maximum(keys.begin[run], key)
         num_rows = np.minimum(keys.end[run], key + num_keys) - low
         number, buffer = keys.number[run], keys.buffer[run] + low - keys.begin[run]
-        # The keys of a causal square are rows of the rank that has its queries.
+        # A rank holds the keys of the causal squares of its query rows.
         assert (num_rows == num_keys)[kind == CAUSAL].all(), "a rank has the keys of the causal squares of its queries"
         blocks = np.stack([number, kind, query, queries, buffer, num_rows])
-        # Row i of an anti-causal square attends to keys i to the last: those before `low` attend to all of these.
+        # Row i of an anti-causal square attends to keys i to the last: rows before `low` attend to all keys here.
         is_anti, before = kind == ANTI_CAUSAL, low - key
         above = is_anti & (before > 0)
         full = np.stack([number, np.full_like(kind, FULL), query, before, buffer, num_rows])[:, above]
@@ -284,8 +293,8 @@ class ExchangeSchedule:
         return _by_round(np.concatenate([blocks, full], axis=1), count)
 
     def _squares(self, runs: _Spans) -> list[_Squares]:
-        """Return the attention-mask rectangles (full, causal, anti-causal) of the query rows of spans; some may be
-        empty."""
+        """Return the rectangles of the attention mask (full, causal, anti-causal) that the query rows of `runs` have.
+        Some may be empty."""
         first, num_rows = self._first[runs.segment], runs.end - runs.begin
         if self._segments.keys is not None:
             num_keys = self._segments.keys[runs.segment]
@@ -294,13 +303,13 @@ class ExchangeSchedule:
             causal = _Squares(np.full_like(num_rows, CAUSAL), runs.own, num_rows, runs.begin, num_rows)
             full = _Squares(np.full_like(num_rows, FULL), runs.own, num_rows, first, runs.begin - first)
             return [causal, full]
-        # The segment's rows in blocks of a window, as in `windowed`: of each block the rows inside the span.
+        # Blocks of `window` rows of each segment, as in `windowed`, restricted to the rows inside the span.
         window = self._window
         run, number = _pairs((runs.begin - first) // window, -((first - runs.end) // window))
         block = first[run] + number * window
         begin, end = np.maximum(block, runs.begin[run]), np.minimum(block + window, runs.end[run])
         own, num_rows = runs.own[run] + begin - runs.begin[run], end - begin
-        # Row i of these attends to the rows from `before` + i on; the block's last row to none before the block.
+        # Row i attends to row `before` + i and later rows. The block's last row attends to no row before the block.
         before = begin - window + 1
         reach = np.where(block > first[run], np.minimum(end, block + window - 1) - begin, 0)
         behind = before + reach
@@ -313,19 +322,19 @@ class ExchangeSchedule:
 
 
 def _only(table: Table, chosen: np.ndarray) -> Table:
-    """Select entries of a table, whose columns are arrays of equal length, by a mask or by indices."""
+    """Select entries of a table, a tuple of arrays of equal length, by a boolean mask or by indices."""
     return type(table)(*(column[chosen] for column in table))
 
 
 def _pairs(begin: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return all pairs (i, k) with `begin[i] <= k < end[i]` as two int64 arrays, sorted."""
+    """Return all pairs (i, k) with `begin[i] <= k < end[i]`, sorted, as an int64 array of i and one of k."""
     count = np.maximum(end - begin, 0)
     left = np.repeat(np.arange(len(count)), count)
     return left, np.arange(len(left)) + np.repeat(begin - np.cumsum(count) + count, count)
 
 
 def _in_chunks(transfers: _Transfers, chunk_rows: int) -> _Transfers:
-    """Cut transfers so that the rows from one owner to one rank are in chunks of `chunk_rows` rows."""
+    """Cut transfers into numbered chunks of `chunk_rows` rows, counted over all rows from one owner to one rank."""
     transfers = _only(transfers, np.lexsort((transfers.begin, transfers.owner, transfers.cp_rank)))
     cp_rank, owner, begin, end, own, _ = transfers
     is_first = np.ones(len(cp_rank), bool)
@@ -339,8 +348,9 @@ def _in_chunks(transfers: _Transfers, chunk_rows: int) -> _Transfers:
 
 
 def _by_round(blocks: np.ndarray, count: int) -> list[Slices]:
-    """Turn mask blocks (round, kind, first query row, number, first key row, number: `[6, blocks]`) into one Slices for
-    each round. Full blocks of the same queries with adjacent keys are merged."""
+    """Convert rectangles of the attention mask to one Slices for the rank's own keys and one per round. `blocks`: int64
+    `[6, blocks]`, with round, kind, first query row, number of query rows, first key row, number of key rows. Full
+    rectangles of the same queries with adjacent keys are merged."""
     blocks = blocks[:, np.lexsort((blocks[4], blocks[3], blocks[2], blocks[1], blocks[0]))]
     number, kind, query, queries, key, keys = blocks
     same = (blocks[:4, 1:] == blocks[:4, :-1]).all(0) & (kind[1:] == FULL) & (key[1:] == (key + keys)[:-1])

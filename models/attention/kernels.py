@@ -28,11 +28,13 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KernelDemandError(RuntimeError):
-    """Raised if a CUDA kernel would reject its inputs; a fake CUDA device and FakeTensor would accept them."""
+    """Raised for inputs that a CUDA attention kernel would reject, but that FakeTensor and a fake CUDA device
+    accept."""
 
 
 def takes_launches(query: torch.Tensor, width: int) -> bool:
-    """Return whether one kernel launch can compute slices of different lengths. width: channels of a value head."""
+    """Return whether one kernel launch can compute attention slices of different lengths. `width`: channels of a value
+    head."""
     width = max(query.size(-1), width)
     return query.is_cuda and query.dtype in HALF and _aligned(width) <= FLASH_WIDTH
 
@@ -66,13 +68,14 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash:
 
 
 def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:
-    """Return output `[m, n, q, dv]`, fp32 log-sum-exp `[m, n, q]`, and tensors for the backward pass, of attention with
-    query `[m, n, q, d]`, key `[m, g, k, d]`, value `[m, g, k, dv]`."""
+    """Compute attention for slices of equal shape, with query `[m, n, q, d]`, key `[m, g, k, d]` and value
+    `[m, g, k, dv]`. Returns output `[m, n, q, dv]`, fp32 log-sum-exp `[m, n, q]`, and tensors for the backward pass."""
     return (_efficient if query.is_cuda else _on_cpu)(query, key, value, causal, scale)
 
 
 def backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
-    """Return the gradients of query, key and value; `result` may be merged over several slices of a row."""
+    """Return the gradients of query, key and value for slices of equal shape. `result`: what the forward pass returned;
+    its output and log-sum-exp may be merged over several slices of a row."""
     run = _efficient_backward if grad.is_cuda else _on_cpu_backward
     return run(grad, inputs, result, causal, scale)
 
@@ -92,8 +95,8 @@ def _on_cpu_backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: 
 
 
 def _for_cpu(tensor: torch.Tensor, query: torch.Tensor, value: torch.Tensor, short: int) -> torch.Tensor:
-    """Return a tensor as torch's CPU kernel takes it: value heads as wide as key heads, and fp32 for half-precision
-    slices with fewer than `short` query rows."""
+    """Convert a tensor for torch's CPU kernel: pad its channels to the wider of key and value heads, and convert it to
+    fp32 if slices are in half precision and have fewer than `short` query rows."""
     if query.dtype in HALF and query.size(-2) < short:
         tensor = tensor.float()
     missing = max(query.size(-1), value.size(-1)) - tensor.size(-1)
@@ -127,7 +130,7 @@ def _efficient_backward(grad: torch.Tensor, inputs: Triple, result: Found, causa
 
 
 def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Repeat keys or values `[m, g, k, d]` for the query heads of each group: `[m, n, k, d]`."""
+    """Repeat keys or values `[m, g, k, d]` for all query heads of their group: `[m, n, k, d]`."""
     times = query.size(1) // tensor.size(1)
     return tensor.repeat_interleave(times, dim=1) if times > 1 else tensor
 
@@ -136,7 +139,8 @@ def _repeated(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 class Lengths(NamedTuple):
-    """Cumulative lengths of the slices in a launch, int32 `[slices + 1]` on the device, and the greatest lengths."""
+    """Lengths of the attention slices in one kernel launch. `queries`, `keys`: cumulative numbers of rows, int32
+    `[slices + 1]` on the device. `longest_query`, `longest_key`: most rows of a slice."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -147,8 +151,8 @@ class Lengths(NamedTuple):
 def launch_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Lengths, causal: bool, scale: float
 ) -> Found:
-    """Return output `[t, n, dv]`, fp32 log-sum-exp `[n, t]`, and tensors for the backward pass, of flash attention over
-    consecutive slices with query `[t, n, d]`, key `[t, g, d]`, value `[t, g, dv]`."""
+    """Compute flash attention for consecutive slices of any lengths, with query `[t, n, d]`, key `[t, g, d]` and value
+    `[t, g, dv]`. Returns output `[t, n, dv]`, fp32 log-sum-exp `[n, t]`, and tensors for the backward pass."""
     width = value.size(-1)
     query, key, value = _equally_wide(query, key, value)
     check(query, key, value, flash=True)
@@ -161,7 +165,8 @@ def launch_forward(
 def launch_backward(
     grad: torch.Tensor, inputs: Triple, result: Found, lengths: Lengths, causal: bool, scale: float
 ) -> Triple:
-    """Return the gradients of query, key and value of `launch_forward`; `result` may be merged over slices of a row."""
+    """Return the gradients of query, key and value for flash attention over consecutive slices. `result`: what the
+    forward pass returned; its output and log-sum-exp may be merged over several slices of a row."""
     query, key, value = _equally_wide(*inputs)
     check(query, key, value, flash=True)
     output, grad, _ = _equally_wide(result[0], grad, query)

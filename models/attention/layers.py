@@ -36,14 +36,16 @@ from models.pointwise.rotary import rotate, split_and_rotate
 
 
 def _for_core(core_attention: torch.nn.Module, sequence_rows: MicroBatchRows | None) -> MicroBatchRows | None:
-    """Return the rows if core attention is ours, else None: TransformerEngine's takes only packed sequences."""
+    """Return `sequence_rows` if core attention is ScaledDotProductAttention, else None: TransformerEngine's core
+    attention takes only packed sequences."""
     return sequence_rows if isinstance(core_attention, ScaledDotProductAttention) else None
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron-core's self attention, with one function that splits queries, keys and values and rotates them.
+    """Megatron-core's self attention, except that one function splits queries, keys and values and rotates queries and
+    keys.
 
-    `rotary_factor` multiplies cosines and sines.
+    `rotary_factor`: factor of the cosines and sines.
     """
 
     def __init__(self, *args: Any, rotary_factor: float = 1.0, **kwargs: Any) -> None:
@@ -58,8 +60,8 @@ class RotarySelfAttention(SelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention output `[s, b, h]` without its bias, and the bias, for hidden states `[s, b, h]` and
-        rotary angles `[s, 1 or b, 1, rotating channels]`."""
+        """Return the attention output `[s, b, h]` without its bias, and the bias. `hidden_states`: `[s, b, h]`.
+        `rotary_pos_emb`: rotary angles `[s, 1 or b, 1, rotating channels]`."""
         sequence_rows = packed_seq_params
         if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
             # a rule of the configuration refuses fractions of a head; Megatron-core has no factor
@@ -95,8 +97,8 @@ class RotarySelfAttention(SelfAttention):
 
 
 class RowAngles:
-    """Replacement for the position module of Megatron-core's latent attention: returns the rotary angles of the
-    micro-batch's rows, and with YaRN also a factor."""
+    """Replacement for the position module of Megatron-core's latent attention. A call returns the rotary angles of the
+    micro-batch's rows and, with YaRN, their factor."""
 
     def __init__(self, with_factor: bool) -> None:
         self.sequence_rows: MicroBatchRows | None = None
@@ -107,15 +109,16 @@ class RowAngles:
         return 0
 
     def __call__(self, _length: int, **_: Any) -> Any:
-        """Return the rotary angles `[s, 1 or b, 1, rotating channels]`; with YaRN a tuple of angles and factor."""
+        """Return the rotary angles `[s, 1 or b, 1, rotating channels]`; with YaRN, a tuple of the angles and their
+        factor."""
         assert self.sequence_rows is not None
         angles = self.sequence_rows.angles
         return (angles, self.sequence_rows.factor) if self._with_factor else angles
 
 
 class WeightProjection(ColumnParallelLinear):
-    """Linear layer whose forward pass returns its weight instead of multiplying by it. The layer's hooks run, and wait
-    for pending updates of the weight."""
+    """Linear layer whose forward pass returns its weight instead of multiplying by it. The layer's forward hooks still
+    run, and wait for pending updates of the weight."""
 
     def forward(self, _: None) -> torch.Tensor:
         """Return this tensor rank's shard of the weight."""
@@ -123,12 +126,12 @@ class WeightProjection(ColumnParallelLinear):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron-core's multi-head latent attention with our rotary positions, and a correct rotary gradient under tensor
-    parallelism.
+    """Megatron-core's multi-head latent attention, with rotary angles per row and a correct gradient of the rotary key
+    under tensor parallelism.
 
-    Megatron-core gathers the compressed keys and values from the tensor ranks; in the backward pass each rank keeps
-    only its own contribution to the gradient. The heads of all ranks use the rotary key, so its contributions must be
-    summed over the ranks.
+    Megatron-core gathers the compressed keys and values from the tensor ranks, and in the backward pass each rank keeps
+    only its own contribution to their gradient. But the heads of all ranks use the rotary key, so the contributions to
+    its gradient must be summed over the ranks.
     """
 
     rotary_pos_emb: RowAngles
@@ -206,7 +209,7 @@ class LatentAttention(MLASelfAttention):
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
     def _rotated(self, x: torch.Tensor, sequence_rows: MicroBatchRows) -> torch.Tensor:
-        """Rotate channels `[s, 1, heads, p]` by the angles of their rows, as Megatron-core does."""
+        """Rotate channels `[s, 1, heads, p]` by the angles of their rows, with Megatron-core's function."""
         assert sequence_rows.angles is not None
         factor = sequence_rows.factor if self.config.rope_type == "yarn" else 1.0
         group = self.pg_collection.cp  # unused: there is no communication over it
@@ -233,7 +236,8 @@ def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
 
 
 class ScaledDotProductAttention(MegatronModule):
-    """Drop-in for Megatron-core's DotProductAttention; with context parallelism it also exchanges keys and values."""
+    """Replacement for Megatron-core's DotProductAttention that calls torch's scaled_dot_product_attention. With context
+    parallelism, it also exchanges keys and values between ranks."""
 
     def __init__(
         self,
@@ -266,9 +270,9 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: MicroBatchRows | None = None,
     ) -> torch.Tensor:
-        """Return the attention output `[s, b, n * d]` (d channels of a value head) for query `[s, b, n, d]`, key and
-        value `[s, b, g, d]`. attention_mask: bool `[b, 1, 1 or s, s]` with Megatron's True = masked, or None; unused
-        with a slice plan."""
+        """Return the attention output `[s, b, n * d]` (d: channels of a value head) for query `[s, b, n, d]`, key and
+        value `[s, b, g, d]`. `attention_mask`: bool `[b, 1, 1 or s, s]`, True = masked as in Megatron-core, or None;
+        ignored if attention is causal or has a slice plan."""
         assert attention_bias is None, "attention bias is not supported"
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         plan = self._plan(query, value, packed_seq_params, causal)
@@ -297,7 +301,8 @@ class ScaledDotProductAttention(MegatronModule):
     def _plan(
         self, query: torch.Tensor, value: torch.Tensor, sequence_rows: MicroBatchRows | None, causal: bool
     ) -> SlicePlan | None:
-        """Return the plan to compute attention slice by slice; None if one call of torch's function computes it."""
+        """Return the plan for computing attention slice by slice, or None if one call of scaled_dot_product_attention
+        computes it."""
         if sequence_rows is None or self.attention_dropout > 0:
             return None
         if sequence_rows.slices is not None:
@@ -311,7 +316,7 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def takes_rows(chunk: torch.nn.Module) -> bool:
-    """Return whether a model chunk has attention layers that take MicroBatchRows. Megatron-core's own layers with
+    """Return whether a model chunk has attention layers that take MicroBatchRows. Megatron-core's layers with
     TransformerEngine take only packed sequences."""
     ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
     return any(isinstance(module, ours) for module in chunk.modules())

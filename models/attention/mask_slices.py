@@ -1,5 +1,5 @@
 """The attention mask as a list of slices. A slice is a run of query rows, a run of key rows of the same sample, and a
-kind: which of their pairs attend.
+kind, which tells which query rows attend to which key rows.
 
 Documents, padding and sliding windows are expressed as slices. Slices are made on the host with numpy, once per
 micro-batch, from the starts of its documents. Rows of a sample are numbered from 0.
@@ -15,13 +15,13 @@ import numpy as np
 
 # Kinds. Causal: query row i of a square attends to key rows 0 to i. Anti-causal: it attends to key rows i to the last.
 FULL, CAUSAL, ANTI_CAUSAL = range(3)
-# Query rows below which torch's CPU kernels take longer in half precision than in fp32: in the backward pass up to 9
-# times as long, and longer still at the first call with a length.
+# Numbers of query rows below which torch's CPU kernels are slower in half precision than in fp32: up to 9 times in the
+# backward pass, and even slower at the first call with a new length.
 SHORT, SHORT_BACKWARD = 128, 768
 
 
 class SliceShape(NamedTuple):
-    """Shape shared by all slices of a batch: kind, number of query rows, number of key rows."""
+    """Kind, number of query rows and number of key rows of attention slices that have equal shapes."""
 
     kind: int
     queries: int
@@ -30,10 +30,10 @@ class SliceShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """The slices of a micro-batch as columns, int64 `[n]` each: kind, sample, first query row and number of query rows,
-    first key row and number of key rows.
+    """Attention slices of a micro-batch as columns, int64 `[n]` each. `kind`: full, causal or anti-causal. `query`,
+    `queries`: first query row and number of query rows. `key`, `keys`: first key row and number of key rows.
 
-    Raises ValueError if a slice has no query row or no key row, or if a causal slice is not square.
+    Raises ValueError if a slice has no query row or no key row, or if a causal or anti-causal slice is not square.
     """
 
     kind: np.ndarray
@@ -55,7 +55,7 @@ class Slices:
 
     @property
     def pairs(self) -> int:
-        """The number of query-key pairs that attend, over all slices."""
+        """Number of query-key pairs that attend, summed over all slices."""
         return int(self._pairs.sum())
 
     @property
@@ -64,8 +64,8 @@ class Slices:
         return np.where(self.kind == FULL, square, halves)
 
     def halves(self) -> list[Slices]:
-        """Split the slices into two lists with about equal numbers of query-key pairs; the largest slice is cut if
-        needed. Returns a single list if nothing can be cut."""
+        """Split the slices into two lists with about equal numbers of query-key pairs, and cut the largest slice if
+        needed. Returns a single list if they cannot be split."""
         most = int(np.argmax(self._pairs)) if len(self) else 0
         found = self._with_cut(most) if len(self) and 2 * self._pairs[most] > self.pairs else self
         middle = np.cumsum(found._pairs) - found._pairs / 2
@@ -73,8 +73,8 @@ class Slices:
         return [found.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
 
     def _with_cut(self, number: int) -> Slices:
-        """Cut slice `number` at half its query rows. A causal square becomes a full square with half its pairs and two
-        causal squares."""
+        """Cut slice `number` at half its query rows. A causal slice becomes a full slice with about half its pairs and
+        two causal slices. An anti-causal slice or a single query row is not cut."""
         kind, sample, query, queries, key, keys = (int(column[number]) for column in self.columns)
         above = queries // 2
         if above == 0 or kind == ANTI_CAUSAL:
@@ -92,24 +92,24 @@ class Slices:
         return Slices(*(np.concatenate([each[:number], cut, each[number + 1 :]]) for each, cut in columns))
 
     def only(self, chosen: np.ndarray) -> Slices:
-        """Select slices by a mask or by indices."""
+        """Return the slices that a boolean mask or indices select."""
         return Slices(*(column[chosen] for column in self.columns))
 
     @property
     def columns(self) -> tuple[np.ndarray, ...]:
-        """The columns as a tuple of arrays: kind, sample, query, queries, key, keys."""
+        """All columns in a fixed order: kind, sample, query, queries, key, keys."""
         return self.kind, self.sample, self.query, self.queries, self.key, self.keys
 
     def batches(self) -> Iterator[tuple[SliceShape, Slices]]:
-        """Group the slices by shape: yield each shape with its slices, in the order of their rows."""
+        """Group the slices by shape. Yields each shape with its slices, whose order does not change."""
         shapes = np.stack([self.kind, self.queries, self.keys], axis=1)
         found, inverse = np.unique(shapes, axis=0, return_inverse=True)
         for number, shape in enumerate(found):
             yield SliceShape(*map(int, shape)), self.only(np.flatnonzero(inverse.reshape(-1) == number))
 
     def launches(self) -> list[Slices]:
-        """Group the slices into few kernel launches. In a launch all slices have one kind, no two share a row, and they
-        are in the order of rows, for kernels that take cumulative lengths."""
+        """Group the slices into few kernel launches. The slices of a launch have one kind, share no query row and no
+        key row, and are sorted by row, as kernels with cumulative lengths require."""
         groups: list[_Group] = []
         order = np.lexsort((self.key, self.query, self.sample)).tolist()
         column_lists = [column.tolist() for column in self.columns]
@@ -129,14 +129,14 @@ class Slices:
 
 
 class _Runs:
-    """Ranges of rows in each sample, to find out whether another range overlaps them."""
+    """Set of row ranges in each sample that tells whether a new range overlaps them."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[tuple[int, int]]] = {}
         self._ends: dict[int, int] = {}
 
     def meet(self, sample: int, begin: int, end: int) -> bool:
-        """Return whether rows [begin, end) of a sample overlap a range that was added."""
+        """Return whether rows [begin, end) of a sample overlap a range that was added before."""
         if begin >= self._ends.get(sample, 0):  # always so if runs are added in the order of their rows
             return False
         return any(first < end and begin < last for first, last in self._of[sample])
@@ -154,8 +154,8 @@ class _Group(NamedTuple):
 
 
 def of_documents(positions: np.ndarray) -> Slices:
-    """Return a causal square for each segment of a document. positions: int64 `[b, s]`, the position of each token in
-    its segment; a segment starts at position 0 and at the start of a sample."""
+    """Return one causal slice per segment of a document. `positions`: int64 `[b, s]`, the position of each token in its
+    segment. A segment starts at position 0 and at the start of a sample."""
     b, s = positions.shape
     begins = positions == 0
     begins[:, 0] = True
@@ -166,10 +166,10 @@ def of_documents(positions: np.ndarray) -> Slices:
 
 
 def windowed(slices: Slices, window: int) -> Slices:
-    """Restrict causal squares to a sliding window: a row attends to the last `window` rows, including itself.
+    """Restrict causal slices to a sliding window: a row attends to the last `window` rows, including itself.
 
-    Rows are cut into blocks of `window` rows. A row attends to its own block up to itself, and in the previous block to
-    the rows after its own position.
+    Rows are cut into blocks of `window` rows. A row attends to the rows of its own block up to itself, and to the rows
+    of the previous block at later positions in the block.
     """
     assert (slices.kind == CAUSAL).all(), "only causal slices can have a sliding window"
     blocks: list[tuple[int, int, int, int, int, int]] = []

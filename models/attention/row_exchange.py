@@ -1,5 +1,5 @@
-"""Messages of context parallelism for attention: key and value rows are sent between cp_ranks; within a cp_rank, ranks
-exchange their rows of all heads for all rows of some heads.
+"""Communication of context parallelism in attention. Key and value rows are sent between cp_ranks; within a cp_rank,
+ranks exchange their rows of all heads for all rows of some heads.
 
 A cp_rank is a group of neighbouring ranks of the context group, which is ordered cp_rank x heads. Shapes: r rows of
 this rank, R rows of its cp_rank (after heads are exchanged, each rank has all of them), n query heads, g key/value
@@ -22,10 +22,10 @@ from parallel.topology import Axis
 
 
 class RowExchange:
-    """The key and value rows that one exchange round sends and receives between ranks of the context group.
+    """Exchange of key and value rows, and of their gradients, between ranks of the context group in one round.
 
-    `_sends`: dict from receiving rank to the rows of this cp_rank. `_receives`: dict from sending rank to its number of
-    rows.
+    `_sends`: dict from receiving rank to the indices of this cp_rank's rows. `_receives`: dict from sending rank to its
+    number of rows.
     """
 
     def __init__(self, found: ExchangeRound, context: Axis, heads: int) -> None:
@@ -37,7 +37,8 @@ class RowExchange:
         self._on: dict[torch.device, dict[int, torch.Tensor]] = {}
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> ArrivingRows:
-        """Start sending rows of key `[R, 1, g, d]` and value `[R, 1, g, v]`, and receiving rows of other ranks."""
+        """Start sending rows of key `[R, 1, g, d]` and value `[R, 1, g, v]` to other ranks, and receiving rows from
+        them."""
         sends = {
             rank: [torch.cat([key[sent_rows, 0], value[sent_rows, 0]], -1)]
             for rank, sent_rows in self._sent_rows(key.device).items()
@@ -48,7 +49,8 @@ class RowExchange:
         return ArrivingRows(Messages(self._group, sends, receives), buffer, key.size(3))
 
     def return_gradients(self, key_grad: torch.Tensor, value_grad: torch.Tensor) -> ArrivingGradients:
-        """Start returning the gradients of fetched rows to their owners, and receiving this cp_rank's gradients."""
+        """Start sending the gradients of received key and value rows back to their owners, and receiving the gradients
+        of this cp_rank's rows."""
         both = torch.cat([key_grad, value_grad], -1)[:, 0]
         chunks = both.split(list(self._receives.values())) if self._receives else ()
         sends = {rank: [chunk] for rank, chunk in zip(self._receives, chunks)}
@@ -63,25 +65,26 @@ class RowExchange:
 
 
 class ArrivingRows:
-    """Key and value rows of other ranks that are being received."""
+    """Key and value rows that this rank is receiving from other ranks."""
 
     def __init__(self, messages: Messages, buffer: torch.Tensor, width: int) -> None:
         self._messages, self._buffer, self._width = messages, buffer, width
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait for the rows, and return key `[m, 1, g, d]` and value `[m, 1, g, v]`; sends may still be in flight."""
+        """Wait for the m received rows, and return key `[m, 1, g, d]` and value `[m, 1, g, v]`. Sends may still be in
+        flight."""
         self._messages.wait_received()
         arrived_rows = self._buffer.unsqueeze(1)
-        del self._buffer  # the caller's alone
+        del self._buffer  # only the caller holds it from here on
         return arrived_rows[..., : self._width], arrived_rows[..., self._width :]
 
     def wait_sent(self) -> None:
-        """Wait until the messages that this rank sent have been transferred. Call it after `wait`."""
+        """Wait until the rows that this rank sends have been transferred. Call `wait` first."""
         self._messages.wait()
 
 
 class ArrivingGradients:
-    """Gradients of this cp_rank's key and value rows that are being received from the ranks that used the rows."""
+    """Gradients of this cp_rank's key and value rows that this rank is receiving from the ranks that used the rows."""
 
     def __init__(
         self, messages: Messages, found: dict[int, torch.Tensor], sent_rows: dict[int, torch.Tensor], width: int
@@ -89,7 +92,8 @@ class ArrivingGradients:
         self._messages, self._found, self._sent_rows, self._width = messages, found, sent_rows, width
 
     def add_to(self, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
-        """Wait for the gradients and add them to fp32 gradients of all rows, in a fixed order of ranks."""
+        """Wait for the gradients and add them to the fp32 gradients of all rows of this cp_rank, in a fixed order of
+        ranks."""
         self._messages.wait()
         for rank, chunk in self._found.items():
             sent_rows = self._sent_rows[rank]
@@ -98,8 +102,9 @@ class ArrivingGradients:
 
 
 class HeadExchange:
-    """Exchange between the ranks of a cp_rank: each gives its rows of all heads and gets all rows of some heads (as in
-    DeepSpeed Ulysses). With fewer key heads than ranks, several ranks get the same key head."""
+    """All-to-all between the ranks of a cp_rank: each rank sends its rows of all heads and receives all rows of some
+    heads (as in DeepSpeed Ulysses). If there are fewer key heads than ranks, several ranks receive the same key
+    head."""
 
     def __init__(self, context: Axis, heads: int) -> None:
         first = context.rank // heads * heads
@@ -107,7 +112,7 @@ class HeadExchange:
         self.ranks = range(first, first + heads)
 
     def heads_of_ranks(self, number: int) -> list[slice]:
-        """Return the slice of `number` query or key heads that each rank of the cp_rank computes."""
+        """Return the slice of `number` query or key heads that each rank of the cp_rank computes, as a list by rank."""
         if number % self.size == 0:
             each = number // self.size
             return [slice(i * each, (i + 1) * each) for i in range(self.size)]
@@ -115,17 +120,18 @@ class HeadExchange:
         return [slice(i // shared, i // shared + 1) for i in range(self.size)]
 
     def to_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange query `[r, 1, n, d]`, key `[r, 1, g, d]` and value `[r, 1, g, v]` of this rank's rows for this
-        rank's heads of all rows, `[R, 1, ...]`."""
+        """Exchange this rank's rows of all heads for all rows of this rank's heads: query `[r, 1, n, d]`, key
+        `[r, 1, g, d]` and value `[r, 1, g, v]` become `[R, 1, ...]`."""
         return _ToHeads.apply(query, key, value, self)  # type: ignore[no-any-return]
 
     def to_rows(self, output: torch.Tensor) -> torch.Tensor:
-        """Exchange this rank's heads of all rows, `[R, 1, heads, v]`, for all heads of its rows, `[r, 1, n, v]`."""
+        """Exchange all rows of this rank's heads, `[R, 1, heads, v]`, for this rank's rows of all heads,
+        `[r, 1, n, v]`."""
         return _ToRows.apply(output, self)  # type: ignore[no-any-return]
 
     def scatter(self, tensors: Sequence[torch.Tensor], heads: Sequence[list[slice]]) -> list[torch.Tensor]:
-        """Send each rank its heads of tensors `[r, 1, heads, ...]` of this rank's rows; return this rank's heads of all
-        rows, `[R, 1, ...]`."""
+        """Send each rank its heads of this rank's rows, taken from tensors `[r, 1, heads, ...]`. Return this rank's
+        heads of all rows, `[R, 1, ...]`."""
         found = [
             tensor.new_empty(len(tensor) * self.size, 1, tensor[:, :, of[self.rank]].size(2), *tensor.shape[3:])
             for tensor, of in zip(tensors, heads)
@@ -143,8 +149,8 @@ class HeadExchange:
         return found
 
     def gather(self, tensors: Sequence[torch.Tensor], heads: Sequence[list[slice]]) -> list[list[torch.Tensor]]:
-        """Reverse `scatter`: send each rank its rows of tensors `[R, 1, ...]` of this rank's heads; return for each
-        tensor a list with every rank's heads of this rank's rows, `[r, 1, heads, ...]`."""
+        """Reverse `scatter`: send each rank its rows of this rank's heads, taken from tensors `[R, 1, heads, ...]`.
+        Return for each tensor a list with every rank's heads of this rank's rows, `[r, 1, heads, ...]`."""
         by_rank = [tensor.unflatten(0, (self.size, -1)) for tensor in tensors]
         found: list[list[torch.Tensor]] = [[] for _ in tensors]
         sends, receives = {}, {}
@@ -193,7 +199,8 @@ class _ToRows(torch.autograd.Function):
 
 
 def _joined(chunks: list[torch.Tensor], heads: list[slice]) -> torch.Tensor:
-    """Concatenate the gradients of all ranks' heads; gradients of a head that several ranks had are summed in fp32."""
+    """Concatenate the gradients of all ranks' heads, `[r, 1, heads, ...]`. If several ranks have the same head, its
+    gradients are summed in fp32."""
     if len({of.start for of in heads}) == len(heads):
         return torch.cat(chunks, dim=2)
     by_head: dict[int, list[torch.Tensor]] = {}

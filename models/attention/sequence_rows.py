@@ -1,8 +1,8 @@
 """The rows of a micro-batch that a rank holds: which rows attend to which, and their rotary angles.
 
 With context parallelism, the rows of all samples are sharded over ranks (sequence_sharding.py), and a rank's rows, in
-order, form one sample. Layers get a MicroBatchRows in place of Megatron-core's packed_seq_params, so that a recomputed
-layer has it too. Shapes: b samples, s tokens of a sample, r rows of a rank.
+order, form one sample. Layers receive a MicroBatchRows in place of Megatron-core's packed_seq_params, so that a
+recomputed layer has it too. Shapes: b samples, s tokens of a sample, r rows of a rank.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ ALONG_THE_SEQUENCE = ("tokens", "labels", "loss_mask", "types", "padding_mask", 
 
 
 class RowSlices(ABC):
-    """The attention slices of a micro-batch on this rank, made once on the host and used by all layers of all model
-    chunks.
+    """Attention slices of a micro-batch on this rank, made once on the host and used by all layers of all model chunks.
 
-    `is_long`: bool `[num_samples, length]` on the host, True for tokens of segments longer than the length at which
-    rotary frequencies change; None if the model has no such length.
+    `is_long`: bool `[num_samples, length]` on the host (under context parallelism `[1, r]`), True for tokens of
+    segments longer than the length at which rotary frequencies change; None if the model has no such length.
     """
 
     def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None) -> None:
@@ -49,7 +48,8 @@ class RowSlices(ABC):
         self._plans: dict[int | None, SlicePlan] = {}
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the slice plan for layers with this sliding window (None: no window). It is made at the first call."""
+        """Return the plan for computing attention in layers with this sliding window (None: no window). The first call
+        makes it."""
         if window is not None and window >= self._longest:
             window = None
         if window not in self._plans:
@@ -58,11 +58,11 @@ class RowSlices(ABC):
 
     @abstractmethod
     def _make(self, window: int | None) -> SlicePlan:
-        """Make the slice plan for layers with this sliding window."""
+        """Make the plan for computing attention in layers with this sliding window (None: no window)."""
 
 
 class BatchSlices(RowSlices):
-    """All attention slices of a micro-batch, for a rank that holds all rows."""
+    """All attention slices of a micro-batch, for a rank that holds all its rows."""
 
     def __init__(self, found: Slices, num_samples: int, length: int, is_long: torch.Tensor | None = None) -> None:
         super().__init__(found, num_samples, length, is_long)
@@ -74,11 +74,12 @@ class BatchSlices(RowSlices):
 
 
 class ShardedSlices(RowSlices):
-    """This rank's share of a micro-batch's attention slices under context parallelism. `sequence_rows`: int64 `[r]`,
-    the rows that it holds, numbered through the micro-batch."""
+    """A rank's share of a micro-batch's attention slices under context parallelism. `sequence_rows`: indices of the
+    rank's rows in the micro-batch, int64 `[r]`."""
 
     def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
-        """`heads`: number of ranks of a cp_rank, which exchange heads. `work`: see `shard_sequence`."""
+        """Shard the rows over the context ranks. `heads`: number of ranks that exchange heads. `work`: as in
+        `shard_sequence`."""
         found = whole.found
         keys = found.keys if found.kind[0] == FULL else None
         self._segments, self._context, self._heads = Segments(found.queries, keys), context, heads
@@ -99,8 +100,9 @@ class ShardedSlices(RowSlices):
 
 
 def document_slices(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
-    """Return the attention slices of a micro-batch of separate documents. positions: int64 `[b, s]` on the host, the
-    position of each token in its segment. switches_at: the segment length at which rotary frequencies change."""
+    """Return the attention slices of a micro-batch whose documents are separate. `positions`: int64 `[b, s]` on the
+    host, the position of each token in its segment. `switches_at`: the segment length at which rotary frequencies
+    change (None: they never change)."""
     b, s = positions.shape
     found = mask_slices.of_documents(positions.numpy())
     is_long = None
@@ -110,8 +112,9 @@ def document_slices(positions: torch.Tensor, switches_at: int | None = None) -> 
 
 
 def padding_slices(padding_mask: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
-    """Return the attention slices of padded samples: all tokens of a sample attend to its real tokens, which come
-    first. padding_mask: bool `[b, s]` on the host, True = real."""
+    """Return the attention slices of padded samples: all tokens of a sample attend to its real tokens, which are its
+    first ones. `padding_mask`: bool `[b, s]` on the host, True = real. `switches_at`: the sample length at which rotary
+    frequencies change (None: they never change)."""
     num_samples, length = padding_mask.shape
     num_keys = padding_mask.sum(1).clamp(min=1).numpy()
     is_long = None if switches_at is None else torch.full((num_samples, length), length > switches_at)
@@ -121,12 +124,12 @@ def padding_slices(padding_mask: torch.Tensor, switches_at: int | None = None) -
 
 
 def is_sharded(context: Axis | None) -> TypeGuard[Axis]:
-    """Return whether context parallelism splits the rows of a micro-batch over several ranks."""
+    """Return whether context parallelism shards the rows of a micro-batch over several ranks."""
     return context is not None and context.size > 1
 
 
 def cut_batch(batch: dict[str, Any], sequence_rows: torch.Tensor) -> dict[str, Any]:
-    """Select the rows with these numbers, int64 `[r]`, from a micro-batch: tensors `[b, s]` become `[1, r]`."""
+    """Select rows of a micro-batch by their indices, int64 `[r]`: tensors `[b, s]` become `[1, r]`."""
     return {
         name: value.flatten()[sequence_rows].unsqueeze(0) if name in ALONG_THE_SEQUENCE else value
         for name, value in batch.items()
@@ -134,8 +137,9 @@ def cut_batch(batch: dict[str, Any], sequence_rows: torch.Tensor) -> dict[str, A
 
 
 def gather_rows(own_values: torch.Tensor, sequence_rows: torch.Tensor, context: Axis, num_samples: int) -> torch.Tensor:
-    """Gather values `[r, ...]` of all context ranks' rows on every rank, in the micro-batch's order: `[b, s, ...]`. A
-    collective call. sequence_rows: int64 `[r]`, this rank's rows."""
+    """Gather the values `[r, ...]` of every context rank's rows on every rank, in the order of the micro-batch:
+    `[b, s, ...]`. Every rank must call this. `sequence_rows`: indices of this rank's rows in the micro-batch, int64
+    `[r]`."""
     values = [torch.empty_like(own_values) for _ in range(context.size)]
     sequence_rows = sequence_rows.to(own_values.device)
     numbers = [torch.empty_like(sequence_rows) for _ in range(context.size)]
@@ -153,8 +157,8 @@ def position_ids(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, context: Axis | None) -> dict[str, Any]:
-    """Add the attention slices to a micro-batch and make their plans for all layers. With context parallelism, only
-    this rank's rows are returned."""
+    """Return a micro-batch with its attention slices added, after making the attention plans of all layers. With
+    context parallelism, the batch has only this rank's rows."""
     found: RowSlices = whole
     if is_sharded(context):
         pattern, longest = derived.window_pattern(config), int(whole.found.queries.max())
@@ -168,13 +172,14 @@ def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, conte
 
 @functools.lru_cache(maxsize=8)
 def joined_slices(num_samples: int, length: int) -> BatchSlices:
-    """Return slices for plain causal attention: each token of a sample attends to itself and all tokens before it."""
+    """Return the slices of plain causal attention: each token of a sample attends to itself and to all tokens before
+    it."""
     positions = np.broadcast_to(np.arange(length), (num_samples, length))
     return BatchSlices(mask_slices.of_documents(positions), num_samples, length)
 
 
 class MicroBatchRows:
-    """The rows of a micro-batch on this rank, as its layers need them: attention slices and rotary angles. Without
+    """The rows of a micro-batch on this rank, with the attention slices and rotary angles that its layers need. Without
     `slices`, attention is causal over whole samples."""
 
     qkv_format = "rows"  # anything but "thd", for which Megatron-core has a branch of its own
@@ -187,8 +192,9 @@ class MicroBatchRows:
         positions: torch.Tensor | None = None,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """tokens: int64 `[b, s]` on the device. positions: int64 `[b, s]`, in the segment; None: in the sample.
-        tensor_group: the tensor ranks if each has different rows between linear layers, else None."""
+        """Store the inputs; angles are computed on demand. `tokens`: int64 `[b, s]` on the device. `positions`: int64
+        `[b, s]`, in the segment (None: in the sample). `tensor_group`: the tensor-parallel group if sequence
+        parallelism splits the rows over it, else None."""
         self.slices, self._tensor_group = slices, tensor_group
         self._rotary, self._positions = rotary, positions
         self._shape, self._device = tokens.shape, tokens.device
@@ -197,13 +203,13 @@ class MicroBatchRows:
         self._angles: torch.Tensor | None = None
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the slice plan for layers with this sliding window (None: no window)."""
+        """Return the plan for computing attention in layers with this sliding window (None: no window)."""
         slices = joined_slices(*self._shape) if self.slices is None else self.slices
         return slices.plan(window)
 
     @functools.cached_property
     def routed(self) -> RouterRows | None:
-        """The rows that this rank's MoE routers receive; None if they receive all rows of the micro-batch."""
+        """Rows that this rank's MoE routers receive; None if they receive all rows of the micro-batch."""
         if not isinstance(self.slices, ShardedSlices):
             return None
         ids = to_device(self.slices.sequence_rows, self._device)
@@ -218,7 +224,7 @@ class MicroBatchRows:
 
     @property
     def angles(self) -> torch.Tensor | None:
-        """The rotary angle of each row, fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
+        """Rotary angle of each row, fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
         if self._angles is None and self._rotary is not None:
             self._angles = self._all_angles(self._rotary)
             if self._positions is not None:
@@ -226,8 +232,8 @@ class MicroBatchRows:
         return self._angles
 
     def tables(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and signed sines for each row, `[s, 1 or b, 1, 1, rotating channels]`, as `tables` of
-        models/pointwise/rotary.py does."""
+        """Return the cosines of each row's rotary angles, and their sines with the first half negated,
+        `[s, 1 or b, 1, 1, rotating channels]` each. Both are in `dtype` and multiplied by `factor`."""
         assert self._rotary is not None
         if (dtype, factor) not in self._tables:
             both = tables(self._all_angles(self._rotary), dtype, factor)
@@ -242,7 +248,7 @@ class MicroBatchRows:
 
     @functools.cached_property
     def _index(self) -> torch.Tensor:
-        """The index of each row's angle in the table of angles, int64 `[s, b]`."""
+        """Index of each row in the table of rotary angles, int64 `[s, b]`."""
         assert self._positions is not None
         index = self._positions
         if self.slices is not None and self.slices.is_long is not None:
@@ -251,5 +257,5 @@ class MicroBatchRows:
 
 
 def sequence_parallel_group(config: TransformerConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group if sequence parallelism splits the rows over it, else None."""
+    """Return the tensor-parallel group if sequence parallelism splits the rows over its ranks, else None."""
     return groups.tp if config.sequence_parallel else None

@@ -31,9 +31,10 @@ AIMS = (1010, 985)  # thousandths of the mean work that ranks are packed to: one
 # From this mean number of segments per rank on, the lower aim is tried first: the segments that fill a rank may then be
 # heavier than the lightest ones.
 MANY_SEGMENTS = 8
-UNCUT = 4000  # aim of a first attempt without cuts, where every segment is short
-FRACTIONS = 20  # bits that are kept of fractions of work
-# When the pool has at most 1 / NEGLIGIBLE of the work, spans are placed where rows are missing, whatever their work.
+UNCUT = 4000  # aim of a first attempt without cuts, which is so high that every segment is short
+FRACTIONS = 20  # bits that are kept of fractional work
+# When the unassigned spans have at most 1 / NEGLIGIBLE of all work, they are assigned to ranks that lack rows, whatever
+# their work.
 NEGLIGIBLE = 500
 # A rank reserves the lightest rows when they would leave less than 1 / SPARE of its work unused.
 SPARE = 32
@@ -42,11 +43,11 @@ CRUMB = 16  # a segment of at most 1 / CRUMB of a rank's rows is not cut while r
 
 @dataclass(frozen=True, eq=False)
 class SequenceSharding:
-    """The rows of a micro-batch that each rank holds, as runs. Rows are numbered through the micro-batch: sample x s +
-    row in the sample.
+    """Assignment of a micro-batch's rows to ranks, as runs of rows. Rows are numbered through the micro-batch: sample x
+    s + row in the sample.
 
     cp_rank: int64 [m], the rank of each run, ascending. first: int64 [m], the first row of each run, ascending within a
-    rank. length: int64 [m], the number of rows. Adjacent runs of one rank are merged.
+    rank. length: int64 [m], the number of rows per run. Adjacent runs of one rank are merged.
     """
 
     cp_size: int
@@ -55,7 +56,7 @@ class SequenceSharding:
     length: np.ndarray
 
     def sequence_rows(self, cp_rank: int) -> np.ndarray:
-        """Return the numbers of the rows that a rank holds: int64 [n / cp_size], ascending."""
+        """Return the indices of the rows that a rank holds: int64 [rows per rank], ascending."""
         begin, end = np.searchsorted(self.cp_rank, [cp_rank, cp_rank + 1])
         first, length = self.first[begin:end], self.length[begin:end]
         shift = np.repeat(first - (np.cumsum(length) - length), length)
@@ -65,13 +66,12 @@ class SequenceSharding:
 def shard_sequence(
     lengths: np.ndarray, cp_size: int, *, work: np.ndarray | None = None, keys: np.ndarray | None = None
 ) -> SequenceSharding:
-    """Shard the rows of segments over ranks: equal numbers of rows, at most 1.02 of the mean work where rows allow it,
-    and few exchanged rows.
+    """Shard the rows of segments over ranks: equal numbers of rows per rank, at most 1.02 times the mean work where the
+    rows allow it, and few exchanged rows. A pure function.
 
-    lengths: rows of each segment, int64 [segments], at least 1; their sum n must be divisible by cp_size. In causal
+    lengths: rows per segment, int64 [segments], at least 1 each; cp_size must divide their sum n. work: in causal
     attention, work[i] is the work of the first i rows of a segment, [longest + 1], work[0] = 0 (None: i(i + 1) / 2).
-    With keys, int64 [segments], each row of segment p attends to the segment's first keys[p] rows instead. A pure
-    function.
+    keys: int64 [segments], each row of segment p attends to the segment's first keys[p] rows (None: causal attention).
 
     Raises ValueError if rows cannot be divided equally, a segment is empty, or work or keys do not fit the lengths.
     """
@@ -124,7 +124,8 @@ def shard_sequence(
 
 
 def _integer_work(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | None:
-    """Return work as int64: fractions are multiplied by up to 2 ** FRACTIONS, as far as sums do not overflow."""
+    """Convert work to int64. Fractional work is multiplied by 2 ** FRACTIONS first, or by a lower power of 2 if sums
+    would overflow."""
     if work is None or np.issubdtype(np.asarray(work).dtype, np.integer):
         return None if work is None else np.asarray(work, dtype=np.int64)
     most = math.frexp(float(work[int(lengths.max())]) * len(lengths))[1]
@@ -132,7 +133,7 @@ def _integer_work(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | 
 
 
 def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.ndarray | None:
-    """Return the number of keys that the first i rows of a segment attend to, summed over all layers: int64 [longest +
+    """Return the number of query-key pairs of the first i rows of a segment, summed over all layers: int64 [longest +
     1].
 
     slides: one entry per layer, 1 if a row attends to the last `window` rows only, 0 if it attends to all rows before
@@ -148,9 +149,10 @@ def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.n
 
 
 class _Packing:
-    """The spans (runs of rows) that are not placed on a rank yet, heaviest first, and the work of the lightest of them.
+    """Queue of the spans (runs of rows) that are not assigned to a rank yet, heaviest first, with cumulative work of
+    the lightest rows among them.
 
-    Ranks that already have enough work reserve the lightest unplaced rows to fill up with.
+    Ranks that already have enough work reserve the lightest unassigned rows to reach their number of rows.
     """
 
     def __init__(self, ledger: ShardLedger, spans: list[RowSpan], cap: int) -> None:
@@ -184,8 +186,8 @@ class _Packing:
         self.pool_rows, self.pool_work = self.pool_rows + span.num_rows, self.pool_work + span.work
 
     def expected(self, wanted: Iterable[int]) -> list[tuple[int, int]]:
-        """Return (expected work, rank) for ranks if the unplaced rows fill all ranks evenly. Ranks with a reservation
-        sort last."""
+        """Return (expected work, rank) for each of these ranks, assuming that the unassigned rows are spread evenly
+        over all ranks. Ranks with a reservation sort last."""
         light = self._until(self.counted)
         num_rows, work = max(self.pool_rows - self.counted, 1), max(self.pool_work - light, 0)
         counted, left, now, last = max(self.counted, 1), self.ledger.missing, self.ledger.work, 2 * self.cap
@@ -197,11 +199,11 @@ class _Packing:
         ]
 
     def before(self, cp_rank: int) -> int:
-        """Return the number of the lightest unplaced rows that other ranks have reserved."""
+        """Return the number of the lightest unassigned rows that other ranks have reserved."""
         return self.counted - (self.ledger.missing[cp_rank] if cp_rank in self.counting else 0)
 
     def lightest(self, cp_rank: int, num_rows: int) -> int:
-        """Return the work of the `num_rows` lightest unplaced rows that no other rank has reserved."""
+        """Return the work of the `num_rows` lightest unassigned rows that no other rank has reserved."""
         before = self.before(cp_rank)
         return self._until(before + num_rows) - self._until(before)
 
@@ -220,7 +222,8 @@ class _Packing:
         self.ledger.add(cp_rank, span, fixed=fixed)
 
     def reserve_lightest(self, cp_rank: int) -> None:
-        """Reserve the lightest unplaced rows for a rank if they fill it and leave little of its work unused."""
+        """Reserve the lightest unassigned rows for a rank if they complete its number of rows and leave little of its
+        work unused."""
         left = self.ledger.missing[cp_rank]
         if cp_rank not in self.counting and 0 < left <= self.short_rows - self.counted:
             spare = self.cap - self.ledger.work[cp_rank] - self.lightest(cp_rank, left)
@@ -236,8 +239,8 @@ class _Packing:
         return work + self.lightest(cp_rank, beside) <= self.cap
 
     def cut(self, cp_rank: int, span: RowSpan) -> tuple[int, int]:
-        """Return the number of last rows of a span that a rank takes, and of first rows that it takes too if nothing
-        lighter fills it."""
+        """Return the number of a span's last rows that a rank takes, and the number of its first rows that the rank
+        also takes if nothing lighter fills it."""
         work_of, segment, begin, end = self.ledger.work_of, span.segment, span.begin, span.begin + span.num_rows
         capacity, before, whole = self.ledger.missing[cp_rank], self.ledger.work[cp_rank], self.ledger.rows_per_rank
         needed = max(-(-span.num_rows // whole), -(-span.work // max(self.cap, 1)))
@@ -263,9 +266,9 @@ class _Packing:
 
 
 def _pack(ledger: ShardLedger, spans: list[RowSpan], cap: int, *, cut: bool) -> None:
-    """Assign every span to a rank: the heaviest first, to the rank with the least work. If a span exceeds the capacity
-    of the rank, it is cut: its last rows are assigned now and the remainder later. A short span that fits on no rank is
-    assigned anyway, and the rank then exceeds its number of rows.
+    """Assign every span to a rank: the heaviest span first, to the rank with the least expected work. A span that
+    exceeds the rank's capacity is cut: its last rows are assigned now and the remainder later. A short span that fits
+    on no rank is assigned anyway, and that rank then has too many rows.
 
     cap: the work up to which a rank is packed. cut: with False, short segments are never cut.
     """
@@ -344,7 +347,8 @@ def _in_runs(ledger: ShardLedger, lengths: np.ndarray) -> SequenceSharding:
 def cut_at_segments(
     found: SequenceSharding, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut runs at the ends of segments: return rank, segment, first row and end in the segment, int64 [spans]."""
+    """Cut runs of rows at the ends of segments. Returns rank, segment, first row and end in the segment, int64 [spans]
+    each."""
     ends = np.cumsum(lengths)
     last = found.first + found.length
     segments = np.searchsorted(ends, found.first, side="right")

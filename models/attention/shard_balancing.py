@@ -32,7 +32,8 @@ MOST_SPLITS = 4  # selections of MOST_SPLIT spans that are tried where there are
 
 
 class RowSpan(NamedTuple):
-    """Consecutive rows of a segment that one rank holds, with their attention work."""
+    """Consecutive rows of a segment that one rank holds, from row `begin` of the segment on, and their attention
+    work."""
 
     num_rows: int
     work: int
@@ -41,10 +42,10 @@ class RowSpan(NamedTuple):
 
 
 class RowWork:
-    """The attention work of rows, as integers.
+    """Attention work of rows, as integers.
 
-    causal: int64 [longest + 1], the work of the first i rows of a segment (None: i(i + 1) / 2). keys: for each segment
-    the number of keys that each of its rows attends to (None: causal attention).
+    causal: int64 [longest + 1], the work of the first i rows of a segment (None: i(i + 1) / 2). keys: number of keys
+    that each row of a segment attends to, by segment (None: causal attention).
     """
 
     def __init__(self, causal: np.ndarray | None, keys: list[int] | None) -> None:
@@ -59,7 +60,7 @@ class RowWork:
         return int(self.causal[end]) - int(self.causal[begin])
 
     def of_each(self, segment: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Return the attention work of rows [begin, end) of each given segment, int64 [m]."""
+        """Return the attention work of rows [begin, end) of each segment, int64 [m]."""
         if self.keys_of is not None:
             return self.keys_of[segment] * (end - begin)
         if self.causal is None:
@@ -67,8 +68,8 @@ class RowWork:
         return self.causal[end] - self.causal[begin]
 
     def first_rows(self, low: np.ndarray, high: np.ndarray, num_rows: np.ndarray, work: np.ndarray) -> np.ndarray:
-        """Return the first row, between `low` and `high`, from which the next `num_rows` rows of a causal segment have
-        at least this work; all int64 [m]."""
+        """Return the lowest row, between `low` and `high`, from which `num_rows` consecutive rows of a causal segment
+        have at least this work; `high` if there is none. All int64 [m]."""
         if self.keys is None and self.causal is None:
             return np.clip(-((num_rows * (num_rows + 1) // 2 - work) // num_rows), low, high)
         while (low < high).any():
@@ -79,11 +80,11 @@ class RowWork:
 
 
 class ShardLedger:
-    """Ledger of the row spans that each rank holds while rows are evened out.
+    """Ledger of the row spans that each rank holds, used while rows and work are balanced between ranks.
 
-    missing: the number of rows that each rank still lacks; negative if it has too many. work: the work of each rank.
-    spans: each rank's spans that may be moved. fixed: each rank's other spans, of segments of which it holds several
-    spans. limit: the most work that a rank should have.
+    missing: number of rows that each rank still lacks; negative if it has too many. work: attention work of each rank.
+    spans: each rank's spans that may be moved whole. fixed: each rank's other spans, such as several spans of one
+    segment. limit: the most work that a rank should have.
     """
 
     def __init__(self, cp_size: int, rows_per_rank: int, limit: int, work: RowWork) -> None:
@@ -96,14 +97,14 @@ class ShardLedger:
         self.work_of, self.works_of, self.first_rows = work.of, work.of_each, work.first_rows
 
     def cut_cost(self, segment: int, row: int) -> int:
-        """Return the number of exchanged key rows if another rank holds the rows of a segment from `row` on."""
+        """Return the number of key rows that must be exchanged if a segment is cut before `row`."""
         return row if self.keys is None else self.keys[segment]
 
     def span(self, segment: int, begin: int, end: int) -> RowSpan:
         return RowSpan(end - begin, self.work_of(segment, begin, end), segment, begin)
 
     def held(self, cp_rank: int) -> list[RowSpan]:
-        """Return all spans of a rank, fixed or not."""
+        """Return all row spans that a rank holds."""
         return [*self.spans[cp_rank], *self.fixed[cp_rank]]
 
     def add(self, cp_rank: int, span: RowSpan, *, fixed: bool = False) -> None:
@@ -119,7 +120,7 @@ class ShardLedger:
             self.add(target, span)
 
     def replace(self, cp_rank: int, spans: list[RowSpan]) -> None:
-        """Give a rank these spans instead of its present ones, and update its work and missing rows."""
+        """Replace all spans of a rank, and update its work and missing rows."""
         times = Counter(span.segment for span in spans)
         self.spans[cp_rank] = [span for span in spans if times[span.segment] == 1]
         self.fixed[cp_rank] = [span for span in spans if times[span.segment] > 1]
@@ -127,8 +128,8 @@ class ShardLedger:
         self.work[cp_rank] = sum(span.work for span in spans)
 
     def fits(self, one: int, other: int, moved: int) -> bool:
-        """Return whether `moved` work may move from rank `one` to rank `other`: neither may exceed the work limit and
-        the present maximum of both."""
+        """Return whether `moved` work may move from rank `one` to rank `other`. Neither rank may then exceed the work
+        limit, or the present maximum of the two if that is higher."""
         before = max(self.work[one], self.work[other], self.limit)
         return self.work[one] - moved <= before and self.work[other] + moved <= before
 
@@ -137,7 +138,7 @@ class ShardLedger:
 
 
 class SpanGroup(NamedTuple):
-    """Spans of one segment that move between ranks together; a group of a single span may be cut."""
+    """Row spans of one segment that move between two ranks together; a group of a single span may be cut."""
 
     num_rows: int
     work: int
@@ -146,8 +147,8 @@ class SpanGroup(NamedTuple):
 
 
 class PairSplit(NamedTuple):
-    """A distribution of span groups over two ranks: the bits of `units` mark the first rank's groups. Of a cut group it
-    also has rows `begin` to `end` (none if both are 0)."""
+    """Distribution of span groups over two ranks. The set bits of `units` are the numbers of the first rank's groups.
+    The first rank also has rows `begin` to `end` of the group numbered `cut` (no rows if both are 0)."""
 
     over: int  # work over the limit
     cost: int  # exchanged rows of the cut
@@ -158,8 +159,8 @@ class PairSplit(NamedTuple):
 
 
 def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool:
-    """Redistribute the spans of two ranks if that exchanges fewer rows or brings work closer to the limit; return
-    whether it did.
+    """Redistribute the row spans of two ranks if that reduces their work above the limit, or the key rows that they
+    receive. Returns whether it did.
 
     At most `most` groups of spans may move. Both ranks keep their number of rows.
     """
@@ -233,8 +234,8 @@ def _over(ledger: ShardLedger, one: int, other: int) -> int:
 def _units(
     ledger: ShardLedger, one: int, other: int, most: int
 ) -> tuple[list[SpanGroup], tuple[list[SpanGroup], list[SpanGroup]]]:
-    """Return the span groups that two ranks may exchange (the longest, the shortest, and those with rows of both
-    ranks), and the groups that each rank keeps."""
+    """Return the span groups that may move between two ranks (the longest, the shortest, and those with rows of both
+    ranks), and the groups that each rank keeps. Returns no groups if more than `most` have rows of both ranks."""
     by_segment: dict[int, list[tuple[RowSpan, int]]] = {}
     for owner, cp_rank in enumerate((one, other)):
         for span in ledger.held(cp_rank):
@@ -270,13 +271,13 @@ def _units(
 
 @functools.cache
 def _choices(number: int) -> np.ndarray:
-    """Return every subset of `number` groups as a mask: bool [2 ** number, number]."""
+    """Return all subsets of `number` groups as masks: bool [2 ** number, number]."""
     return (np.arange(2**number)[:, None] >> np.arange(number) & 1).astype(bool)
 
 
 def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, high: int) -> PairSplit | None:
-    """Return the cheapest split that gives the first rank `wanted` rows and work from `low` to `high`, or work as close
-    to that as possible. Returns None if no split has the rows."""
+    """Return the cheapest split of span groups that gives the first rank `wanted` rows and work from `low` to `high`,
+    or else the split whose work is closest to that range. Returns None if no split has `wanted` rows."""
     number = len(units)
     num_rows = np.array([unit.num_rows for unit in units], dtype=np.int64)
     work = np.array([unit.work for unit in units], dtype=np.int64)
@@ -312,7 +313,7 @@ def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, hi
         best = choice if best is None or choice < best else best
     if ledger.keys is not None or best is None:
         return best
-    # Inside: the first row from which the missing rows have enough work.
+    # Rows inside a span: from the first row at which the missing rows have enough work.
     inside = np.flatnonzero((first_work < lower) & (last_work > upper) & ((best.over > 0) | (first_cost < best.cost)))
     inside = inside[np.argsort(first_cost[inside], kind="stable")[:MOST_CUTS]]
     if not len(inside):
@@ -327,7 +328,7 @@ def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, hi
 
 
 def _outside(work: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) -> np.ndarray:
-    """Return how far each work is below `low` or above `high`, 0 between them."""
+    """Return the distance of each work value from the range `low` to `high`; 0 inside the range."""
     return np.maximum(np.maximum(low - work, work - high), 0)
 
 
@@ -335,7 +336,7 @@ def _outside(work: np.ndarray, low: np.ndarray | int, high: np.ndarray | int) ->
 
 
 def equalize_rows(ledger: ShardLedger) -> None:
-    """Give every rank exactly its number of rows: by swaps of whole spans first, then by cutting spans."""
+    """Give every rank exactly its number of rows: first by swapping whole spans, then by cutting spans."""
     open_ranks = sorted(range(len(ledger.missing)), key=lambda cp_rank: (len(ledger.spans[cp_rank]), cp_rank))
     while len(open_ranks) > 1 and any(ledger.missing[cp_rank] for cp_rank in open_ranks):
         cp_rank = open_ranks.pop(0)
@@ -347,7 +348,8 @@ def equalize_rows(ledger: ShardLedger) -> None:
 
 
 def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
-    """Swap spans between a rank and others until it has exactly its rows; return False if no swap achieves this."""
+    """Swap spans between a rank and other ranks so that the rank has exactly its number of rows. Returns False if no
+    swap achieves this."""
     surplus = -ledger.missing[cp_rank]
     found: SpansBySize = {}
     for other in others:
@@ -366,8 +368,8 @@ def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
 def _candidates(
     own: list[RowSpan], found: SpansBySize, surplus: int
 ) -> Iterator[tuple[tuple[RowSpan, ...], TakenSpans]]:
-    """Yield spans that a rank could give and take so that it gives `surplus` rows more than it takes: one span for one
-    first, then two for one, then one for two."""
+    """Yield pairs of spans that a rank gives and spans that it takes, with `surplus` more rows given than taken: one
+    span for one first, then two for one, then one for two."""
     most = 8  # spans of equal length that are tried
     for span in (None, *own):
         wanted = (span.num_rows if span else 0) - surplus
@@ -398,8 +400,8 @@ def _candidates(
 def _allowed_moves(
     ledger: ShardLedger, cp_rank: int, given: tuple[RowSpan, ...], taken: TakenSpans
 ) -> list[tuple[int, int, list[RowSpan]]] | None:
-    """Return the moves (source, target, spans) of a swap if the work of the ranks allows it, else None. Given spans
-    move to the rank that a span is taken from, or else to the rank that lacks the most rows."""
+    """Return a swap as moves (source, target, spans), or None if a rank would get too much work. The given spans move
+    to the rank of the first taken span or, if none is taken, to the rank that lacks the most rows."""
     if not taken:
         if not given:
             return None
@@ -417,8 +419,8 @@ def _allowed_moves(
 
 
 def _repartition(ledger: ShardLedger, one: int, other: int) -> None:
-    """Redistribute the spans of two ranks so that the first has exactly its rows, or as close as whole spans allow
-    (subset sums of two halves, Horowitz and Sahni 1974)."""
+    """Redistribute the row spans of two ranks so that rank `one` has exactly its number of rows, or as close to it as
+    whole spans allow. Combines the subset sums of two halves of the spans (Horowitz and Sahni 1974)."""
     spans = sorted(
         [*ledger.spans[one], *ledger.spans[other]], key=lambda span: (span.num_rows, span.segment, span.begin)
     )
@@ -431,7 +433,8 @@ def _repartition(ledger: ShardLedger, one: int, other: int) -> None:
 
 
 def _repartition_some(ledger: ShardLedger, one: int, other: int, free: list[RowSpan]) -> bool:
-    """Redistribute the spans in `free` of two ranks; return whether rows are exact and work is within the limit."""
+    """Redistribute the spans `free` of two ranks. Returns whether both then have exactly their number of rows and work
+    within the limit."""
     is_free = set(free)
     own = [span for span in ledger.spans[one] if span in is_free]
     wanted = ledger.missing[one] + sum(span.num_rows for span in own)
@@ -465,7 +468,7 @@ def _repartition_some(ledger: ShardLedger, one: int, other: int, free: list[RowS
 
 
 def _subset_sums(spans: list[RowSpan]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of rows and the work of every subset of spans, int64 [2 ** spans] each."""
+    """Return the number of rows and the work of every subset of the spans, int64 [2 ** spans] each."""
     row_sums, work_sums = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     for span in spans:
         row_sums, work_sums = (
@@ -476,13 +479,13 @@ def _subset_sums(spans: list[RowSpan]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut_surplus(ledger: ShardLedger) -> None:
-    """Move rows from ranks with too many rows to ranks that lack rows, cutting spans where needed."""
+    """Move rows from ranks with too many rows to ranks with too few, and cut spans where needed."""
     cp_size = len(ledger.missing)
     while surplus := -min(ledger.missing):
         source = ledger.missing.index(-surplus)
         equal = [cp_rank for cp_rank in range(cp_size) if ledger.missing[cp_rank] == surplus]
         target = equal[0] if equal else max(range(cp_size), key=lambda cp_rank: (ledger.missing[cp_rank], -cp_rank))
-        # By the cut that costs least.
+        # Choose the cut that costs least.
         num_rows = min(surplus, ledger.missing[target])
         held = ledger.held(source)
         cuts = []
@@ -510,8 +513,8 @@ def _cut_surplus(ledger: ShardLedger) -> None:
 
 
 def balance_work(ledger: ShardLedger) -> None:
-    """Bring the work of ranks above the limit down to it: pairs of ranks are rebalanced; after MOST_LEVELLED pairs, or
-    if that does not help, ranks trade rows."""
+    """Reduce the work of ranks above the limit: first rebalance pairs of ranks; after MOST_LEVELLED pairs, or if that
+    does not help, trade rows between ranks."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0
@@ -542,8 +545,9 @@ def balance_work(ledger: ShardLedger) -> None:
 
 
 def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
-    """Trade the last rows of rank `most`'s heaviest span for the first rows of rank `least`'s lightest span: as few
-    rows as bring `most` down to the limit, or both ranks to equal work. Returns whether rows were traded."""
+    """Trade the last rows of the heaviest span of rank `most` for the first rows of the lightest span of rank `least`.
+    Trades as few rows as bring `most` down to the limit, or both ranks to equal work. Returns whether rows were
+    traded."""
 
     def ends(cp_rank: int) -> list[tuple[int, int, RowSpan]]:
         return [
@@ -587,8 +591,8 @@ def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
 
 
 def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
-    """Rebalance pairs of ranks to exchange fewer rows. Stops after a few pairs once at most `enough` rows are
-    exchanged."""
+    """Rebalance pairs of ranks so that fewer rows are exchanged. With more than FEW_RANKS ranks, only a few pairs are
+    tried if at most `enough` rows are exchanged already."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0

@@ -35,9 +35,10 @@ Inputs = kernels.Triple  # query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, 
 
 
 class RowRuns:
-    """The query rows or the key rows of slices of equal length, as runs: first row and sample of each, int64 `[m]`.
+    """The query rows or the key rows of attention slices of equal length, as runs of rows: first row and sample of each
+    run, int64 `[m]`.
 
-    `is_first`: no earlier slice has any of these rows.
+    `is_first`: True if no earlier slice has any of these rows.
     """
 
     def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
@@ -45,7 +46,7 @@ class RowRuns:
         self._index: RowIndex | None = None
 
     def view(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the runs' rows of `x` `[s, b, ...]` as a view `[m, length, ...]`; None if runs are not evenly
+        """Return these rows of `x` `[s, b, ...]` as a view `[m, length, ...]`, or None if the runs are not evenly
         spaced."""
         m, first, sample = len(self.first), int(self.first[0]), int(self.sample[0])
         if m == 1:
@@ -57,12 +58,12 @@ class RowRuns:
         return None
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the runs' rows of `x` `[s, b, ...]`: `[m, length, ...]`, as a view if possible."""
+        """Return these rows of `x` `[s, b, ...]` as `[m, length, ...]`; a view if possible."""
         found = self.view(x)
         return self.index.take(x).unflatten(0, (-1, self.length)) if found is None else found
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write `values` `[m, length, ...]` into the runs' rows of `x` `[s, b, ...]`."""
+        """Write `values` `[m, length, ...]` into these rows of `x` `[s, b, ...]`."""
         found = self.view(x)
         if found is not None:
             found.copy_(values)
@@ -71,7 +72,7 @@ class RowRuns:
 
     @property
     def index(self) -> RowIndex:
-        """The runs' rows as a RowIndex, which lists them one by one."""
+        """RowIndex of the runs, which lists their rows one by one."""
         if self._index is None:
             lengths = np.full(len(self.first), self.length)
             self._index = RowIndex(*row_numbers(self.first, lengths, self.sample), self.is_first)
@@ -79,7 +80,8 @@ class RowRuns:
 
 
 class RowIndex:
-    """Query or key rows of slices, one by one: row and sample, int64 `[t]`. `is_all`: these are all rows, in order."""
+    """Query or key rows of attention slices, listed one by one: row and sample of each, int64 `[t]`. `is_first`: True
+    if no earlier slice has any of these rows. `is_all`: True if these are all rows, in order."""
 
     def __init__(self, row_numbers: np.ndarray, samples: np.ndarray, is_first: bool, is_all: bool = False) -> None:
         self.is_first, self._is_all = is_first, is_all
@@ -110,7 +112,8 @@ SliceRows = RowRuns | RowIndex
 def row_numbers(
     first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return row and sample of each row of all runs, run by run. `flips`: from the last row of a run to its first."""
+    """Return the row and the sample of each row in runs of rows, one run after the other. `flips`: list each run from
+    its last row to its first."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if flips:
         within = np.repeat(lengths, lengths) - 1 - within
@@ -118,15 +121,16 @@ def row_numbers(
 
 
 class RowCoverage:
-    """Counter of the slices that contain each row of each sample, `[b, s]`: decides whether outputs are merged in fp32
-    and whether buffers must start as zeros."""
+    """Number of attention slices that contain each row of each sample, `[b, s]`. It determines whether outputs are
+    merged in fp32, and whether buffers must start as zeros."""
 
     def __init__(self, num_samples: int, length: int) -> None:
         self.counts = np.zeros((num_samples, length), np.int64)
         self.is_mixed = False  # whether a slice has both rows that were covered before and new rows
 
     def add(self, sample: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> bool:
-        """Count the rows of slices that share no rows; return whether all these rows are new."""
+        """Count rows [first, first + length) of slices that share no rows. Returns whether no earlier slice has any of
+        these rows."""
         steps = np.zeros((self.counts.shape[0], self.counts.shape[1] + 1), np.int64)
         np.add.at(steps, (sample, first), 1)
         np.add.at(steps, (sample, first + lengths), -1)
@@ -138,12 +142,12 @@ class RowCoverage:
 
     @property
     def is_shared(self) -> bool:
-        """Whether any row is in several slices."""
+        """True if any row is in several slices."""
         return bool((self.counts > 1).any())
 
     @property
     def is_written(self) -> bool:
-        """Whether a buffer can start uninitialized, because each row is written before it is read."""
+        """True if a buffer may start uninitialized, because each row is written before it is read."""
         return not self.is_mixed and bool((self.counts > 0).all())
 
 
@@ -152,19 +156,21 @@ class RowCoverage:
 
 @dataclass(frozen=True)
 class SliceBatch:
-    """Slices of equal shape that share no rows, for kernels with a batch dimension."""
+    """Attention slices of equal shape that share no rows, for kernels with a batch dimension."""
 
     shape: SliceShape
     queries: RowRuns
     keys: RowRuns
 
     def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
-        """Compute the slices: output `[m, q, n, v]`, log-sum-exp `[m, q, n]`, and tensors for the backward pass."""
+        """Compute the attention of these slices. Returns output `[m, q, n, v]`, log-sum-exp `[m, q, n]`, and tensors
+        for the backward pass."""
         output, sums, seeds = kernels.forward(*self._heads_first(inputs), self.shape.kind != FULL, scale)
         return self._rows_first(output), self._rows_first(sums), seeds
 
     def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
-        """Return the gradients of query, key and value rows, `[m, rows, heads, channels]`; `grad` covers all rows."""
+        """Return the gradients of these slices' query, key and value rows, `[m, rows, heads, channels]`. `grad`: the
+        output gradient of all rows."""
         grad, output, sums = (self._side(self.queries, each) for each in (grad, *result[:2]))
         found = kernels.backward(
             grad, self._heads_first(inputs), (output, sums, result[2]), self.shape.kind != FULL, scale
@@ -176,17 +182,19 @@ class SliceBatch:
         return self._side(self.queries, query), self._side(self.keys, key), self._side(self.keys, value)
 
     def _side(self, runs: RowRuns, x: torch.Tensor) -> torch.Tensor:
-        """Return rows of `x` `[s, b, heads, ...]` as `[m, heads, rows, ...]`; anti-causal slices are flipped."""
+        """Return the slices' rows of `x` `[s, b, heads, ...]` as `[m, heads, rows, ...]`. Rows of anti-causal slices
+        are reversed."""
         taken = runs.take(x).transpose(1, 2)
         return taken.flip(2) if self.shape.kind == ANTI_CAUSAL else taken
 
     def _rows_first(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn `[m, heads, rows, ...]` into `[m, rows, heads, ...]`, and undo the flip of anti-causal slices."""
+        """Transpose `[m, heads, rows, ...]` to `[m, rows, heads, ...]`, and undo the reversal of rows in anti-causal
+        slices."""
         return (x.flip(2) if self.shape.kind == ANTI_CAUSAL else x).transpose(1, 2)
 
 
 class SliceLaunch:
-    """Slices of one kind that share no rows, for a kernel that takes cumulative lengths."""
+    """Attention slices of one kind that share no rows, for a kernel that takes cumulative lengths."""
 
     def __init__(self, slices: Slices, queries: RowIndex, keys: RowIndex) -> None:
         self.queries, self.keys = queries, keys
@@ -194,13 +202,15 @@ class SliceLaunch:
         self._lengths: dict[torch.device, kernels.Lengths] = {}
 
     def forward(self, inputs: Inputs, scale: float) -> kernels.Found:
-        """Compute the slices: output `[t, n, v]`, log-sum-exp `[t, n]`, and tensors for the backward pass."""
+        """Compute the attention of these slices. Returns output `[t, n, v]`, log-sum-exp `[t, n]`, and tensors for the
+        backward pass."""
         lengths = self._lengths_on(inputs[0].device)
         output, sums, seeds = kernels.launch_forward(*self._side_rows(inputs), lengths, self._causal, scale)
         return output, sums.t(), seeds
 
     def backward(self, grad: torch.Tensor, inputs: Inputs, result: kernels.Found, scale: float) -> kernels.Triple:
-        """Return the gradients of query, key and value rows, `[t, heads, channels]`; `grad` covers all rows."""
+        """Return the gradients of these slices' query, key and value rows, `[t, heads, channels]`. `grad`: the output
+        gradient of all rows."""
         grad, output, sums = (self.queries.take(each) for each in (grad, *result[:2]))
         lengths = self._lengths_on(grad.device)
         found = output, sums.t(), result[2]
@@ -223,7 +233,7 @@ SliceCalls = Sequence[SliceLaunch | SliceBatch]
 
 
 class KeyRound:
-    """Slices over the keys of one round: this rank's own keys, or keys that an exchange receives. `keys` counts the
+    """Attention slices over the keys of one round: this rank's own keys, or keys that it receives. `keys`: number of
     slices that contain each key row."""
 
     def __init__(
@@ -243,7 +253,7 @@ class KeyRound:
 
     @functools.cached_property
     def launches(self) -> list[SliceLaunch]:
-        """The slices in groups for a kernel that takes cumulative lengths."""
+        """The slices, grouped for a kernel that takes cumulative lengths."""
         return [
             SliceLaunch(
                 group,
@@ -259,7 +269,7 @@ class KeyRound:
 
     @functools.cached_property
     def batches(self) -> list[SliceBatch]:
-        """The slices in groups of equal shape, for kernels with a batch dimension."""
+        """The slices, grouped by shape for kernels with a batch dimension."""
         return [
             SliceBatch(
                 shape,
@@ -272,8 +282,8 @@ class KeyRound:
 
 
 class SlicePlan:
-    """Plan for computing a micro-batch's attention slices round by round: made once on the host, used by all layers.
-    `queries` counts the slices of all rounds that contain each query row."""
+    """Plan for computing a micro-batch's attention slices round by round, made once on the host and used by all layers.
+    `queries`: number of slices in all rounds that contain each query row."""
 
     def __init__(
         self,
@@ -284,7 +294,8 @@ class SlicePlan:
         heads: HeadExchange | None = None,
         ahead: int = 1,
     ) -> None:
-        """`ahead`: the number of later rounds whose keys are in flight during a round, the same on all ranks."""
+        """Plan the rounds. `slices`: over this rank's own keys. `rounds`: slices over received keys, each with its
+        exchange. `ahead`: number of later rounds whose keys are in flight during a round, the same on all ranks."""
         self.queries, self.heads, self.ahead = RowCoverage(num_samples, length), heads, ahead
         # Exchanges in flight, and the number of rows that this rank sends in each.
         self.leaving: deque[tuple[ArrivingRows, int]] = deque()
@@ -300,18 +311,18 @@ class SlicePlan:
 
     @property
     def is_spread(self) -> bool:
-        """Whether other ranks hold some of the keys."""
+        """True if other ranks hold some of the keys."""
         return self.rounds[-1].exchange is not None
 
     def calls(self, query: torch.Tensor, width: int) -> list[SliceCalls]:
-        """Return the kernel calls of each round. width: channels of a value head."""
+        """Return the kernel calls of each round. `width`: channels of a value head."""
         takes_launches = kernels.takes_launches(query, width)
         return [each.launches if takes_launches else each.batches for each in self.rounds]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: SlicePlan, scale: float) -> torch.Tensor:
-    """Compute attention slice by slice: return `[s, b, n, v]` for query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s,
-    b, g, v]`. Rows that are in no slice get 0."""
+    """Compute attention slice by slice for query `[s, b, n, d]`, key `[s, b, g, d]` and value `[s, b, g, v]`. Returns
+    `[s, b, n, v]`; rows that are in no slice get 0."""
     if plan.heads is None:
         return _Sliced.apply(query, key, value, plan, scale)
     output = _Sliced.apply(*plan.heads.to_heads(query, key, value), plan, scale)
@@ -359,8 +370,8 @@ class ReturningGradients:
         self._coming: deque[tuple[ArrivingGradients, int]] = deque()
 
     def send(self, round_: KeyRound, key_grad: torch.Tensor, value_grad: torch.Tensor, dtype: torch.dtype) -> None:
-        """Start sending a round's gradients, in the plan's backward order. This rank's own gradients are kept; they
-        come first, and are in fp32 if those of other ranks are added."""
+        """Start sending a round's key and value gradients; call it in the plan's backward order. Gradients of this
+        rank's own keys are kept. They must be given first, and in fp32 if gradients from other ranks will be added."""
         exchange = round_.exchange
         if exchange is not None:
             coming = exchange.return_gradients(key_grad.to(dtype), value_grad.to(dtype))
@@ -374,7 +385,7 @@ class ReturningGradients:
             self._own = [key_grad, value_grad]
 
     def collect(self) -> list[torch.Tensor]:
-        """Wait for the gradients from other ranks, and return the complete gradients of this rank's keys and values."""
+        """Wait for the gradients from other ranks. Returns the complete gradients of this rank's keys and values."""
         while self._coming:
             self._coming.popleft()[0].add_to(*self._own)
         return self._own
@@ -383,11 +394,12 @@ class ReturningGradients:
 def keys_of_rounds(
     plan: SlicePlan, order: Sequence[int], key: torch.Tensor, value: torch.Tensor, ends: bool
 ) -> Iterator[tuple[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """Yield each round's index in this order, with its keys and values, while the keys of later rounds are being
+    """Yield the index of each round in `order`, with its keys and values, while the keys of later rounds are being
     received.
 
     All ranks start exchanges in the same order, because messages between two ranks have no tags. `ends`: wait for this
-    rank's sends at the end; otherwise a later pass waits, because other ranks may receive the messages only then.
+    rank's sends at the end. Otherwise a later pass waits for them, because other ranks may receive the messages only
+    then.
     """
     left = deque(each for i in order if (each := plan.rounds[i].exchange) is not None)
     coming: deque[tuple[ArrivingRows, int]] = deque()
@@ -407,7 +419,8 @@ def keys_of_rounds(
 
 
 class MergedOutput:
-    """Attention output and log-sum-exp of the slices computed so far, merged; in fp32 if a row is in several slices."""
+    """Merged attention output and log-sum-exp of the slices computed so far. The output is in fp32 if a row is in
+    several slices."""
 
     def __init__(self, cover: RowCoverage, query: torch.Tensor, width: int) -> None:
         shape = *query.shape[:3], width
@@ -417,7 +430,7 @@ class MergedOutput:
         self.sums = query.new_full(shape[:3], -torch.inf, dtype=torch.float32)
 
     def add_all(self, calls: SliceCalls, inputs: Inputs, scale: float) -> list[Any]:
-        """Run kernel calls and merge their outputs; return the tensors that their backward passes need."""
+        """Run kernel calls and merge their outputs. Returns the tensors that the backward passes need."""
         found = []
         for call in calls:
             output, sums, seeds = call.forward(inputs, scale)
@@ -434,16 +447,16 @@ class MergedOutput:
 def _merge(
     output: torch.Tensor, sums: torch.Tensor, other: torch.Tensor, other_sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two attention outputs of the same rows over different keys, in fp32. The second has a key for each row, so
-    that infinity is never subtracted from infinity."""
+    """Merge two attention outputs of the same rows over different keys, in fp32. The second output has at least one key
+    per row, so that infinity is never subtracted from infinity."""
     total = torch.logaddexp(sums, other_sums)
     kept, added = torch.exp(sums - total).unsqueeze(-1), torch.exp(other_sums - total).unsqueeze(-1)
     return output * kept + other.float() * added, total
 
 
 class AccumulatedGradient:
-    """Gradient of one attention input, summed over slices; in fp32 if a row is in several slices. `in_order`: slices
-    are added in the plan's order, so that the first gradient of a row overwrites."""
+    """Gradient of one attention input, summed over slices; in fp32 with `in_fp32` or if a row is in several slices.
+    `in_order`: slices are added in the plan's order, so that the first gradient of a row overwrites the buffer."""
 
     def __init__(self, x: torch.Tensor, cover: RowCoverage, in_fp32: bool = False, in_order: bool = True) -> None:
         make = torch.empty if cover.is_written and in_order else torch.zeros
@@ -451,7 +464,7 @@ class AccumulatedGradient:
         self.grad, self._in_order = make(x.shape, dtype=dtype, device=x.device), in_order
 
     def add(self, slice_rows: SliceRows, gradient: torch.Tensor) -> None:
-        """Add `[..., heads, channels]` to the gradient of some rows."""
+        """Add `gradient` `[..., heads, channels]` to the gradient of the given rows."""
         is_new = slice_rows.is_first and self._in_order
         slice_rows.put(self.grad, gradient if is_new else slice_rows.take(self.grad) + gradient)
 
@@ -465,8 +478,9 @@ def add_gradients(
     scale: float,
     sides: Sequence[AccumulatedGradient],
 ) -> None:
-    """Run the backward passes of a round's kernel calls from the merged output and log-sum-exp, and add the results to
-    the gradients of query, key and value (`sides`). `seeds`: what each forward call returned for its backward pass."""
+    """Run the backward passes of a round's kernel calls, and add the results to the gradients of query, key and value
+    (`sides`). `merged`: the merged output and log-sum-exp. `seeds`: the tensors that each forward call returned for its
+    backward pass."""
     for call, of_call in zip(calls, seeds):
         found = call.backward(grad, inputs, (*merged, of_call), scale)
         for side, slice_rows, of_rows in zip(sides, (call.queries, call.keys, call.keys), found):
@@ -478,7 +492,7 @@ def add_gradients(
 
 @dataclass(frozen=True)
 class LatentShape:
-    """Number of channels of a latent, and of a key without its rotary channels."""
+    """Numbers of channels in latent attention: of a latent, and of a key without its rotary channels (`plain`)."""
 
     latent: int
     plain: int
@@ -487,8 +501,8 @@ class LatentShape:
 def attend_latents(
     query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, shape: LatentShape, plan: SlicePlan, scale: float
 ) -> torch.Tensor:
-    """Compute latent attention slice by slice: return `[s, 1, n, v]` for query `[s, 1, n, d + p]`, latents with rotated
-    rotary keys `[s, 1, 1, l + p]` and the expansion's weight `[n * (d + v), l]`."""
+    """Compute latent attention slice by slice for query `[s, 1, n, d + p]`, latents with rotated rotary keys
+    `[s, 1, 1, l + p]` and the weight that expands latents `[n * (d + v), l]`. Returns `[s, 1, n, v]`."""
     if plan.heads is None:
         return _SlicedLatents.apply(query, latents, weight, slice(None), shape, plan, scale)  # type: ignore[no-any-return]
     weight_rows = len(weight) // plan.heads.size
@@ -500,7 +514,8 @@ def attend_latents(
 def _expanded(
     latents: torch.Tensor, weight: torch.Tensor, num_heads: int, shape: LatentShape
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expand latents `[m, 1, 1, l + p]` to keys `[m, 1, n, d + p]` and values `[m, 1, n, v]`."""
+    """Expand latents `[m, 1, 1, l + p]` to keys `[m, 1, n, d + p]` and values `[m, 1, n, v]`, with this rank's rows of
+    the weight."""
     latent, rotary = latents.split([shape.latent, latents.size(-1) - shape.latent], dim=-1)
     both = torch.nn.functional.linear(latent.squeeze(2), weight).unflatten(-1, (num_heads, -1))
     key, value = both.split([shape.plain, both.size(-1) - shape.plain], dim=-1)

@@ -70,7 +70,8 @@ HEAD_ORDER = ("encoder", "decoder", "lm_head", "embedding.word_embeddings", "out
 
 @dataclass(frozen=True)
 class ModelChunk:
-    """Consecutive layers on one pipeline stage; the first chunk also has the embedding, the last chunk the head."""
+    """Consecutive layers on one pipeline stage. The model's first chunk also has the embedding, and its last chunk the
+    head."""
 
     layers: tuple[int, ...]  # 1 for an MoE layer, 0 for a dense one
     is_first: bool
@@ -91,13 +92,13 @@ def model_chunks(config: Config) -> list[list[ModelChunk]]:
 
 
 def whole_model(config: Config) -> ModelChunk:
-    """Return one model chunk with all layers, the embedding and the head."""
+    """Return a single model chunk with all layers, the embedding and the head."""
     return ModelChunk(tuple(derived.moe_layer_pattern(config)), True, True)
 
 
 def blocks(config: Config, vocab_size: int, chunk: ModelChunk) -> list[Block]:
-    """Return a chunk's operations as blocks (the embedding, each layer, the head) in the order of execution.
-    `vocab_size` is without padding."""
+    """Return the operations of a model chunk in blocks (the embedding, each layer, the head), in the order of
+    execution. `vocab_size` is without padding."""
     transformer = transformer_name(config)
     result = [block("", embedding(config, vocab_size, chunk.is_last), EMBEDDING_ORDER)] if chunk.is_first else []
     layers = {kind: layer(config, bool(kind)) for kind in set(chunk.layers)}
@@ -111,7 +112,8 @@ def blocks(config: Config, vocab_size: int, chunk: ModelChunk) -> list[Block]:
 
 
 def layer(config: Config, is_moe: bool) -> Block:
-    """Return the block of a transformer layer: attention and feed-forward, each with a residual sum and a norm."""
+    """Return the operations of a transformer layer as a block: attention and feed-forward, each with a residual sum and
+    a norm."""
     build = _pre_norm if config.model.norm_position == "pre" else _post_norm
     operations = build(config, is_moe)
     return block(
@@ -157,7 +159,7 @@ def _post_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
 
 
 def weights(config: Config, vocab_size: int, chunk: ModelChunk) -> Iterator[tuple[str, Weight]]:
-    """Yield the name and the description of each weight of a chunk, in the order of Megatron-core's modules. The routed
-    experts of a layer are one stacked weight."""
+    """Yield the name and description of each weight of a model chunk, in the order of Megatron-core's modules. The
+    routed experts of a layer are one stacked weight."""
     for each in blocks(config, vocab_size, chunk):
         yield from ((each.prefix + weight.name, weight) for weight in each.weights)

@@ -33,7 +33,8 @@ MODULE = "self_attention"
 
 
 def attention(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """Return the operations of attention from the normalized state `x` to `output`, to which a bias is added later."""
+    """Return the operations of attention, from the normalized hidden state `x` to `output`. The bias of `output` is
+    added later."""
     return (_latent if config.model.attention == "latent" else _grouped)(config, x, output)
 
 
@@ -52,7 +53,8 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     held = {"qkv"}
 
     def then(old: Tensor, new: list[ModelOperation]) -> Tensor:
-        """Append operations that replace tensor `old`, which is freed unless it is a view; return the new tensor."""
+        """Append operations that replace tensor `old`, and return the new tensor. `old` is freed unless it is a
+        view."""
         frees = (old.name,) if old.name in held else ()
         operations.extend(new)
         operations[-1] = replace(operations[-1], frees=(*operations[-1].frees, *frees))
@@ -72,7 +74,7 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
             then(key, _head_norm(config, "k_layernorm", key, groups)),
         )
     if rotates:
-        # One function rotates and copies them all, so that nothing holds the product of linear_qkv.
+        # One function rotates and copies them all, so that no view keeps the output of linear_qkv in memory.
         channels = int(head * model.rotary_fraction)
         turned = [_rotated(query, channels), _rotated(key, channels)]
         copied = replace(value, name="value.copied")
@@ -95,7 +97,8 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
 
 
 def _latent(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """Return the operations of latent attention: queries, and keys with values, go through a narrow layer each."""
+    """Return the operations of latent attention. Keys with values, and possibly queries, are computed through a
+    low-rank layer."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
     rank, query_rank, row_kind = model.kv_lora_rank, model.q_lora_rank, own_row_kind(config)
@@ -152,7 +155,7 @@ def _expanded_latents(
     config: Config, query: Tensor, of_queries: tuple[ModelOperation, ...], key_turn: ModelOperation
 ) -> list[ModelOperation]:
     """Return the operations of latent attention without context parallelism, where latents are expanded to keys and
-    values of all heads. `of_queries`: the split of the queries, their rotation, and the concatenation to `query`."""
+    values of all heads. `of_queries`: the split of the queries, their rotation, and their concatenation to `query`."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
     name, sizes = f"{MODULE}.linear_kv_up_proj", (model.kv_lora_rank, heads * (head + value_dim))
@@ -174,7 +177,7 @@ def _expanded_latents(
 
 
 def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> list[ModelOperation]:
-    """Return the operations of latent attention under context parallelism: ranks exchange latents and rotated keys, and
+    """Return the operations of latent attention under context parallelism. Ranks exchange latents and rotated keys, and
     expand each round's rows to keys and values, which are not saved."""
     model, head = config.model, derived.head_dim(config)
     heads, rank, rotating = model.num_attention_heads, model.kv_lora_rank, model.rotary_head_dim
@@ -203,8 +206,8 @@ def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> 
 
 
 def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[ModelOperation]:
-    """Return the operations of a narrow linear layer. Its output is split over tensor ranks and then gathered on each
-    rank; with sequence parallelism each rank then takes its own tokens."""
+    """Return the operations of a low-rank linear layer. Its output is split over the tensor ranks and then gathered on
+    each rank; with sequence parallelism, each rank then keeps only its own tokens."""
     if config.parallel.tensor == 1:
         return [column_linear(config, name, x, output, (config.model.hidden_size, width))]
     split_output, whole = f"{output}.part", Tensor(output, width)
@@ -234,10 +237,10 @@ def _core(
     channels: tuple[int, int],
     expansion: Weight | None = None,
 ) -> list[ModelOperation]:
-    """Return the operations of core attention: scores, softmax and weighted sum, with the FLOPs of the full square.
-    Context ranks exchange heads for sequence rows before it, and back after it; keys and values are sent in rounds.
+    """Return the operations of core attention (scores, softmax, weighted sum), with the FLOPs of the full square.
+    Context ranks exchange heads for sequence rows before it, and back after it. Keys and values are sent in rounds.
 
-    `channels`: of a key head and of a value head. `expansion`: the weight that expands latents, which are then `key`.
+    `channels`: of a key head and of a value head. `expansion`: weight that expands latents, which are then in `key`.
     """
     heads, ranks = config.model.num_attention_heads, config.parallel.tensor * context_heads(config)
     own = [query, key] if value is None else [query, key, value]
@@ -288,8 +291,8 @@ def _core(
 
 
 def _exchanged(name: str, width: int, axis: str | None = HEADS) -> Tensor:
-    """Return a tensor after the all-to-all that gathers sequence rows and splits heads. Without `axis` the tensor has
-    no head dimension."""
+    """Return the description of a tensor after the all-to-all that gathers sequence rows and splits heads. `axis`: None
+    if the tensor has no head dimension."""
     return Tensor(f"{name}.exchanged", width, EXCHANGED_TOKENS, axis)
 
 

@@ -33,7 +33,7 @@ NUM_TOKEN_TYPES = 2  # of BERT: first and second sentence
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """Return the number of vocabulary rows that the embedding stores over all tensor ranks, padding included."""
+    """Return the number of vocabulary rows that all tensor ranks store together, padding included."""
     multiple = VOCAB_MULTIPLE * tensor_parallel
     return -(-vocab_size // multiple) * multiple
 
@@ -42,7 +42,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
     """Return the operations that embed words, positions and token types. `is_last`: this rank also has the head."""
     model, size = config.model, config.model.hidden_size
     bert, sequence = model.family == "bert", config.parallel.sequence
-    # What is added to the embeddings of all tokens needs their sum on each rank.
+    # Position and token type embeddings are added to word embeddings that are summed over the ranks already.
     adds = bert or model.position_embedding == "learned"
     state = Tensor("words", size)
     summed = (Collective("all_reduce", TENSOR, state),) if adds or not sequence else ()
@@ -74,7 +74,7 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
         state = operations[-1].output
     if sequence:
         cut = scatter("embedding", state, hidden(config, "own"), frees=(state.name,))
-        # the other embeddings were added to a sum over the ranks
+        # no reduce-scatter: the embeddings were summed over the ranks before
         operations.append(replace(cut, collectives=cut.collectives[1:]) if adds else cut)
         state = cut.output
     if bert:
@@ -86,7 +86,8 @@ def embedding(config: Config, vocab_size: int, is_last: bool) -> list[ModelOpera
 
 
 def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation]:
-    """Return the operations of final norm, output layer and loss. `is_first`: this rank also has the embedding."""
+    """Return the operations of the final norm, the output layer and the loss. `is_first`: this rank also has the
+    embedding."""
     model, size = config.model, config.model.hidden_size
     bert, sentences = model.family == "bert", model.family == "bert" and model.sentence_head != "none"
     operations, last, done = list[ModelOperation](), INPUT, [INPUT]
@@ -128,7 +129,8 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
 
 
 def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool, is_last: bool) -> Weight:
-    """Return the weight with a row per token; if embeddings are tied, the last pipeline stage stores it too."""
+    """Return the weight of the embedding or output layer, with one row per token of the vocabulary. If the two are
+    tied, the last pipeline stage stores a copy."""
     tied = config.model.tie_embeddings
     return Weight(
         "embedding.word_embeddings.weight" if tied else f"{module}.weight",
@@ -143,7 +145,8 @@ def _vocabulary(config: Config, module: str, vocab_size: int, *, is_first: bool,
 
 
 def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
-    """Return the operations that select the tokens BERT predicts and transform them before the logits."""
+    """Return the operations of BERT's head before the output layer: select the tokens to predict, and transform their
+    hidden states."""
     size = config.model.hidden_size
     weights = Weight("lm_head.dense.weight", (size, size), "matrix"), Weight("lm_head.dense.bias", (size,), "bias")
     selected, dense, active, transformed = (
@@ -162,7 +165,7 @@ def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
 
 
 def _pooler(config: Config, x: str) -> list[ModelOperation]:
-    """Return the operations of the head for sentence pairs, which reads the first token of each sample."""
+    """Return the operations of BERT's head for sentence pairs, which reads the first token of each sample."""
     size = config.model.hidden_size
     weights = [
         Weight("pooler.dense.weight", (size, size), "matrix"),

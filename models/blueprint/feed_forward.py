@@ -30,8 +30,8 @@ from models.blueprint.operation import (
 
 
 def feed_forward(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """Return the operations of a dense layer from the normalized state `x` to `output`; its last bias is added
-    later."""
+    """Return the operations of a dense feed-forward layer, from the normalized hidden state `x` to `output`. The bias
+    of `output` is added later."""
     layers = _linears(config, "mlp", x, output, derived.ffn_hidden_size(config), config.model.linear_bias)
     if derived.feed_forward_tile(config) is not None:
         return [tiled("mlp", x, layers)]
@@ -76,7 +76,8 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
 
 
 def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
-    """Return the operations of a mixture of experts: `top_k` routed experts per token, and any shared expert."""
+    """Return the operations of an MoE layer: the router, `top_k` routed experts per token, and the shared expert if
+    there is one."""
     moe, size, split = config.moe, config.model.hidden_size, derived.expert_tensor_size(config)
     assert moe.num_experts is not None, "a dense model has no experts"
     router = [Weight("mlp.router.weight", (moe.num_experts, size), "matrix")]
@@ -137,7 +138,8 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
 
 
 def _capacity_exchange(config: Config) -> tuple[Collective, ...]:
-    """Return the all-gather that applies an expert's capacity to all tensor ranks' tokens (moe/capacity.py)."""
+    """Return the all-gather that lets an expert's capacity count the tokens of all tensor ranks (moe/capacity.py);
+    empty if none is needed."""
     moe, tensor = config.moe, config.parallel.tensor
     if moe.capacity_factor is None or not config.parallel.sequence:
         return ()

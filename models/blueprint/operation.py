@@ -16,12 +16,13 @@ from configs.derived import context_heads
 from configs.schema import Config
 
 TENSOR, EXPERT, EXPERT_TENSOR = "tensor", "expert", "expert_tensor"  # axes of ranks
-# Axes of context parallelism: all context ranks; those that exchange heads for sequence rows; and the latter times the
-# tensor ranks, over which the heads are split.
+# Axes of context parallelism: all context ranks; the ranks that exchange heads for sequence rows; and these ranks times
+# the tensor ranks, over which the heads are split.
 CONTEXT, CONTEXT_HEADS, HEADS = "context", "context_heads", "heads"
-# Kinds of a tensor's rows: the tokens of a micro-batch (this context rank's share), this tensor rank's own of them
-# under sequence parallelism, those of all its expert tensor peers, samples, a single row; the tokens that predict
-# something, this rank's own of them; the tokens of all context ranks that exchange heads with this one.
+# Kinds of a tensor's rows. tokens: this context rank's tokens of a micro-batch. own_tokens: this tensor rank's share of
+# these tokens under sequence parallelism. peer_tokens: the tokens of all its expert tensor peers. scalar: a single row.
+# predicted, own_predicted: the tokens whose labels are predicted, and this tensor rank's share of them.
+# exchanged_tokens: the tokens of all context ranks that exchange heads with this one.
 TOKENS, OWN_TOKENS, PEER_TOKENS, SAMPLES, SCALAR = "tokens", "own_tokens", "peer_tokens", "samples", "scalar"
 PREDICTED, OWN_PREDICTED = "predicted", "own_predicted"
 EXCHANGED_TOKENS = "exchanged_tokens"
@@ -31,7 +32,7 @@ MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 
 @dataclass(frozen=True)
 class Split:
-    """A dimension of a weight that is split over the ranks of an axis."""
+    """A split of dimension `dim` of a weight over the ranks of `axis`."""
 
     dim: int
     axis: str
@@ -51,20 +52,21 @@ class Weight:
     kind: str
     splits: tuple[Split, ...] = ()
     gated: bool = False  # rows are [gate | up], each half split by itself
-    stored_rows: int | None = None  # with the vocabulary's padding, over all ranks
+    stored_rows: int | None = None  # rows with the vocabulary's padding, over all ranks
     uses: int = 1  # operations of one rank that use it: 2 if a tied embedding is the output layer too
     is_shared: bool = False  # two pipeline stages hold it
-    is_copy: bool = False  # the one of the last stage
+    is_copy: bool = False  # the weight that the last stage holds
 
     @property
     def is_expert(self) -> bool:
-        """Whether this is a stack of routed experts' tensors."""
+        """True if this weight is a stack of routed experts' tensors."""
         return any(split.axis == EXPERT for split in self.splits)
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """An activation tensor: `width` numbers per row of kind `row_kind`, split over the ranks of `axis`."""
+    """An activation tensor with `width` numbers per row, split over the ranks of `axis` (None: not split). `row_kind`:
+    the kind of its rows, such as the tokens of a micro-batch."""
 
     name: str
     width: int
@@ -77,8 +79,8 @@ class Tensor:
 class Collective:
     """A communication step of an operation; `kind` is all_reduce, all_gather, reduce_scatter, all_to_all or rounds.
 
-    `whole` is the reduced tensor, the result of a gather, or the input of a scatter; for an all_to_all, each rank's
-    share; for rounds (of key and value rows between context ranks), a single row.
+    `whole`: the reduced tensor, the result of a gather, or the input of a scatter; for an all_to_all, each rank's
+    share; for rounds, which send key and value rows between context ranks, a single row.
     """
 
     kind: str
@@ -89,8 +91,8 @@ class Collective:
 
 @dataclass(frozen=True)
 class ModelOperation:
-    """One operation of the forward pass, with what it means for the backward pass. `inputs`, `passes`, `saved` and
-    `frees` are names of tensors.
+    """One operation of the forward pass, with the tensors and collectives of its backward pass. `inputs`, `passes`,
+    `saved` and `frees` are names of tensors.
 
     Operations of the kinds `recomputed` and `tiled` have a `body`, whose forward pass runs again in the backward pass:
     for all rows at once, or for one tile of tokens at a time.
@@ -98,7 +100,7 @@ class ModelOperation:
 
     kind: str
     name: str  # of its module: "self_attention.linear_qkv"
-    inputs: tuple[str, ...] = ()  # get gradients of their own
+    inputs: tuple[str, ...] = ()  # each gets its own gradient
     outputs: tuple[Tensor, ...] = ()
     passes: tuple[str, ...] = ()  # inputs whose gradient is that of the output
     saved: tuple[str, ...] = ()  # kept for the backward pass
@@ -111,15 +113,15 @@ class ModelOperation:
 
     @property
     def output(self) -> Tensor:
-        """The output tensor of an operation that has exactly one output."""
+        """The output tensor of an operation with exactly one output."""
         (tensor,) = self.outputs
         return tensor
 
 
 @dataclass(frozen=True)
 class Block:
-    """The embedding, a transformer layer or the head: operations from the tensor `INPUT` to the last operation's
-    output. `prefix` is the beginning of its weights' names."""
+    """The embedding, a transformer layer or the head, as operations from the tensor `INPUT` to the last operation's
+    output. `prefix`: the common beginning of its weights' names."""
 
     prefix: str
     operations: tuple[ModelOperation, ...]
@@ -143,8 +145,8 @@ def axis_sizes(config: Config) -> dict[str, int]:
 
 
 def local_shape(weight: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """Return the shape of one rank's slice of a weight, including padding. `sizes`: number of ranks per axis. Raises
-    ValueError for an unknown axis."""
+    """Return the shape of the slice of a weight that one rank stores, including padding. `sizes`: number of ranks per
+    axis. Raises ValueError for an unknown axis."""
     shape = list(weight.shape)
     if weight.stored_rows is not None:
         shape[0] = weight.stored_rows
@@ -166,8 +168,8 @@ def local_runs(total: int, local: int, rank: int, gated: bool) -> list[tuple[int
 
 
 def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tuple[ModelOperation, int]]:
-    """Yield every operation with the number of its forward passes in a step; the bodies of `recomputed` and `tiled`
-    operations are yielded in their place."""
+    """Yield every operation with the number of its forward passes per micro-batch. The bodies of `recomputed` and
+    `tiled` operations are yielded in their place."""
     for operation in operations:
         if operation.kind in ("recomputed", "tiled"):
             yield from walk(operation.body, forwards + 1)
@@ -176,7 +178,8 @@ def walk(operations: Sequence[ModelOperation], forwards: int = 1) -> Iterator[tu
 
 
 def block(prefix: str, operations: Sequence[ModelOperation], module_order: Sequence[str]) -> Block:
-    """Return a block of operations, with its weights in the order of the modules that their names start with."""
+    """Return a block of operations. Its weights are sorted by module, in the order of the module names in
+    `module_order`."""
 
     def module_index(weight: Weight) -> int:
         for number, module in enumerate(module_order):
@@ -204,12 +207,13 @@ def transformer_name(config: Config) -> str:
 
 
 def own_row_kind(config: Config) -> str:
-    """Return the kind of rows between linear layers: a rank's own tokens with sequence parallelism, else all."""
+    """Return the kind of rows between linear layers: this rank's own tokens with sequence parallelism, else all
+    tokens."""
     return OWN_TOKENS if config.parallel.sequence else TOKENS
 
 
 def hidden(config: Config, name: str) -> Tensor:
-    """Return the tensor description of a hidden state called `name`."""
+    """Return the description of a hidden-state tensor with this name."""
     return Tensor(name, config.model.hidden_size, own_row_kind(config))
 
 
@@ -225,8 +229,8 @@ def column_linear(
     weights: tuple[Weight, ...] | None = None,
     frees: tuple[str, ...] = (),
 ) -> ModelOperation:
-    """Return a linear layer of `sizes` (inputs, outputs) whose outputs are split over the tensor ranks. With sequence
-    parallelism it gathers its input first."""
+    """Return the operation of a linear layer with `sizes` (inputs, outputs) and outputs split over the tensor ranks.
+    With sequence parallelism, it gathers its input first."""
     width, features = sizes
     whole = Tensor(x, width)
     collectives: tuple[Collective, ...] = (Collective("all_reduce", TENSOR, whole, is_backward=True),)
@@ -255,7 +259,8 @@ def column_linear(
 def row_linear(
     config: Config, name: str, x: str, output: str, width: int, *, bias: bool = False, frees: Sequence[str] = ()
 ) -> list[ModelOperation]:
-    """Return a linear layer from `width` split inputs to the hidden size; the tensor ranks' outputs are summed."""
+    """Return the operations of a linear layer from `width` inputs, split over the tensor ranks, to the hidden size. The
+    outputs of the ranks are summed."""
     size = config.model.hidden_size
     weights = [Weight(f"{name}.weight", (size, width), "output_matrix", (Split(1, TENSOR),))]
     weights += [Weight(f"{name}.bias", (size,), "bias")] if bias else []  # a residual sum adds it, or a copy
@@ -270,7 +275,8 @@ def row_linear(
 
 
 def scatter(name: str, whole: Tensor, own: Tensor, frees: tuple[str, ...] = (), axis: str = TENSOR) -> ModelOperation:
-    """Return the reduce-scatter of `whole` over the ranks of an axis, after which each rank has its own tokens."""
+    """Return the reduce-scatter of `whole` over the ranks of an axis, after which each rank has its own tokens
+    (`own`)."""
     collectives = (Collective("reduce_scatter", axis, whole), Collective("all_gather", axis, whole, is_backward=True))
     return ModelOperation("scatter", name, (whole.name,), (own,), frees=frees, collectives=collectives)
 
@@ -285,7 +291,8 @@ def norm(
     channels: int | None = None,
     frees: tuple[str, ...] = (),
 ) -> ModelOperation:
-    """Return the model's kind of norm, with `width` weights, over rows of `channels` numbers (None: `width`)."""
+    """Return the operation of the model's norm (LayerNorm or RMSNorm), with `width` weights, over rows of `channels`
+    numbers (None: `width`)."""
     weights = [Weight(f"{name}.weight", (width,), "norm")]
     weights += [Weight(f"{name}.bias", (width,), "bias")] if config.model.normalization == "layernorm" else []
     return ModelOperation(
@@ -294,7 +301,7 @@ def norm(
 
 
 def dropout(config: Config, x: str, output: Tensor, frees: tuple[str, ...]) -> list[ModelOperation]:
-    """Return the dropout operation from `x` to `output`, as a list that is empty if the model has no dropout."""
+    """Return a list with the dropout operation from `x` to `output`; empty if the model has no dropout."""
     if config.model.hidden_dropout == 0:
         return []
     return [ModelOperation("dropout", "dropout", (x,), (output,), frees=frees)]
@@ -319,7 +326,8 @@ def residual_sum(
 
 
 def changed_copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> ModelOperation:
-    """Return a copy of `x` in another layout or with something added; its gradient equals the output's gradient."""
+    """Return a copy operation from `x` to `output`, which has a different layout or something added. The gradient of
+    `x` equals the gradient of `output`."""
     return ModelOperation("copy", name, outputs=(output,), passes=(x,), frees=frees)
 
 

@@ -147,7 +147,7 @@ class _FlatHandle:
             work.wait()
         self._receives.clear()
         self._receive_views.clear()
-        buffer, self._buffer = self._buffer, None  # the caller alone decides how long the rows live
+        buffer, self._buffer = self._buffer, None  # so that only the caller keeps the rows alive
         assert buffer is not None
         return buffer
 

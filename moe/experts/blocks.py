@@ -303,7 +303,7 @@ class CompiledBlocks(Blocks):
         self._sizes = source.size(1), weights.fc2.size(2), weights.fc1.size(1)  # H, F, G
 
     def rows_of_work(self, later: bool) -> int:
-        """Return the number of rows that the buffers of a `SlabWork` need: 0 with tiles, no `later` and no biases."""
+        """Return the rows that the buffers of a `SlabWork` need: 0 with tiles, without biases and without `later`."""
         return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
     def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
@@ -361,7 +361,7 @@ class CompiledBlocks(Blocks):
 
 
 def _numbers(blocks: list[ExpertBlock], grads: SlabGrads | None = None) -> list[int]:
-    """Return the blocks as the kernels' flat list: for each its expert, start, end, and 1 to add to a gradient, else 0.
+    """Return the blocks as a flat list for the kernels: expert, start, end, and whether to add to earlier gradients.
 
     With `grads`, the experts' gradients are marked as written.
     """
@@ -372,7 +372,7 @@ Partial = list[torch.Tensor]  # one block's gradients of one expert's fc1, fc2 a
 
 
 class BlockGrads(WeightGrads):
-    """Weight gradients that are added block by block, so that no bit depends on which rank computes a block.
+    """Weight gradients that are added block by block: bitwise the same, whichever ranks compute the blocks.
 
     Sums are in fp32 or wider. If other ranks compute blocks of an expert, its gradients are stored per block until all
     are received.

@@ -114,7 +114,7 @@ def _activated(activation: str, wide: torch.Tensor) -> torch.Tensor:
 
 @fused
 def weighted_activation(activation: str, preactivation: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-    """Return the activation function of `preactivation` [n, G], multiplied by each assignment's probability: [n, F]."""
+    """Return the activation of `preactivation` [n, G] times each assignment's probability in `probs` [n]: [n, F]."""
     wide = preactivation.to(probs.dtype)
     return (_activated(activation, wide) * probs.unsqueeze(1)).to(preactivation.dtype)
 

@@ -33,7 +33,7 @@ class StackedLinear(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(make(of_kind, dtype=dtype)))
 
     def stand_in(self, dtype: torch.dtype, device: torch.device) -> None:
-        """If the weights are offloaded, create placeholder parameters; all elements share the memory of one NaN."""
+        """If the weights are offloaded, create placeholder parameters, whose elements share the memory of one NaN."""
         for name, shape in self._kinds.items() if self._off_device else ():
             setattr(self, name, torch.nn.Parameter(torch.full((), math.nan, dtype=dtype, device=device).expand(shape)))
 
@@ -132,7 +132,7 @@ class StackedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> Any:
-        """Return Megatron's checkpoint entries: per parameter or, if primaries may move, per parameter and expert.
+        """Return Megatron's checkpoint entries: one per parameter, or per parameter and expert if primaries may move.
 
         The global tensor has all experts in its first dimension, after the dimensions of `sharded_offsets`.
         """

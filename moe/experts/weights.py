@@ -62,7 +62,7 @@ class Slab:
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of one expert's gradient in a message: fp32 or wider or, with `block_rows`, in the weights' dtype."""
+        """Bytes of one expert's gradient in a message: in fp32 or wider; with `block_rows`, in the weights' dtype."""
         size = wide(self.fc1.dtype).itemsize
         return self.expert_bytes if self.block_rows is not None else self.expert_bytes // self.fc1.itemsize * size
 

@@ -1,4 +1,4 @@
-"""Measurement of a placement's costs: computing an assignment, the overhead per expert, and sending replicas."""
+"""Measurement of the costs of expert placement: time per assignment, overhead per expert, and sending replicas."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from moe.placement.quotas import Costs
 from parallel.costs.measure import time_call
 
 SMALL, LARGE = 64, 512  # assignments of an expert in a measured call
-ROUNDS = 9  # each measures everything once, so that a busy moment of the machine affects all alike
-FACTOR = 64  # greatest ratio of a cost to the assumed one; beyond it is noise, or another program's work
+ROUNDS = 9  # each measures everything once, so that a busy moment of the machine affects all values equally
+FACTOR = 64  # greatest plausible ratio of a measured to an assumed cost; beyond it is noise or a busy machine
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured costs of expert placement, and the reason if they are not plausible."""
+    """The result of a measurement of placement costs, with an error text if the costs are not plausible."""
 
     costs: Costs
-    assignment: float  # seconds that an expert takes for one more assignment
-    problem: str | None  # why the costs are not plausible; None: they are
+    assignment: float  # seconds per additional assignment of an expert
+    problem: str | None  # error text if the costs are not plausible
 
 
 def measure(
     weights: Slab | None, group: dist.ProcessGroup, node: int, device: torch.device, assumed: Costs
 ) -> Measured:
-    """Return the placement costs of layers with these weights, measured on the slowest rank of the job.
+    """Measure the costs of expert placement for a layer's weights; each time is the maximum over all ranks of the job.
 
-    `weights`: None if this rank has no experts. `node`: the number of consecutive ranks of the group on one node.
-    Collective over all ranks of the job.
+    `weights`: None on a rank without experts. `node`: consecutive ranks of `group` on one node. Collective over all
+    ranks of the job.
     """
     measured: list[Callable[[], None] | None] = [None] * 6
     if weights is not None:
@@ -56,20 +56,20 @@ def measure(
 
 
 def grade(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
-    """Return the costs that follow from the seconds of measured rounds, and whether they are plausible.
+    """Compute placement costs from the measured seconds of several rounds, and check that they are plausible.
 
-    A round has the seconds of SMALL and of LARGE assignments, of sending a replica's weights inside a node and between
-    nodes, and of its gradient likewise; 0 if the group has no such link.
+    Each round has six values: the seconds of SMALL and of LARGE assignments; of sending a replica's weights inside a
+    node and between nodes; of sending its gradient inside a node and between nodes. A link that does not exist has 0.
     """
     small, large, *trips = (median(column) for column in zip(*rounds, strict=True))
     assignment = (large - small) / (LARGE - SMALL)
     if assignment <= 0:
-        problem = f"{LARGE} assignments of an expert took {large:.2g} s, not longer than {SMALL} ({small:.2g} s)"
+        problem = f"{LARGE} assignments of an expert took {large:.2g} s, no longer than {SMALL} ({small:.2g} s)"
         return Measured(assumed, assignment, problem)
     in_node, between, grad_in_node, grad_between = (round(seconds / assignment) for seconds in trips)
     costs = Costs(
         expert_overhead=max(0, round(small / assignment - SMALL)),
-        # A link that was not measured has the costs of the other.
+        # A link that was not measured gets the costs of the other one.
         replica_in_node=in_node or between,
         replica_between=between or in_node,
         grad_in_node=grad_in_node or grad_between,
@@ -79,10 +79,9 @@ def grade(rounds: Sequence[Sequence[float]], assumed: Costs) -> Measured:
 
 
 def implausible(costs: Costs, assumed: Costs, is_measured: tuple[bool, bool] = (True, True)) -> str | None:
-    """Return an error text for the first measured cost that differs from the assumed one by more than FACTOR times,
-    else None.
+    """Return an error text for the first cost that differs too much from the assumed costs (see FACTOR), else None.
 
-    `is_measured`: whether the costs of a replica inside a node, and between nodes, were measured.
+    `is_measured`: whether the cost of a replica was measured (inside a node, between nodes).
     """
     costs, assumed = costs.of_call(trains=True), assumed.of_call(trains=True)
     between = assumed.replica_between or assumed.replica_in_node
@@ -94,12 +93,12 @@ def implausible(costs: Costs, assumed: Costs, is_measured: tuple[bool, bool] = (
         ("a replica between nodes", costs.replica_between if is_measured[1] else high, of_replica),
     ):
         if value is not None and not least <= value <= most:
-            return f"{name} took as long as {value} assignments, and {least} to {most} are plausible"
+            return f"{name} took as long as {value} assignments; expected {least} to {most}"
     return None
 
 
 def _run_expert(weights: Slab, assignments: int) -> None:
-    """Run the forward and the backward pass of one expert with `assignments` rows."""
+    """Run the forward and the backward pass of one expert on `assignments` rows."""
     from moe.layer import Setting, routed_experts  # imports placement
 
     tensors = [each[:1].clone().requires_grad_() for each in weights.tensors]
@@ -113,12 +112,12 @@ def _run_expert(weights: Slab, assignments: int) -> None:
 
 
 def peer_of(rank: int, distance: int, ranks: int) -> int:
-    """Return the rank that is `distance` after `rank` in a ring of `ranks` consecutive ranks."""
+    """Return the rank `distance` steps after `rank` in its ring of `ranks` consecutive ranks."""
     return rank // ranks * ranks + (rank + distance) % ranks
 
 
 def _trip(num_bytes: int, group: dist.ProcessGroup, device: torch.device, distance: int, ranks: int) -> None:
-    """Send bytes to the rank `distance` ahead in a ring of `ranks` ranks, and receive as many from behind."""
+    """Send `num_bytes` to the rank `distance` ahead in a ring of `ranks` ranks, and receive `num_bytes` from behind."""
     rank, sent = group.rank(), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     to, source = peer_of(rank, distance, ranks), peer_of(rank, -distance, ranks)
     Messages(group, {to: [sent]}, {source: [torch.empty_like(sent)]}).wait()

@@ -24,10 +24,10 @@ from moe.planning.load import Ran
 from moe.route import Choice, Destinations
 from moe.schedule.pass_sizes import PassSizes
 
-# Numbers that each rank counts for a layer: calls; the busiest rank's assignments over the mean's if primaries compute
-# all and with the plan, and the planner's time for both; calls above the limit; assignments of the busiest rank and of
-# the busiest expert; replicas whose weights this rank fetched, and gradients of replicas that it returned; bytes that
-# it sent for replicas, and bytes that the planner charged for its replicas.
+# Statistics of a layer on one rank, as sums over calls: number of calls; the busiest rank's assignments divided by the
+# mean (if primaries compute all, and with the plan); the planner's time for both; calls above the limit; assignments of
+# the busiest rank; assignments of the busiest expert; replicas whose weights this rank fetched; replica gradients that
+# it returned; bytes that it sent for replicas; bytes that the planner charged for its replicas.
 TALLY = (
     *("calls", "at_home", "placed", "time_at_home", "time_placed", "over", "busiest", "busiest_expert"),
     *("copies", "returned", "sent_bytes", "charged_bytes"),
@@ -38,7 +38,10 @@ OVER, BUSIEST, REPLICAS, RETURNED, SENT, CHARGED = map(
 
 
 def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
-    """Return a layer's mean load per call from its counts (see `TALLY`), summed over ranks; None without calls."""
+    """Return a layer's mean load per call, or None if it had no calls.
+
+    `counted`: the layer's statistics (`LayerPlacement.counted`), summed over ranks.
+    """
     tally, ranks = dict(zip(TALLY, counted, strict=False)), np.reshape(counted[len(TALLY) :], (-1, num_ranks))
     if not (calls := tally["calls"]):
         return None
@@ -51,23 +54,23 @@ def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """The placement plan of one call: the assignments, or blocks of them, of each expert that each rank computes."""
+    """The placement plan of one call: the numbers of assignments (or blocks) per expert and computing rank."""
 
-    counts_RDE: Integers  # per chunk if there are blocks, else of all chunks together
-    quotas_ER: Integers
-    times: tuple[int, int]  # of the busiest rank, estimated without replicas and with the plan
-    charged_R: Integers  # [2, R]: weights and gradients of replicas that are sent, by the rank of the replica
+    counts_RDE: Integers  # assignments by source rank, chunk and expert; without blocks all chunks count as one
+    quotas_ER: Integers  # assignments (or blocks) of each expert that each rank computes
+    times: tuple[int, int]  # estimated time of the busiest rank in the unit of Costs: without replicas, with the plan
+    charged_R: Integers  # [2, R]: replica weights, and gradients, that the planner expects to send, by replica's rank
     blocks: BlockLayout | None = None
 
     def loads_R(self) -> Integers:
-        """Return the assignments that each rank computes."""
+        """Return the number of assignments that each rank computes: [R]."""
         return self.quotas_ER.sum(0) if self.blocks is None else self.blocks.loads_R(self.quotas_ER.shape[1])
 
 
 class LayerPlacement:
-    """Plans which ranks compute one layer's assignments, call by call, and keeps track of all ranks' replicas.
+    """The placement of one layer's experts: plans each call's assignments, and tracks the replicas of all ranks.
 
-    All ranks of the group make the same calls in the same order, so each knows the location of all replicas.
+    All ranks of the group make the same calls in the same order, so each rank knows all replicas.
     """
 
     def __init__(
@@ -80,41 +83,44 @@ class LayerPlacement:
         block_rows: int | None = None,
         max_load: float | None = None,
     ) -> None:
-        """`block_rows`: plan in whole blocks of that many assignments of a source rank, see `Slab.block_rows`.
+        """`block_rows`: assignments per block if whole blocks are planned (see `Slab.block_rows`), else None.
 
-        `max_load`: the limit of a rank's assignments, over those of the mean rank. A call for which no plan keeps the
-        limit runs with the plan that exceeds it least, and is counted.
+        `max_load`: limit on a rank's assignments, divided by the mean over ranks. If no plan keeps the limit, the plan
+        that exceeds it least is used, and the call is counted.
         """
         self.group, self.rank, self.planner, self.costs, self.limits = group, group.rank(), planner, costs, limits
         self.block_rows, self.max_load = block_rows, max_load
-        self.active = True  # else primaries compute all; changed between steps, on all ranks alike
+        self.active = True  # False: primaries compute all; changes between steps, on all ranks at once
         self.map = PlacementMap(num_experts, group.size())
         self.replica_buffers: ReplicaBuffers | None = None
-        # experts by rank and replica slot
+        # expert in each replica slot, by rank
         self._held: list[list[int | None]] = [[None] * limits.replica_slots for _ in range(group.size())]
-        self._pinned: Counter[tuple[int, int]] = Counter()  # (expert, rank) that backward passes will need
+        self._pinned: Counter[tuple[int, int]] = Counter()  # calls whose backward pass needs (expert, rank)
         self._planned: deque[CallPlan] = deque()  # plans of forward passes that will be recomputed
         self._owing: set[HeldReplica] = set()  # replicas with gradients of this step that are not yet returned
-        self._backwards = self._num_backwards = 0  # finished, and expected, backward passes
-        # Since `begin_passes`: see `TALLY`; sums over calls of each rank's assignments over the mean's, without
-        # replicas and with the plan; and, only for this rank, token rows sent, received, and those that stayed.
+        self._backwards = self._num_backwards = 0  # finished and expected backward passes
+        # Statistics since `begin_passes`. `tally`: see TALLY. `ranks`: sums over calls of each rank's assignments
+        # divided by the mean, without replicas and with the plan; for this rank also token rows sent, received, kept.
         self.tally = np.zeros(len(TALLY))
         self.ranks = np.zeros((5, group.size()))
         self._is_counted = True  # whether the current call is not a recomputation
-        self.worst = 0.0  # greatest load over the mean of the calls above the limit
+        self.worst = 0.0  # greatest load of a rank divided by the mean, among calls above the limit
         self.begin_passes(1)
 
     @property
     def counted(self) -> Integers:
-        """All counts since `begin_passes` in one flat array, the input of the function `ran`."""
+        """All statistics since `begin_passes` as one flat array, the input of the function `ran`."""
         return np.concatenate([self.tally, self.ranks.reshape(-1)])
 
     def held(self, rank: int) -> list[int | None]:
-        """Return the expert of the replica in each replica slot of a rank; None for an empty slot."""
+        """Return the expert in each replica slot of a rank; None for an empty slot."""
         return list(self._held[rank])
 
     def begin_passes(self, num_backwards: int = 1) -> None:
-        """Drop all replicas, as weights have changed, and expect `num_backwards` backward passes (evaluation: 0)."""
+        """Drop all replicas, because the weights have changed, and reset the statistics.
+
+        `num_backwards`: the number of backward passes that follow, 0 for an evaluation.
+        """
         self._held = [[None] * self.limits.replica_slots for _ in self._held]
         self._pinned.clear()
         self._planned.clear()
@@ -135,8 +141,8 @@ class LayerPlacement:
     ) -> tuple[Destinations, CallReplicas]:
         """Plan a call; return the destinations of its assignments, and its replicas. Collective over the group.
 
-        `keep`: a backward pass will need the replicas. `again`: this call without `keep` will be recomputed with it, so
-        the plan and the replicas are kept. `cut`: the first token of each chunk, and the number of tokens.
+        `keep`: a backward pass follows and needs the replicas. `again`: the call is recomputed later with `keep`, so
+        its plan and replicas stay. `cut`: the first token of each chunk, then the number of tokens.
         """
         counts_RDE = self._gather(routing_map_TE, [0, len(routing_map_TE)] if self.block_rows is None else cut)
         if keep and self._planned:
@@ -161,13 +167,16 @@ class LayerPlacement:
         return self._destinations(choice, plan, used_by_rank), replicas
 
     def ran(self, sizes: PassSizes) -> None:
-        """Add a planned call's sent and received token rows to the statistics."""
+        """Add the token rows that a planned call sends and receives to the statistics, unless it is a recomputation."""
         if self._is_counted:
             stayed = sum(sizes.sends.token_rows[self.rank])
             self.ranks[2:, self.rank] += sum(sizes.sends.total_rows()), sum(sizes.received_rows), stayed
 
     def _backward(self, pins: Counter[tuple[int, int]]) -> list[HeldReplica]:
-        """Unpin a call's replicas in its backward pass; return all replicas that return their gradients in it."""
+        """Unpin a call's replicas in its backward pass, and return the replicas whose gradients are complete.
+
+        Gradients are complete in the last backward pass of the step; in earlier ones the list is empty.
+        """
         self._pinned.subtract(pins)
         self._backwards += 1
         if self._backwards < self._num_backwards:
@@ -190,7 +199,7 @@ class LayerPlacement:
         costs = self.costs.of_call(trains, self.block_rows)
         quotas_ER = self.planner(counts_RE, placement, costs, limits)
         for rank, used in enumerate(self._used(quotas_ER)):
-            # Where pinned replicas leave no slot for a new replica, its assignments return to the primary.
+            # If pinned replicas leave no slot for a new replica, the primary computes its assignments.
             on_rank = self._held[rank]
             new = sorted((e for e in used if e not in on_rank), key=lambda e: -quotas_ER[e, rank])
             taken = sum(e is not None and (e in used or self._pinned[e, rank] > 0) for e in on_rank)
@@ -213,7 +222,7 @@ class LayerPlacement:
         return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, grads_R]), blocks)
 
     def most(self, assignments: int) -> int | None:
-        """Return the most assignments that a rank may compute in a call of `assignments` in total; None: no limit."""
+        """Return the limit on a rank's assignments in a call with `assignments` in total; None without a limit."""
         return None if self.max_load is None else math.ceil(self.max_load * assignments / self.map.num_ranks - 1e-6)
 
     def _count(self, plan: CallPlan) -> None:
@@ -230,21 +239,24 @@ class LayerPlacement:
             self.worst = max(self.worst, float(placed_R.max() / mean))
 
     def _gather(self, routing_map_TE: torch.Tensor, cut: Sequence[int]) -> Integers:
-        """All-gather the assignments per rank, chunk and expert: int64 [R, D, E], and wait; `cut`: chunk bounds."""
+        """All-gather the assignments by source rank, chunk (bounds `cut`) and expert: int64 [R, D, E] on the host."""
         own_DE = torch.stack([routing_map_TE[first:end].sum(0, dtype=torch.int32) for first, end in pairwise(cut)])
         everywhere = own_DE.new_empty(self.map.num_ranks * len(own_DE), own_DE.size(1))
         dist.all_gather_into_tensor(everywhere, own_DE, group=self.group)
         return everywhere.cpu().numpy().astype(np.int64).reshape(self.map.num_ranks, *own_DE.shape)
 
     def _used(self, quotas_ER: Integers) -> list[list[int]]:
-        """Return the experts that each rank computes as replicas, in ascending order."""
+        """Return, for each rank, the experts of which it computes replicas, in ascending order."""
         primary_ranks, num_ranks = self.map.primary_ranks, self.map.num_ranks
         return [[int(e) for e in np.flatnonzero(quotas_ER[:, r]) if primary_ranks[e] != r] for r in range(num_ranks)]
 
     def _call_replicas(
         self, used_by_rank: list[list[int]], primaries: Slab, plan: CallPlan, learns: bool
     ) -> CallReplicas:
-        """Assign slots to a call's new replicas, and return its replicas; `learns`: they get gradients later."""
+        """Assign replica slots to a call's new replicas, and return all of its replicas.
+
+        `learns`: the backward pass will compute gradients of the replicas.
+        """
         if self.replica_buffers is None:
             self.replica_buffers = ReplicaBuffers(self.group, self.limits.replica_slots, primaries)
         fetched, leaving = [], []

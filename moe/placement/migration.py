@@ -1,10 +1,10 @@
 """Migration of experts: which experts change their primary rank between two steps, and the exchange of their tensors.
 
-This is the slow half of placement, decided from the loads of many steps. A migration exchanges two experts that have
-the same expert slot on two ranks, so every expert keeps its slot. Each tensor of a slot on one rank has an equal one
-(same shard, same offset) on the other rank, whatever the optimizer shards, and a migration is an exchange of equal
-tensors. First the loads of the nodes are balanced, as replicas stay inside a node; then those of the ranks of each
-node, which saves replicas. Shapes: R ranks, S expert slots of a rank, E experts.
+Migrations change placement slowly, according to the loads of many steps. A migration exchanges two experts in the same
+expert slot of two ranks, so every expert keeps its slot number. Each tensor of the slot has a counterpart of equal
+shape on the other rank (same shard, same offset), however the optimizer shards its state; the two are exchanged. First
+the loads of nodes are balanced, because replicas stay inside a node; then those of the ranks of each node, which saves
+replicas. Shapes: R ranks, S expert slots of a rank, E experts.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from moe.placement_map import Integers, PlacementMap
 
-# A migration lowers the load of the busiest node, or rank, by at least this share of the mean, and by more than the
-# noise of counts. The imbalance of ranks only costs replicas, so more of it is left.
+# A migration must lower the load of the busiest node, or rank, by at least this share of the mean, and by more than the
+# noise of counts. Ranks have a higher threshold, because their imbalance only costs replicas.
 WORTH_OF_NODES, WORTH_OF_RANKS = 0.005, 0.1
 NOISE = 3.0  # standard deviations
 
 
 def plan_migrations(loads_E: Integers, placement: PlacementMap, ranks_per_node: int) -> PlacementMap:
-    """Return the placement map after all migrations that pay; `placement` itself if none pays.
+    """Return the placement map after all worthwhile migrations; `placement` itself if there are none.
 
-    All ranks get the same map. `loads_E`: the assignments of each expert over all steps since the last migrations.
+    `loads_E`: each expert's assignments since the last migrations. Equal inputs give all ranks the same map.
     """
     ranks = placement.num_ranks
     expert_RS = np.empty((ranks, placement.num_expert_slots), dtype=np.int64)
@@ -48,12 +48,15 @@ def plan_migrations(loads_E: Integers, placement: PlacementMap, ranks_per_node: 
 
 
 def _balance(expert_RS: Integers, loads_E: Integers, groups: Sequence[Integers], worth: float) -> None:
-    """Swap experts of the busiest group of ranks with other groups' while a swap lowers its load by `worth` or more."""
+    """Swap experts of the busiest group of ranks with experts of other groups, in place in `expert_RS`.
+
+    A swap is made as long as it lowers the greater load of its two groups by at least `worth`.
+    """
     of_group_R = np.full(len(expert_RS), -1)
     for number, group in enumerate(groups):
         of_group_R[group] = number
     members = np.concatenate(list(groups))
-    for _ in range(expert_RS.size):  # each exchange lowers the greatest load, or the number of groups that have it
+    for _ in range(expert_RS.size):  # each swap lowers the greatest load, or the number of groups with it
         load_RS = loads_E[expert_RS]
         load_G = np.array([load_RS[group].sum() for group in groups])
         busiest = int(load_G.argmax())
@@ -70,13 +73,13 @@ def _balance(expert_RS: Integers, loads_E: Integers, groups: Sequence[Integers],
 
 
 def num_migrated(before: PlacementMap, after: PlacementMap) -> int:
-    """Return the number of experts whose primary is on another rank in the second map."""
+    """Return the number of experts whose primary rank differs between two placement maps."""
     return int((before.primary_ranks != after.primary_ranks).sum())
 
 
 @dataclass(frozen=True)
 class Migration:
-    """The migration of an expert slot of this rank: `to` gets its tensors, and `source` sends the new ones."""
+    """The migration of an expert slot of this rank: rank `to` gets its tensors, and rank `source` sends new ones."""
 
     expert_slot: int
     to: int
@@ -84,7 +87,7 @@ class Migration:
 
 
 def rank_migrations(before: PlacementMap, after: PlacementMap, rank: int) -> list[Migration]:
-    """Return the migrations of one rank from one map to another. An expert changes its rank but not its slot number."""
+    """Return the migrations of a rank's expert slots between two placement maps; experts keep their slot numbers."""
     assert (before.primary_slots == after.primary_slots).all()
     here, coming = before.experts_of(rank), after.experts_of(rank)
     return [
@@ -97,9 +100,9 @@ def rank_migrations(before: PlacementMap, after: PlacementMap, rank: int) -> lis
 def exchange_tensors(
     group: dist.ProcessGroup, device: torch.device, migrated: Sequence[tuple[torch.Tensor, Migration]]
 ) -> None:
-    """Exchange tensors between ranks in place, each as its migration says. Collective over the group.
+    """Exchange tensors with the ranks that their migrations name, in place. Collective over the group.
 
-    The tensors are contiguous, on any device, and all ranks list theirs in the same order; messages are on `device`.
+    Tensors must be contiguous, on any device, and in the same order on all ranks. Messages are sent from `device`.
     """
     operations: list[dist.P2POp] = []
     arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -3,9 +3,9 @@
 A file of JSON lines. A header describes the lines up to the next header: {"format", "run", "step", "expert_ranks",
 "num_experts", "slots", "homes", "last"}. It is written at each start of the run, after each migration, and for each
 step without calls. The other lines are calls: {"step", "layer", "call", "copies": [[expert, rank, assignments], ...],
-"last"}; `homes` are the ranks of the primaries, `copies` the assignments of replicas. All other assignments are
-computed by primaries. `last` is true in the final line of a step. Calls are the forward passes of a step that a
-backward pass follows, in their order.
+"last"}. `homes` are the ranks of the primaries, `copies` the assignments of replicas. Primaries compute all other
+assignments. `last` is true in the final line of a step. Calls are a step's forward passes that have a backward pass, in
+order.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from moe.placement_map import Integers, PlacementMap
 
 FORMAT = "mixtrain placement plans 2"
 ReplicaQuotas = list[tuple[int, int, int]]  # (expert, rank, assignments)
-_ADVICE = "Replay plans only with the layout, data, seed and steps of the recorded run"
+_ADVICE = (
+    "Replay plans only with the layout, data, seed, training.steps and moe.placement.interval of the recorded run, or "
+    "set moe.placement.replay=null to plan anew"
+)
 
 
 @dataclass(frozen=True)
 class PlanHeader:
-    """A header of a file of placement plans: the run, the layout and the primaries for which the plans hold."""
+    """A header in a file of placement plans: the run, layout and primary ranks to which the following plans apply."""
 
     run: str  # run id
-    step: int  # first step of the header
+    step: int  # first step to which the header applies
     expert_ranks: int
     num_experts: int
     replica_slots: int  # replicas of a layer that a rank may hold
-    primaries: Mapping[int, tuple[int, ...]]  # rank of each expert, by MoE layer of the pipeline stage
+    primaries: Mapping[int, tuple[int, ...]]  # primary rank of each expert, by MoE layer of the pipeline stage
 
     def line(self, last: bool) -> str:
-        """Return the header as a line of the file; `last`: no other line of its step follows."""
+        """Return the header as a line of JSON; `last`: it is the final line of its step."""
         fields = stored_fields(self, {"replica_slots": "slots", "primaries": "homes"})
         return json.dumps({"format": FORMAT, **fields, "last": last})
 
@@ -52,17 +55,17 @@ class PlanFile:
     """Writer of a file of placement plans. Disk errors are reported and do not end the run."""
 
     def __init__(self, path: Path, run: str, after: int) -> None:
-        """Open the file for a run whose last step is `after`; later steps are removed, as the run repeats them.
+        """Open the file for a run that continues after step `after`; later steps in the file are removed.
 
-        Raises ConfigError if the file belongs to another run.
+        Raises ConfigError if the file belongs to a different run.
         """
-        self.missing: str | None = None  # a message on steps that the file lacks
+        self.missing: str | None = None  # message about steps that the file lacks
         self._header: PlanHeader | None = None
         try:
             with open(path, "rb") as stream:
                 found = json.loads(stream.readline(1 << 24)).get("run", run)
         except (OSError, ValueError, AttributeError, RecursionError):
-            found = run  # unreadable files are left to the writer
+            found = run  # the functions below handle an unreadable file
         if found != run:
             raise ConfigError(f"{path} has the plans of run {found}, and this is run {run}. Move the file away.")
 
@@ -72,7 +75,7 @@ class PlanFile:
         self._log = SideLog(path, begin)
 
     def append(self, header: PlanHeader, calls: Mapping[int, Sequence[ReplicaQuotas]]) -> None:
-        """Append the plans of a step's calls, given for each layer as the assignments of each call's replicas."""
+        """Append the plans of a step; `calls`: for each layer, the assignments of replicas in each call."""
         own = [(layer, number, replicas) for layer in calls for number, replicas in enumerate(calls[layer])]
         is_known = self._header is not None and replace(header, step=0) == replace(self._header, step=0)
         lines = [] if is_known and own else [header.line(last=not own)]
@@ -87,7 +90,7 @@ class PlanFile:
 
 
 class RecordedPlanner:
-    """Wraps a planner of quotas, and records the assignments that it gives to replicas in `calls`."""
+    """Wrapper of a placement planner that records the assignments of replicas, call by call, in `calls`."""
 
     def __init__(self, planner: QuotaPlanner) -> None:
         self.calls: list[ReplicaQuotas] = []
@@ -102,24 +105,24 @@ class RecordedPlanner:
 
 
 class ReplayedPlanner:
-    """A planner that answers one layer's calls with recorded plans; between steps primaries compute all assignments."""
+    """A placement planner that returns the recorded plans of a layer; between steps primaries compute everything."""
 
     def __init__(self, path: Path, layer: int, calls: dict[int, list[ReplicaQuotas]]) -> None:
-        """`calls`: for each step the recorded plans of its calls."""
+        """`calls`: the recorded plans of each step, in the order of its calls."""
         self._path, self._layer, self._calls = path, layer, calls
         self._step: int | None = None
         self._next = 0
 
     def begin(self, step: int | None) -> None:
-        """Set the step of the following calls; None if they are between steps."""
+        """Set the training step of the next calls; None for calls between steps, such as those of an evaluation."""
         self._step, self._next = step, 0
 
     def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-        """Return the recorded quotas. Raises ConfigError if the file has no such call, or one with other counts."""
+        """Return the recorded quotas [E, R] of the next call. Raises ConfigError if they are missing or do not fit."""
         if self._step is None:
             return at_primaries(counts_RE, placement)
         calls = self._calls.get(self._step, [])
-        number = self._next % max(len(calls), 1)  # passes may be repeated, to search for values that are not finite
+        number = self._next % max(len(calls), 1)  # a repeated pass, in search of a value that is not finite
         self._next += 1
         where = f"moe.placement.replay: {self._path}: step {self._step}, layer {self._layer}, call {number}"
         if number >= len(calls):
@@ -128,7 +131,8 @@ class ReplayedPlanner:
         for expert, rank, assignments in calls[number]:
             if rank == placement.primary_ranks[expert]:
                 raise ConfigError(
-                    f"{where} has a replica of expert {expert} on the rank of its primary, {rank}. {_ADVICE}."
+                    f"{where} has a replica of expert {expert} on the rank of its primary, {rank}; expected a "
+                    f"different rank. {_ADVICE}."
                 )
             quotas_ER[expert, placement.primary_ranks[expert]] -= assignments
             quotas_ER[expert, rank] += assignments
@@ -150,14 +154,14 @@ class Plans:
     headers: list[PlanHeader] = field(default_factory=list)  # sorted by step
 
     def header(self, step: int) -> PlanHeader | None:
-        """Return the header of a step's calls; None for a step before the first header."""
+        """Return the header that applies to a step; None for a step before the first header."""
         behind = bisect_right(self.headers, step, key=lambda header: header.step)
         return self.headers[behind - 1] if behind else None
 
     def problem(self, own: PlanHeader, last: int, calls: int) -> str | None:
-        """Return a message if a run cannot replay the steps from that of `own` to `last`; None if it can.
+        """Return an error text if the plans do not fit a run, else None.
 
-        `calls`: the number of calls of a layer in each step.
+        `own`: the run's header, with its first step. `last`: its last step. `calls`: calls of a layer per step.
         """
         where = f"moe.placement.replay: {self.path}"
         for step in range(own.step, last + 1):
@@ -166,9 +170,12 @@ class Plans:
                 for name, field_name in _KEYS.items():
                     theirs, ours = getattr(recorded, field_name), getattr(own, field_name)
                     if theirs > ours if field_name == "replica_slots" else theirs != ours:
-                        return f"{where}: step {step} was recorded with {name}={theirs}, not {ours}. {_ADVICE}."
+                        return (
+                            f"{where}: step {step} was recorded with {name}={theirs}, "
+                            f"but this run has {ours}. {_ADVICE}."
+                        )
                 if list(recorded.primaries) != list(own.primaries):
-                    layers = f"{list(recorded.primaries)}, not {list(own.primaries)}"
+                    layers = f"{list(recorded.primaries)}, but this run has {list(own.primaries)}"
                     return f"{where}: step {step} was recorded with the MoE layers {layers}. {_ADVICE}."
                 if step == own.step and (text := self.primaries_differ(own)) is not None:
                     return text
@@ -177,7 +184,7 @@ class Plans:
                 if len(found) != calls:
                     if not found:
                         return f"{where}: step {step}, layer {layer}, call 0 is not in the file. {_ADVICE}."
-                    number_of = f"was recorded with {len(found)} calls, not {calls}"
+                    number_of = f"was recorded with {len(found)} calls, but this run has {calls}"
                     return f"{where}: step {step}, layer {layer} {number_of}. {_ADVICE}."
                 for number, replicas in enumerate(found):
                     if (why := _out_of_range(replicas, own)) is not None:
@@ -185,7 +192,7 @@ class Plans:
         return None
 
     def primaries_differ(self, own: PlanHeader) -> str | None:
-        """Return a message if the primaries of `own` are not those recorded for its step; None if they are."""
+        """Return an error text if the primary ranks of `own` differ from those recorded for its step, else None."""
         recorded = self.header(own.step)
         if recorded is None:
             return None
@@ -194,9 +201,8 @@ class Plans:
                 expert = next(e for e, (a, b) in enumerate(zip(recorded.primaries[layer], primaries)) if a != b)
                 return (
                     f"moe.placement.replay: {self.path}: step {own.step}, layer {layer}: the primary of "
-                    f"expert {expert} was on rank {recorded.primaries[layer][expert]}, and is on rank "
-                    f"{primaries[expert]} here, and plans hold only for the same primaries. {_ADVICE}, and with its "
-                    "moe.placement.interval."
+                    f"expert {expert} was on rank {recorded.primaries[layer][expert]}, but is on rank "
+                    f"{primaries[expert]} in this run; plans apply only to equal primaries. {_ADVICE}."
                 )
         return None
 
@@ -209,17 +215,20 @@ _KEYS = {
 
 
 def read_plans(path: Path) -> Plans:
-    """Read all complete lines of a file of placement plans. Raises ConfigError, with the line number, for a bad one."""
+    """Read a file of placement plans, except an incomplete last line. Raises ConfigError if the file is not valid."""
     plans = Plans(path)
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"moe.placement.replay ({path}) cannot be read: {error.strerror}.") from None
+        raise ConfigError(
+            f"moe.placement.replay ({path}) cannot be read: {error.strerror}. Set it to a folder with the "
+            "placement_*.plans files of a run with the same layout, or to null to plan anew."
+        ) from None
     for number, text in enumerate(content.split(b"\n")[:-1], 1):
         try:
             _read_line(plans, json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            why = str(error) if isinstance(error, _InvalidLine) else "it must have all fields of a plan"
+            why = str(error) if isinstance(error, _InvalidLine) else "it must be a JSON object with a plan's fields"
             raise ConfigError(
                 f"moe.placement.replay ({path}) is damaged, or not a file that moe.placement.record=true wrote: line "
                 f"{number}: {why}. Record the plans again with moe.placement.record=true."
@@ -233,7 +242,7 @@ def read_plans(path: Path) -> Plans:
 
 
 class _InvalidLine(ValueError):
-    """Error for an invalid line of a file of placement plans, with the reason as message."""
+    """An invalid line in a file of placement plans; the message is the reason."""
 
 
 def _read_line(plans: Plans, line: dict[str, Any]) -> None:
@@ -253,7 +262,7 @@ def _read_line(plans: Plans, line: dict[str, Any]) -> None:
     if (why := _out_of_range(replicas, header)) is not None:
         raise _InvalidLine(why)
     if expert := next((f"{e}" for e, rank, _ in replicas if header.primaries[layer][e] == rank), None):
-        raise _InvalidLine(f"expert {expert} has a replica on the rank of its primary")
+        raise _InvalidLine(f"expert {expert} has a replica on the rank of its primary; expected a different rank")
     calls.append(replicas)
 
 
@@ -293,7 +302,9 @@ def _out_of_range(replicas: ReplicaQuotas, header: PlanHeader) -> str | None:
     if len({replica[:2] for replica in replicas}) < len(replicas):
         return "a replica is listed twice"
     most = max(Counter(rank for _, rank, _ in replicas).values(), default=0)
-    return f"a rank has {most} replicas, but only {header.replica_slots} slots" if most > header.replica_slots else None
+    return (
+        f"a rank has {most} replicas; expected at most {header.replica_slots}" if most > header.replica_slots else None
+    )
 
 
 _MOST = 2**48  # assignments: sums of them stay in 64 bits

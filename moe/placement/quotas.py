@@ -1,8 +1,8 @@
 """Quotas: the assignments of each expert that each rank computes in one call of an MoE layer, and their costs.
 
-A planner is a pure function `plan(counts, placement, costs, limits) -> quotas`. All numbers are integers, so that all
-ranks plan alike. Shapes: R ranks of the expert parallel group, E experts; counts_RE has the assignments of each rank's
-tokens, quotas_ER the assignments that each rank computes.
+A planner is a pure function `plan(counts, placement, costs, limits) -> quotas`. All numbers are integers, so all ranks
+compute the same plan. Shapes: R ranks of the expert parallel group, E experts; counts_RE has the assignments of each
+rank's tokens, quotas_ER the assignments that each rank computes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Costs:
 
     expert_overhead: int = 0  # per expert with any assignments on a rank
     replica_in_node: int = 0  # sending, or receiving, an expert's weights; `of_call` adds the gradient
-    replica_between: int | None = 0  # the same between nodes; None: no replicas between nodes
+    replica_between: int | None = 0  # weights between nodes; None: no replicas between nodes
     grad_in_node: int = 0  # sending, or receiving, an expert's gradient
     grad_between: int = 0
-    # Assignments of a block whose gradients are returned in each call; 0: a replica returns its gradient once.
+    # Assignments per block if gradients are returned block by block; 0: a replica returns its gradient once per step.
     block_rows: int = 0
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
-        """Return costs from the dict that `as_dict` made."""
+        """Return the costs in a dict that `as_dict` made."""
         fields = {stored: name for name, stored in STORED_COSTS.items()}
         return cls(**{fields.get(stored, stored): value for stored, value in values.items()})
 
@@ -44,10 +44,10 @@ class Costs:
         return stored_fields(self, STORED_COSTS)
 
     def of_call(self, trains: bool, block_rows: int | None = None) -> Costs:
-        """Return the costs that a planner gets for one call.
+        """Return these costs in the form that planners expect for a call.
 
-        A replica's gradient is returned once, so its cost is added to that of the weights; with `block_rows` it is
-        charged for each block; without `trains` there are no gradients.
+        Without `trains`, gradients cost nothing. With `block_rows`, a gradient is charged per block. Otherwise a
+        replica's gradient is returned once, and its cost is added to the cost of the weights.
         """
         if not trains:
             return replace(self, grad_in_node=0, grad_between=0)
@@ -61,12 +61,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class ReplicaLimits:
-    """The limits of a placement plan: replica slots, nodes, and the most assignments of a rank."""
+    """Limits on a placement plan: replica slots, ranks per node, and the most assignments of a rank."""
 
     replica_slots: int  # replicas of the layer's experts that a rank may hold
     ranks_per_node: int  # consecutive ranks
     most: int | None = None  # most assignments of a rank
-    # (expert, rank) of replicas that keep their slots, used or not: backward passes need them
+    # (expert, rank) of replicas that keep their slots, used or not, because backward passes need them
     pinned: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -74,7 +74,7 @@ class QuotaPlanner(Protocol):
     """Interface of placement planners, which decide how many of an expert's assignments each rank computes."""
 
     def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-        """Return quotas_ER: each expert's assignments, divided between its primary and replicas within the limits."""
+        """Return quotas_ER: each expert's assignments, divided among its primary and its replicas within `limits`."""
 
 
 @dataclass(frozen=True)
@@ -84,24 +84,24 @@ class Outcome:
     loads_R: Integers  # assignments that each rank computes
     new_R: Integers  # replicas whose weights must be sent to each rank
     new_replicas: int  # their sum
-    new_between: int  # those of them between nodes
-    seconds: int  # of the busiest rank, in the unit of Costs
+    new_between: int  # new replicas on a different node than their primary
+    seconds: int  # estimated time of the busiest rank, in the unit of Costs
 
     @property
     def imbalance(self) -> float:
-        """The assignments of the busiest rank over the mean of all ranks."""
+        """The busiest rank's assignments, divided by the mean over ranks."""
         return float(self.loads_R.max() / max(self.loads_R.mean(), 1e-9))
 
 
 def at_primaries(counts_RE: Integers, placement: PlacementMap) -> Integers:
-    """Return the quotas [E, R] if every expert is computed by its primary alone."""
+    """Return quotas [E, R] without replicas: primaries compute all assignments."""
     quotas_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
     quotas_ER[np.arange(placement.num_experts), placement.primary_ranks] = counts_RE.sum(0)
     return quotas_ER
 
 
 def held(placement: PlacementMap) -> np.ndarray:
-    """Return bool [E, R]: the ranks that have the weights of each expert before any are sent in this call."""
+    """Return bool [E, R]: whether a rank has an expert's weights, as primary or replica, before the call sends any."""
     held_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=bool)
     held_ER[np.arange(placement.num_experts), placement.primary_ranks] = True
     for expert, rank in placement.replicas:
@@ -114,8 +114,8 @@ def check(
 ) -> None:
     """Raise AssertionError if quotas lose assignments or need more replica slots than a rank has.
 
-    `with_pinned`: slots of pinned replicas count, too. Planners may ignore them: the layer then computes assignments of
-    a replica that gets no slot on the primary.
+    `with_pinned`: slots of pinned replicas count, too. Planners may ignore pinned slots: if a replica then gets no
+    slot, the primary computes its assignments.
     """
     assert (quotas_ER >= 0).all() and (quotas_ER.sum(1) == counts_RE.sum(0)).all()
     is_replica = quotas_ER > 0
@@ -126,13 +126,13 @@ def check(
 
 
 def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Outcome:
-    """Return the loads, new replicas and time of a call with given quotas; `costs`: those of a call (`of_call`)."""
+    """Return the loads, new replicas and time of a call with given quotas; `costs`: the result of `Costs.of_call`."""
     used = quotas_ER > 0
     experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.primary_ranks[:, None]))
     primaries, num_ranks = placement.primary_ranks[experts], placement.num_ranks
     between = primaries // limits.ranks_per_node != ranks // limits.ranks_per_node
     is_new = ~held(placement)[experts, ranks]
-    # of the rank of each replica, and equally of its primary's
+    # time that each replica costs both its own rank and its primary's rank
     seconds = np.where(between, costs.replica_between or 0, costs.replica_in_node) * is_new
     if costs.block_rows:
         num_blocks = -(-quotas_ER[experts, ranks] // costs.block_rows)
@@ -150,10 +150,10 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
 
 
 def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:
-    """Return [E, R]: how many of one rank's assignments of each expert are sent to each rank.
+    """Return [E, R]: the number of `rank`'s assignments of each expert that each rank computes.
 
-    A rank's quota is filled with its own assignments first, then with those of its node, then with all others. Each
-    round assigns the rest greedily in rank order.
+    Each quota is filled with the computing rank's own assignments first, then with those of its node, then with all
+    others. In the last two rounds, assignments are matched with quotas in rank order.
     """
     num_experts, num_ranks = quotas_ER.shape
     assert num_ranks % ranks_per_node == 0
@@ -179,10 +179,10 @@ def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: 
 
 
 def interleave(codes: Integers, shares_ER: Integers) -> None:
-    """Distribute the destinations of an expert's assignments, or blocks, evenly over its tokens, in place.
+    """Interleave the destinations of each expert's assignments (or blocks) evenly over its tokens, in place.
 
-    Each chunk of consecutive tokens then has its share of each destination: assignment i takes the destination at
-    position i times a stride of the golden section.
+    Every chunk of consecutive tokens then has about the same share of each destination. Assignment i of n gets the
+    destination at position i times a stride of about 0.618 n, modulo n. `codes`: destinations, sorted by expert.
     """
     counts = shares_ER.sum(1)
     starts = counts.cumsum() - counts

@@ -1,8 +1,9 @@
 """Replicas of other ranks' experts: their memory, and the messages of their weights and gradients.
 
-A replica is a cache of its primary's weights for one step; the optimizer never sees it. Its gradients are summed next
-to it in fp32 and returned to the primary once: when another expert takes the slot, or in the layer's last backward pass
-of the step. If gradients are added block by block (`Slab.block_rows`), each call returns those of its blocks instead.
+A replica is a cache of its primary's weights for one step; the optimizer never sees it. Its gradients are summed on its
+rank in fp32 and returned to the primary once: when a different expert takes the slot, or in the layer's last backward
+pass of the step. If gradients are added block by block (`Slab.block_rows`), each call returns the gradients of its
+blocks instead.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ExpertBlocks(NamedTuple):
 
 
 class ReplicaBuffers:
-    """The memory of a layer's replicas on this rank; each slot is one contiguous record of an expert's matrices."""
+    """Memory for a layer's replicas on this rank: each slot is one contiguous record of an expert's matrices."""
 
     def __init__(self, group: dist.ProcessGroup, num_slots: int, like: Slab) -> None:
         """`like`: the weights of this rank's primaries, from which only shapes and dtype are read."""
@@ -60,13 +61,13 @@ class ReplicaBuffers:
         self.slabs = [like.like(*self._views(each)) for each in records]
 
     def _views(self, records: torch.Tensor) -> list[torch.Tensor]:
-        """Return the matrices of flat records [n, size] as views: one tensor [n, ...] per kind."""
+        """Return views of the matrices in flat records [n, size]: one tensor [n, ...] per matrix of an expert."""
         matrices = records.split(self._sizes, dim=1)
         return [each.unflatten(1, shape) for each, shape in zip(matrices, self._shapes, strict=True)]
 
     @property
     def grads(self) -> torch.Tensor:
-        """The summed gradients of all replica slots, [slots, record] in fp32 or wider."""
+        """The summed gradients of all replica slots: [slots, record size], in fp32 or wider."""
         if self._grads is None:
             self._grads = torch.empty_like(self.weights, dtype=wide(self.weights.dtype))
         return self._grads
@@ -77,12 +78,12 @@ class ReplicaBuffers:
         return self.weights.nbytes + (0 if self._grads is None else self._grads.nbytes)
 
     def begin_passes(self) -> None:
-        """Drop all summed gradients at the start of a step."""
+        """Drop all summed and all returned gradients, at the start of a step."""
         self._written.clear()
         self.arrived.clear()
 
     def add(self, grads: WeightGrads, used: Sequence[int]) -> None:
-        """Add a call's gradients of the replicas in the slots `used` to those of earlier calls of the step."""
+        """Add a call's gradients of the replicas in the slots `used` to the sums of the step."""
         made = {index: of_slab.finish() for index, of_slab in grads.take_others().items()}
         for replica_slot in used:
             index, within_slab = (1 + replica_slot, 0) if len(self.slabs) > 1 else (1, replica_slot)
@@ -99,9 +100,9 @@ class ReplicaBuffers:
         return self.grads[replica_slot]
 
     def add_arrived(self, primaries: Slab, grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-        """Return the sums of the primaries' gradients and the gradients that replicas have returned, for autograd.
+        """Add the gradients that replicas have returned to the primaries' gradients, and return these for autograd.
 
-        If a parameter has a gradient buffer, returned gradients are added in the buffer, after the primary's own.
+        If a parameter has a gradient buffer, returned gradients are added there, after the primary's own.
         """
         for expert_slot, record in self.arrived:
             views = iter(self._views(record[None]))
@@ -116,7 +117,7 @@ class ReplicaBuffers:
 
 
 class CallReplicas:
-    """The replicas of one call, with the messages before and after its experts are computed."""
+    """The replicas of one call, and the messages with their weights and gradients."""
 
     def __init__(
         self,
@@ -126,17 +127,17 @@ class CallReplicas:
         leaving: Sequence[HeldReplica],
         blocks: Sequence[ExpertBlocks] = (),
     ) -> None:
-        """`used`: the slots of this rank's replicas that compute. `fetched`: replicas whose weights are sent.
+        """`used`: replica slots of this rank that compute. `fetched`: new replicas, whose weights are sent.
 
-        `leaving`: the replicas that were in these slots before, whose gradients are returned. Both lists are those of
-        all ranks, in the same order on all ranks. `blocks`: if gradients are added block by block, the experts with
-        replicas whose primary or replica is on this rank.
+        `leaving`: replicas that the new ones replace and whose gradients are returned. `fetched` and `leaving` cover
+        all ranks, in the same order on each. `blocks`: the experts with replicas whose primary or replica is on this
+        rank, if gradients are added block by block.
         """
         self.buffers, self._used, self._blocks = buffers, used, blocks
         self._fetched, self._leaving = fetched, leaving
         self._messages: Messages | None = None
         self.on_sent: Callable[[int], None] = lambda num_bytes: None
-        # Called in the backward pass; returns the replicas whose gradients are returned in it.
+        # Called in the backward pass; returns the replicas whose gradients it must send back.
         self.on_backward: Callable[[], Sequence[HeldReplica]] = tuple
 
     def weights(self, primaries: Slab) -> Weights:
@@ -145,12 +146,12 @@ class CallReplicas:
 
     @property
     def separate_experts(self) -> list[int]:
-        """The numbers of this rank's experts whose gradients are stored block by block."""
+        """Numbers of the experts on this rank whose gradients are stored per block."""
         return [each.expert for each in self._blocks]
 
     @named("copies")
     def fetch(self, primaries: Slab) -> None:
-        """Start the messages before the experts compute: weights of new replicas, gradients of those they replace."""
+        """Start sending the weights of new replicas, and the gradients of the replicas that they replace."""
         sends: ByRank = defaultdict(list)
         receives: ByRank = defaultdict(list)
         for replica in self._fetched:
@@ -162,9 +163,9 @@ class CallReplicas:
 
     @named("copies")
     def return_grads(self, grads: WeightGrads | None) -> None:
-        """Add the call's gradients of replicas to those of earlier calls, and start returning the complete ones.
+        """Add the call's replica gradients to the sums of the step, and start returning the complete sums.
 
-        Gradients that are added block by block have all been returned and added when this function ends.
+        If gradients are added block by block, all have been returned and added when this function ends.
         """
         complete = self.on_backward()
         if isinstance(grads, BlockGrads):
@@ -193,12 +194,12 @@ class CallReplicas:
             self._messages = None
 
     def take_arrived(self) -> list[tuple[int, torch.Tensor]]:
-        """Return and clear the gradients that replicas have returned: (slot of the primary, record)."""
+        """Return and clear the gradients that replicas have returned, as (slot of the primary, flat gradient)."""
         arrived, self.buffers.arrived = self.buffers.arrived, []
         return arrived
 
     def _return_blocks(self, grads: BlockGrads) -> None:
-        # One expert after the other, on all ranks alike; the primary's rank adds its blocks in their order.
+        # All ranks process one expert after the other in the same order; the primary's rank adds the blocks in order.
         group, rank = self.buffers.group, self.buffers.rank
         for expert, primary_rank, ranks in self._blocks:
             own = grads.partials.pop(expert)

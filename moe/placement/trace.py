@@ -58,12 +58,12 @@ class _Damage:
 
     start: int
     end: int
-    kept: int  # number of readable steps before them
+    kept: int  # number of readable steps before the section
     last: int  # the last of these steps; 0: none
-    next: int | None  # the first step after them; None: they are at the end
+    next: int | None  # the first step after the section; None: it is at the end of the file
 
     def text(self, path: Path, first: int) -> str:
-        """Return a message on the damage and the lost steps; `first` is the first step that is not lost."""
+        """Return a message about the damage and the lost steps; `first`: the first step that is not lost."""
         if self.last + 1 == first:
             lost = "no step is lost"
         elif self.last + 2 == first:
@@ -77,13 +77,13 @@ class _Damage:
 class TraceWriter:
     """Writer of a trace of routing counts, which appends to the file or creates it.
 
-    `after` is the last step of the run: later steps in the file are cut off, as is an incomplete frame at its end. Disk
-    errors are reported and do not end the run. Raises ConfigError if the file has another number of experts, or is not
-    a trace.
+    `after`: the last finished step of the run. Later steps, and an incomplete frame at the end of the file, are cut
+    off. Disk errors are reported and do not end the run. Raises ConfigError if the file is not a trace, or has a
+    different num_experts or top_k.
     """
 
     def __init__(self, path: Path, header: TraceHeader, after: int = 0) -> None:
-        self.missing: list[str] = []  # messages on steps that the file lacks
+        self.missing: list[str] = []  # messages about steps that the file lacks
         self._header = header
         self._log = SideLog(path, lambda: self._open(path, after))
 
@@ -106,7 +106,7 @@ class TraceWriter:
             for section in _sections(file):
                 if isinstance(section, _Damage):
                     first = min(section.next or after + 1, after + 1)
-                    if first > section.last + 1:  # else only steps are damaged that the run repeats
+                    if first > section.last + 1:  # else the run repeats all damaged steps
                         self.missing.append(section.text(path, first))
                         last = first - 1
                 elif section.step > after:
@@ -118,7 +118,7 @@ class TraceWriter:
             file.truncate(end)
 
     def append(self, step: int, counts: Integers) -> None:
-        """Append the counts of a step's assignments [L, M, R, E]: MoE layers, micro-batches, source ranks, experts."""
+        """Append a step's numbers of assignments [L, M, R, E], by MoE layer, micro-batch, source rank and expert."""
         assert counts.ndim == 4 and counts.shape[3] == self._header.num_experts and counts.min(initial=0) >= 0
         small = np.ascontiguousarray(counts, dtype=np.min_scalar_type(int(counts.max(initial=0))))
         size = small.dtype.itemsize
@@ -139,7 +139,7 @@ def read_header(path: Path) -> TraceHeader:
 def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple[int, Integers]]:
     """Yield (step, counts [L, M, R, E]) for each step of a trace. Raises ConfigError if the file is not a trace.
 
-    `log` gets messages on damaged bytes; None: they are printed on standard error.
+    `log` gets messages about damaged bytes; with None they are printed on standard error.
     """
     log = log or partial(print, file=sys.stderr, flush=True)
     with path.open("rb") as file:
@@ -150,7 +150,7 @@ def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple
                 if section.next is None:
                     text = (
                         f"{path}: bytes {section.start} to {section.end - 1} at the end are not a complete step: all "
-                        f"after step {section.last} is lost, and {kept} steps are kept"
+                        f"steps after {section.last} are lost, and {kept} steps are kept"
                     )
                 log(text)
                 continue
@@ -159,7 +159,7 @@ def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple
 
 
 def _is_cut_header(path: Path) -> bool:
-    """Return whether a file has only the start of a trace's first line, because its writer was killed."""
+    """Return whether a file has only the beginning of a trace's header line, because its writer was killed."""
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     return b"\n" not in start and (start.startswith(_OUR_HEADER) or _OUR_HEADER.startswith(start))
@@ -182,7 +182,7 @@ def _read_header(file: BinaryIO, path: Path) -> TraceHeader:
 
 
 def _sections(file: BinaryIO) -> Iterator[_Frame | _Damage]:
-    """Yield a trace's frames and damaged sections in the order of the file; their steps ascend."""
+    """Yield the frames and damaged sections of a trace in file order; the steps of the frames ascend."""
     position, last, kept, bad = file.tell(), 0, 0, None
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         while position < len(data):
@@ -203,7 +203,7 @@ def _sections(file: BinaryIO) -> Iterator[_Frame | _Damage]:
 
 
 def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
-    """Return the frame of a step after `last` that begins at byte `start`; None if there is no valid one."""
+    """Return the frame at byte `start`; None if it is damaged, or its step is not after `last`."""
     begin = start + _FRAME.size
     if begin > len(data):
         return None

@@ -1,10 +1,10 @@
 """Placement plans in whole blocks: which rank computes each block of a source rank's assignments of an expert.
 
-Where sums must have the same bits for every plan, a block is computed and added as a whole. A plan of assignments that
-keeps a limit of load may exceed it once it is rounded to blocks. `within_limit` therefore moves and exchanges blocks
-while that lowers the excess, over existing replicas and new ones. If that is not enough, replicas are removed at random
-and the ranks are filled again, as in `moe.placement.planners.limit`; a small number of blocks is then searched
-exhaustively. Shapes: R ranks, D chunks of a call, E experts, B blocks, A blocks of one rank.
+If sums must be bitwise equal for every plan, a block is computed and added as a whole. A plan of assignments that keeps
+the limit on load may exceed it after rounding to blocks. `within_limit` therefore moves and exchanges blocks, to
+existing and new replicas, while this lowers the excess. If that is not enough, replicas are removed at random and the
+ranks are filled again, as in `moe.placement.planners.limit`. Finally a small number of blocks is searched exhaustively.
+Shapes: R ranks, D chunks of a call, E experts, B blocks, A blocks of one rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moe.placement_map import Integers, PlacementMap
 
 
 def num_blocks(counts: Integers, block_rows: int) -> Integers:
-    """Return the numbers of blocks of at most `block_rows` assignments into which `counts` assignments are cut."""
+    """Return the number of blocks (of at most `block_rows` assignments) for each number of assignments in `counts`."""
     return -(-counts // block_rows)
 
 
 def in_blocks(quotas_ER: Integers, blocks_E: Integers) -> Integers:
-    """Return quotas in blocks [E, R], in the ratio of quotas in assignments; `blocks_E`: blocks of each expert.
+    """Convert quotas of assignments to quotas of blocks [E, R] in the same ratio; `blocks_E`: blocks of each expert.
 
-    The blocks of an expert that remain after rounding down go to the ranks with the largest remainders.
+    Blocks that remain after rounding down are assigned to the ranks with the largest remainders.
     """
     totals_E = np.maximum(quotas_ER.sum(1), 1)[:, None]
     whole_ER, rest_ER = np.divmod(quotas_ER * blocks_E[:, None], totals_E)
@@ -41,13 +41,13 @@ def in_blocks(quotas_ER: Integers, blocks_E: Integers) -> Integers:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """All blocks of a call and the rank that computes each, sorted by source rank, expert, chunk and token."""
+    """All blocks of a call, each with the rank that computes it, sorted by source rank, expert, chunk and token."""
 
     sources: Integers  # [B]
     experts: Integers  # [B]
     chunks: Integers  # [B]
     sizes: Integers  # [B] assignments
-    ranks: Integers  # [B] that compute them
+    ranks: Integers  # [B] the rank that computes each block
 
     def of_source(self, rank: int) -> tuple[Integers, Integers, Integers]:
         """Return (experts, computing ranks, sizes) of the blocks of a rank's own tokens."""
@@ -55,18 +55,18 @@ class BlockLayout:
         return self.experts[own], self.ranks[own], self.sizes[own]
 
     def loads_R(self, num_ranks: int) -> Integers:
-        """Return the assignments that each rank computes."""
+        """Return the number of assignments that each rank computes: [R]."""
         return np.bincount(self.ranks, self.sizes, num_ranks).astype(np.int64)
 
     def quotas_ER(self, num_experts: int, num_ranks: int) -> Integers:
-        """Return the number of blocks of each expert that each rank computes."""
+        """Return the number of blocks of each expert that each rank computes: [E, R]."""
         found = np.bincount(self.experts * num_ranks + self.ranks, minlength=num_experts * num_ranks)
         return found.reshape(num_experts, num_ranks).astype(np.int64)
 
     def ranks_in_order(self, expert: int) -> list[int]:
-        """Return the ranks of an expert's blocks in the order in which the blocks' gradients are added.
+        """Return the rank that computes each block of an expert, in the order in which gradients are added.
 
-        The blocks are sorted by chunk, source rank and token.
+        This order is by chunk, source rank and token.
         """
         of_expert = np.flatnonzero(self.experts == expert)
         in_order = of_expert[np.argsort(self.chunks[of_expert], kind="stable")]
@@ -76,7 +76,7 @@ class BlockLayout:
 def assign(counts_RDE: Integers, quotas_ER: Integers, block_rows: int, ranks_per_node: int) -> BlockLayout:
     """Assign a rank to each block, so that every rank gets its quota of blocks.
 
-    Within the quotas a rank computes its own blocks first, then those of its node.
+    A quota is filled with the blocks of the rank's own tokens first, then with those of its node.
     """
     num_ranks, num_chunks, num_experts = counts_RDE.shape
     counts_RED = counts_RDE.swapaxes(1, 2)
@@ -96,17 +96,17 @@ def assign(counts_RDE: Integers, quotas_ER: Integers, block_rows: int, ranks_per
 
 
 TRIES = 300
-FEW = 400  # blocks up to which there are TRIES tries; with more, tries take longer, and there are fewer
-NODES = 20_000  # limit of the search tree of a few blocks
-MOST_PAIRS = 1_000_000  # of blocks that are considered for an exchange
+FEW = 400  # blocks up to which TRIES tries run; with more blocks a try takes longer, and fewer run
+NODES = 20_000  # limit on the nodes of the exhaustive search
+MOST_PAIRS = 1_000_000  # limit on the pairs of blocks that are considered for an exchange
 
 
 def within_limit(
     blocks: BlockLayout, placement: PlacementMap, costs: Costs, limits: ReplicaLimits, reachable: bool
 ) -> BlockLayout:
-    """Return the blocks on ranks such that no rank has more than `limits.most` assignments, or the excess is smaller.
+    """Return a layout with at most `limits.most` assignments per rank or, if none is found, with the least excess.
 
-    `reachable`: whether a plan of single assignments keeps the limit; otherwise other replicas are not searched.
+    `reachable`: whether a plan of single assignments keeps the limit; if not, there is no random search.
     """
     state = _State(blocks, placement, costs, limits)
     state.fill()
@@ -130,7 +130,7 @@ def within_limit(
 
 
 class _State:
-    """The rank of each block during the search, with the loads and numbers of blocks of the ranks."""
+    """State of the search: the rank of each block, and the load and number of blocks of each rank."""
 
     def __init__(self, blocks: BlockLayout, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> None:
         assert limits.most is not None
@@ -155,7 +155,7 @@ class _State:
         return int(np.maximum(self.loads_R - self.most, 0).sum())
 
     def open_ER(self) -> np.ndarray:
-        """Return bool [E, R]: the ranks that may compute blocks of each expert now, with their free replica slots."""
+        """Return bool [E, R]: whether a rank has an expert, or may get it in a free replica slot."""
         taken_R = ((self.num_ER > 0) & ~self.always_ER).sum(0) + self.pinned_ER.sum(0)
         return self.always_ER | (self.num_ER > 0) | (self.may_ER & (taken_R < self.limits.replica_slots))
 
@@ -168,7 +168,7 @@ class _State:
         self.ranks[block] = rank
 
     def fill(self) -> None:
-        """Move or exchange blocks of the ranks that exceed the limit, as long as this lowers the total excess."""
+        """Move or exchange blocks of ranks above the limit as long as this lowers the total excess."""
         while True:
             over = np.flatnonzero(self.loads_R > self.most)
             in_order = over[np.argsort(-self.loads_R[over], kind="stable")]
@@ -176,7 +176,7 @@ class _State:
                 return
 
     def _relieve(self, rank: int) -> bool:
-        """Move the block of `rank` that lowers the excess most, or else exchange two; return whether one was found."""
+        """Move the block of `rank` that lowers the excess most, or else exchange two; return False if nothing helps."""
         most, open_ER = self.most, self.open_ER()
         over, own_A = self.loads_R[rank] - most, np.flatnonzero(self.ranks == rank)
         _, first = np.unique(np.stack([self.experts[own_A], self.sizes[own_A]]), axis=1, return_index=True)
@@ -206,9 +206,9 @@ class _State:
         return True
 
     def exactly(self) -> Integers | None:
-        """Search exhaustively, the largest blocks first, for ranks of all blocks [B] that keep the limit.
+        """Return a rank for each block [B] that keeps the limit, from an exhaustive search, largest blocks first.
 
-        Returns None if there are none, or none in the first `NODES` nodes of the search tree.
+        Returns None if no solution exists, or none is found in the first `NODES` nodes of the search tree.
         """
         order = np.lexsort((self.experts, -self.sizes)).tolist()
         experts, sizes = self.experts[order].tolist(), self.sizes[order].tolist()
@@ -221,7 +221,7 @@ class _State:
         while 0 <= level < len(order) and nodes < NODES:
             nodes += 1
             expert, size, rank = experts[level], sizes[level], chosen[level]
-            if rank >= 0:  # take it back
+            if rank >= 0:  # undo this choice
                 headroom[rank] += size
                 num[expert, rank] -= 1
                 free_slots[rank] += not always[expert][rank] and num[expert, rank] == 0
@@ -246,7 +246,7 @@ class _State:
         return ranks_B
 
     def remove(self, random: Random) -> list[tuple[int, int]]:
-        """Remove replicas, and move single blocks, at random; return (expert, rank) of replicas barred for now."""
+        """Remove up to 2 random replicas, move 1 to 3 random blocks; return (expert, rank) of replicas now barred."""
         replicas = np.argwhere((self.num_ER > 0) & (np.arange(self.shape[1]) != self.primaries_E[:, None]))
         barred: list[tuple[int, int]] = []
         for _ in range(random.below(3)):

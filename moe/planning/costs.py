@@ -1,4 +1,4 @@
-"""Input and output of the layer planner: measured costs, limits of plans, decisions."""
+"""Input and output of the layer planner: measured costs, limits on plans, decisions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """The seconds of one layer's operations, each measured alone, as models over sizes."""
+    """Measured costs of one layer: the seconds of each operation as a function of its size, and of whole passes."""
 
     exchange: Line  # over bytes that the busiest rank sends to other ranks or receives from them
     gather: Line  # over token rows: collecting a chunk's rows for an exchange
@@ -37,19 +37,19 @@ class LayerCosts:
     shared_forward: float = 0.0  # the shared expert, which runs while the first chunk is sent
     shared_backward: float = 0.0
     copies_by_program: bool = False  # there is no copy engine: the program copies, as on a host
-    # Over the number of chunks: the difference of whole passes to all of the above; and the extra time of a forward
-    # pass if the backward pass has another number of chunks.
+    # Over the number of chunks: the time of whole passes minus the time predicted from all of the above. `mixed_rest`:
+    # extra time of a forward pass if the backward pass has a different number of chunks.
     forward_rest: Line | Curve = NOTHING
     backward_rest: Line | Curve = NOTHING
     mixed_rest: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the costs as numbers, lists and dicts for JSON, with the field names of stored files."""
+        """Return the costs as a dict for JSON, with the field names of stored files."""
         return stored_fields(self, WRITTEN)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> LayerCosts:
-        """Return the costs from a dict of `as_dict`, also after JSON. Raises TypeError or KeyError for another dict."""
+        """Return the costs in a dict from `as_dict`, or from its JSON. Raises TypeError or KeyError for other dicts."""
 
         def model(value: Any) -> Any:
             if not isinstance(value, dict):
@@ -61,9 +61,9 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Limits:
-    """The chunk plans that the planner may choose, and the memory budget.
+    """Limits on the planner's choice: the allowed chunk plans and the memory budget.
 
-    `degrees` and `backward_degrees` above the number of tokens are ignored unless no others are left.
+    Degrees (numbers of chunks) above the number of tokens are ignored; if all are above it, the least one is allowed.
     """
 
     degrees: tuple[int, ...] = DEGREES
@@ -71,12 +71,12 @@ class Limits:
     strategies: tuple[str, ...] = tuple(STRATEGIES)
     memory_budget: int | None = None  # bytes of buffers per rank, as `memory_bytes` counts; None: no limit
     live_calls: int = 1  # calls (layers times micro-batches) that are between their two passes at once
-    replica_bytes: int = 0  # memory for replicas of experts, the same for every plan
+    replica_bytes: int = 0  # memory for replicas of experts, equal for all plans
 
 
 @dataclass(frozen=True)
 class CallPrediction:
-    """The predicted seconds of both passes of a call, and its peak bytes, with some chunk plan."""
+    """Prediction for a call with a chunk plan: seconds of the forward and the backward pass, and peak bytes."""
 
     forward: float
     backward: float
@@ -85,7 +85,7 @@ class CallPrediction:
 
 @dataclass(frozen=True)
 class Decision:
-    """A chunk plan and its prediction."""
+    """A chunk plan that the planner chose, and its predicted time and memory."""
 
     plan: Plan
     prediction: CallPrediction

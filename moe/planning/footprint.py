@@ -1,8 +1,8 @@
 """Device memory of a call: an interpreter of its programs (schedule/program.py) that only counts buffers.
 
-Tests compare the result with a tracker of live tensors. Bytes are those of the busiest rank, beyond the layer's input,
-weights and their gradients, without offloaded tensors. Chunks are assumed to be equal: with random routing the measured
-memory is 0.98 to 1.002 of the result.
+Tests compare the result with a tracker of live tensors. Bytes are those of the busiest rank, without the layer's input,
+weights, weight gradients and offloaded tensors. Chunks are assumed to be equal: with random routing the measured memory
+is 0.98 to 1.002 times the result.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from moe.schedule.program import Operation
 INDEX_BYTES = 190  # per assignment: its token, rank and expert slot, in all the forms that both passes need
 LOCAL_INDEX_BYTES = 56  # per assignment that stays on its rank
 
-# USE: take and give back at once. FLY: an exchange is started, after which the oldest one may be finished.
+# USE: take and give back at once. FLY: an exchange starts; with too many in flight, the oldest one finishes.
 TAKE, GIVE, USE, FLY = range(4)
 Step = tuple[int, str]  # a kind of access to a buffer, and its name among the sizes
-Sizes = dict[str, int]  # by name: numbers of the load's dtype
+Sizes = dict[str, int]  # elements (in the load's dtype) of each buffer, by name
 
 
 _EXPERTS: list[Step] = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (GIVE, "expert_rows")]
@@ -74,9 +74,9 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
 
 
 def ledger(operations: Sequence[Operation]) -> tuple[Step, ...]:
-    """Return, in order, each access of a program to a buffer: its kind (take, give back, use) and the buffer's name.
+    """Return a program's accesses to buffers, in order: the kind (TAKE, GIVE or USE) and the buffer's name.
 
-    Raises UnknownOperation for an operation that has no line here.
+    Raises UnknownOperation for an operation that is not in LINES.
     """
     steps: list[Step] = []
     in_flight: list[str] = []
@@ -93,12 +93,12 @@ def ledger(operations: Sequence[Operation]) -> tuple[Step, ...]:
 
 @cache
 def _ledger(make_program: Callable[..., Sequence[Operation]], *arguments: Any) -> tuple[Step, ...]:
-    """Return the accesses of a program to buffers, computed once per program and arguments."""
+    """Return the buffer accesses of the program that `make_program` makes; results are cached."""
     return ledger(make_program(*arguments))
 
 
 def peak(steps: Sequence[Step], sizes: Mapping[str, int]) -> int:
-    """Return the peak size of all buffers that are in use at once, in elements."""
+    """Return the peak total size of the buffers in use, in elements."""
     now = most = 0
     for kind, name in steps:
         if kind == TAKE:
@@ -113,14 +113,14 @@ def peak(steps: Sequence[Step], sizes: Mapping[str, int]) -> int:
 
 
 def kept_bytes(load: LayerLoad, strategy: Strategy) -> int:
-    """Return the bytes that a call keeps from its forward to its backward pass."""
+    """Return the bytes that a call keeps from its forward to its backward pass, on the busiest rank."""
     token_rows = load.token_rows * load.hidden_size if strategy.token_rows == "keep" else 0
     preactivations = (load.assignments + _spare(load)) * load.hidden_columns if strategy.preactivations == "keep" else 0
     return (token_rows + preactivations) * load.element_size + load.assignments * INDEX_BYTES
 
 
 def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
-    """Return the forward pass's peak bytes, without the activations that `kept_bytes` counts."""
+    """Return the peak bytes of a forward pass in `degree` chunks, without the bytes that `kept_bytes` counts."""
     chunk = _Chunk(load, degree)
     received = 0 if strategy.token_rows == "keep" else chunk.token_rows
     sizes = chunk.sizes | {
@@ -133,7 +133,7 @@ def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
 
 
 def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
-    """Return the backward pass's peak bytes, without those of `kept_bytes`; `same`: equal degrees in both passes."""
+    """Return the peak bytes of a backward pass, without those of `kept_bytes`; `same`: equal degrees in both passes."""
     chunk = _Chunk(load, degree)
     offloaded = chunk.preactivations if strategy.preactivations == "offload" else 0
     copied = chunk.assignments * load.hidden_columns + 16 * load.assignments // load.element_size
@@ -156,8 +156,8 @@ def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag:
 def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
     """Return the peak bytes of a layer's buffers on the busiest rank with this chunk plan.
 
-    `live_calls` calls keep tensors between their passes; one pass runs at a time, and the larger one's workspace
-    counts.
+    `live_calls`: calls between their two passes, which all keep tensors. Only one pass runs at a time, so the larger
+    workspace of the two passes is added once.
     """
     strategy, same = STRATEGIES[plan.memory_strategy], plan.degree == plan.backward_degree
     forward = forward_bytes(load, strategy, plan.degree)
@@ -166,9 +166,9 @@ def memory_bytes(load: LayerLoad, plan: Plan, live_calls: int = 1) -> int:
 
 
 def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
-    """Return (bytes kept between the passes, peak of the forward, peak of the backward pass) of a call on one rank.
+    """Return the bytes of a call without expert parallelism: (kept between the passes, forward peak, backward peak).
 
-    The gradients of weights are not included.
+    Weight gradients are not included.
     """
     strategy, element = STRATEGIES[plan.memory_strategy], load.element_size
     keeps = strategy.preactivations == "keep"
@@ -203,7 +203,7 @@ def _spare(load: LayerLoad) -> int:
 
 
 class _Chunk:
-    """The sizes of the buffers of one of `degree` equal chunks, in elements."""
+    """Buffer sizes, in elements, of a call that is split into `degree` equal chunks."""
 
     def __init__(self, load: LayerLoad, degree: int) -> None:
         self.assignments = -(-load.assignments // degree)
@@ -223,6 +223,6 @@ class _Chunk:
             "sums": self.token_rows,
             "expert_rows": with_spare * load.hidden_size,
             "output": output,
-            # A chunk's sum that is not added in place, as it is on the host.
+            # A chunk's sum, unless it is added in place, as on the host.
             "chunk_sum": output // degree if degree > 1 and load.block == WHOLE else 0,
         }

@@ -1,4 +1,4 @@
-"""The inputs of the layer planner, from the configuration alone, so that a run and its `plan=true` plan alike."""
+"""The inputs of the layer planner, from the config alone, so that a run and `plan=true` choose equal plans."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from parallel.pipeline import layers_of_stage, most_in_flight
 
 
 def initial_plan(config: Config) -> Plan:
-    """Return the chunk plan with which MoE layers are built.
+    """Return the initial chunk plan of MoE layers.
 
-    Values that the config does not fix start with the fewest chunks (one without moe.token_budget) and the memory
-    strategy "keep".
+    A degree that the config leaves open is the least allowed one (1 without moe.token_budget). An open memory strategy
+    is "keep".
     """
     degree, backward_degree = derived.pipeline_degrees(config)
     strategy = "keep" if config.moe.memory_strategy == "auto" else config.moe.memory_strategy
@@ -25,7 +25,7 @@ def initial_plan(config: Config) -> Plan:
 
 
 def layer_shape(config: Config, device: str) -> Shape:
-    """Return the constant properties of an MoE layer on one rank; `device` is "cpu" or "cuda"."""
+    """Return the constant sizes of an MoE layer on one rank; `device` is "cpu" or "cuda"."""
     width = derived.expert_ffn_hidden_size(config) // derived.expert_tensor_size(config)
     is_tiled = False
     if device == "cpu":  # the compiled kernels may compute experts in tiles; these modules import torch
@@ -51,12 +51,12 @@ def layer_shape(config: Config, device: str) -> Shape:
 
 
 def even_load(config: Config, device: str) -> LayerLoad:
-    """Return the load of a call in which all experts get the same number of tokens, minus those that capacity drops."""
+    """Return the load of a call in which all experts get equal numbers of tokens, minus those that capacity drops."""
     return layer_shape(config, device).even(derived.kept_share(config))
 
 
 def fullest_load(config: Config, device: str) -> LayerLoad:
-    """Return the load if the busiest rank has moe.placement.max_load times the mean; without a limit an even load."""
+    """Return the load of a call whose busiest rank has moe.placement.max_load times the mean; if null, an even load."""
     limit = config.moe.placement.max_load
     if limit is None or not derived.limits_load(config):
         return even_load(config, device)
@@ -67,22 +67,22 @@ def fullest_load(config: Config, device: str) -> LayerLoad:
 
 
 def moe_layers(config: Config, stage: int) -> list[int]:
-    """Return the number of MoE layers of each model chunk of a pipeline stage."""
+    """Return the number of MoE layers in each model chunk of a pipeline stage."""
     pattern = derived.moe_layer_pattern(config)
     return [sum(pattern[number] for number in chunk) for chunk in layers_of_stage(config, stage)]
 
 
 def live_calls(config: Config, world_size: int, stage: int) -> int:
-    """Return the most MoE calls (layers times micro-batches) of a stage that wait for their backward pass at once."""
+    """Return the peak number of a stage's MoE calls (layers times micro-batches) that await their backward pass."""
     if config.training.recompute == "full":
         return 1  # a layer's forward pass runs again just before its backward pass
     return max(1, most_in_flight(config, world_size, stage, moe_layers(config, stage)))
 
 
 def replica_bytes(config: Config, stage: int) -> int:
-    """Return the bytes that replicas of experts take on a rank of a stage.
+    """Return the bytes of expert replicas on each rank of a pipeline stage.
 
-    They are weights and, unless gradients are returned block by block, gradients in fp32.
+    They are weights and, unless gradients are returned block by block, gradients in fp32 or wider.
     """
     if not derived.places_experts(config):
         return 0
@@ -92,7 +92,7 @@ def replica_bytes(config: Config, stage: int) -> int:
 
 
 def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
-    """Return the limits of a pipeline stage's planner: chunk plans that the config allows, and memory budget."""
+    """Return the planner's limits for a pipeline stage: chunk plans that the config allows, and the memory budget."""
     moe = config.moe
     degree, backward_degree = derived.pipeline_degrees(config)
     # On a CPU, offloading to the host frees nothing.
@@ -108,11 +108,11 @@ def limits(config: Config, device: str, world_size: int, stage: int) -> Limits:
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
-    """Return the numbers of chunks to choose from, all with chunks within moe.token_budget."""
+    """Return the numbers of chunks to choose from, each of which keeps chunks within moe.token_budget."""
     least = derived.least_pipeline_degree(config)
     return (least, *(degree for degree in DEGREES if degree > least))
 
 
 def trial_policy(config: Config) -> TrialPolicy:
-    """Return the policy for trials of plans in the first steps; no trials in a deterministic run, as they use times."""
+    """Return the policy for trials of chunk plans; deterministic runs have none, because trials depend on timing."""
     return TrialPolicy(most_plans=1) if config.training.deterministic else TrialPolicy()

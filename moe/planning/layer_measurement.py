@@ -1,9 +1,9 @@
-"""Measure one MoE layer on this machine: the result is the `LayerCosts` with which planners predict times.
+"""Measure the costs of one MoE layer on this machine (`LayerCosts`), from which planners predict times.
 
-Every operation is the schedule's own, on synthetic rows and evenly spread assignments, at sizes from a 32nd of an even
-load up to all of it. Then whole passes run in a few numbers of chunks, and the part of their times that the operations
-do not explain becomes a cost of its own. Takes under 10 seconds unless a single operation takes seconds. All ranks of
-the layer's expert parallel group measure together and end with the same numbers, which `parallel.costs` caches on disk.
+Each operation of the schedule runs alone, on synthetic rows and evenly distributed assignments, at sizes from 1/32 of
+an even load to all of it. Then whole passes run with several numbers of chunks, and the time that their operations do
+not explain becomes a separate cost. This takes under 10 seconds unless a single operation takes seconds. All ranks of
+the layer's expert parallel group measure together and get equal numbers, which `parallel.costs` caches on disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES = (1, 2, 4, 8, 16, 32)  # numbers of equal chunks of an even load, whose s
 BUDGET = 8.0  # seconds of the whole measurement, without first calls and the operation that is running at its end
 SHORT = 0.02  # seconds of an exchange that suffice to measure the link
 WHOLE_SHARE = 0.4  # share of the time for whole passes; the shares below are of the rest
-TRUST = 2.0  # a link that is faster or slower than the cached one by more than this factor is another link
+TRUST = 2.0  # cached costs are measured again if the link is faster or slower by more than this factor
 
 
 def measure_layer(
@@ -77,8 +77,8 @@ def measure_costs(
 ) -> LayerCosts:
     """Return the costs of a layer with these weights and this all-to-all, measured or from the cache in `folder`.
 
-    `group` has the ranks of `exchange`; `shared_width` is the shared expert's F on this rank. Collective over the
-    group.
+    `group` has the ranks of `exchange`. `shared_width` is the feed-forward size of the shared expert on this rank.
+    Collective over the group.
     """
     device, experts = weights.fc1.device, experts or ExpertCompute()
     key = {
@@ -111,7 +111,7 @@ class _HeldWork(WeightWork):
 
 
 class _Bench:
-    """Times one layer's operations with synthetic data."""
+    """A benchmark of one layer's operations with synthetic data."""
 
     def __init__(
         self,
@@ -134,13 +134,13 @@ class _Bench:
         )
 
     def measure(self, shared_width: int) -> LayerCosts:
-        """Measure all operations, one after the other, and return the layer's costs."""
+        """Measure all operations of a layer, one after the other, and return its costs."""
         forward = self._curve(self._forward, 0.12)
         inputs = self._times(lambda n: self._input_gradients(n, keep=True), 0.12)
         again = self._times(lambda n: self._input_gradients(n, keep=False), 0.12)
         # either measurement may have ended at a smaller size
         extra = [max(b - a, 0.0) for a, b in zip(inputs[1], again[1], strict=False)]
-        # The shared expert is an expert of all tokens. It is not run here, as it might communicate and leave gradients.
+        # The shared expert counts as an expert of all tokens. It is not run: it might communicate and leave gradients.
         as_assignments = self.load.tokens * shared_width / self.load.width
         result: dict[str, Any] = {
             "forward": forward,
@@ -166,7 +166,7 @@ class _Bench:
         return replace(known, **Residuals(*given).measure(known))
 
     def link_is(self, line: Line) -> bool:
-        """Return whether exchanges still take about as long as `line`, an earlier measurement, predicts."""
+        """Return whether exchanges still take about as long as `line` (an earlier measurement) predicts."""
         assert self.exchange is not None
         num_rows = self._short_rows(line)
         count = self._num_messages(num_rows)
@@ -190,7 +190,7 @@ class _Bench:
     # -- the experts -------------------------------------------------------------------------------------------------
 
     def _synthetic(self, n: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-        """Return (token rows, number of rows, experts) of n assignments that are spread evenly over all experts."""
+        """Return (token row of each, number of token rows, expert of each) for n evenly distributed assignments."""
         numbers = torch.arange(n, device=self.device)
         num_rows = max(n * self.load.token_rows // max(self.load.assignments, 1), 1)
         return numbers * num_rows // n, num_rows, numbers % self.num_experts
@@ -264,7 +264,7 @@ class _Bench:
     def _exchange(self, exchange: AllToAll, num_rows: int, posting: list[float], count: int = 1) -> Call:
         """Return a function that runs `count` all-to-alls of `num_rows` rows at once.
 
-        It appends the seconds that starting each one takes to `posting`.
+        The function appends the seconds that the start of each all-to-all takes to `posting`.
         """
         split_sizes, received, sent = self._buffers(exchange, num_rows)
 
@@ -283,8 +283,8 @@ class _Bench:
         return call
 
     def _num_messages(self, num_rows: int) -> int:
-        # A message is measured as one of all messages of an even load, as the schedule sends them: a small one alone
-        # may pass in a burst, at many times the sustained rate of the link.
+        # All messages of an even load are measured together, as the schedule sends them: a single small message may
+        # pass in a burst, at many times the sustained rate of the link.
         return max(self.load.token_rows // num_rows, 1)
 
     def _communication(self, exchange: AllToAll, forward: Curve) -> dict[str, Any]:
@@ -327,7 +327,7 @@ class _Bench:
         return lambda: _drop(route.add_up(back, route.combine_sums(tokens, num_tokens, cut, None)[0], out=result))
 
     def _count_exchange(self, exchange: AllToAll) -> float:
-        """Return the seconds from routing until all ranks have the counts of both passes, in 4 chunks each."""
+        """Measure the seconds from routing until all ranks have the counts of both passes, with 4 chunks each."""
         shape = self.shape
         numbers = torch.arange(shape.tokens * shape.top_k, device=self.device)
         tokens, experts = numbers // shape.top_k, numbers % shape.num_experts
@@ -345,7 +345,7 @@ class _Bench:
         return statistics.median(seconds for (seconds,) in times[1:])
 
     def _short_rows(self, line: Line) -> int:
-        """Return the greatest measured number of rows that are sent within SHORT seconds, or else the least number."""
+        """Return the largest measured number of rows that takes up to SHORT seconds to send, or else the smallest."""
         sizes = self.row_counts
         return max((each for each in sizes if line(self._bytes(each)) <= SHORT), default=sizes[0])
 
@@ -371,20 +371,20 @@ def _drop(result: object) -> None:
 
 
 DEGREES = (1, 2, 4, 8)  # numbers of chunks in which passes run
-MIXED = (4, 2)  # forward and backward degree, to measure the cost of different numbers of chunks
-FEWER = ((1, 1), (4, 4), (8, 8))  # the only ones that run if steps are long
+MIXED = (4, 2)  # forward and backward degree, to measure the cost of unequal degrees
+FEWER = ((1, 1), (4, 4), (8, 8))  # the only degrees that run if passes are slow
 STEPS = 3  # consecutive steps of a plan; the first one allocates its buffers
 MAX_VISITS = 5
-BELIEVED = 0.5  # share of the measured difference that is used: few passes run, and a disturbed one must not decide
+BELIEVED = 0.5  # share of the measured difference that is used, because few passes run and one may be disturbed
 
 Degrees = tuple[int, int]
 Times = dict[Degrees, tuple[list[float], list[float]]]  # seconds of the forward and of the backward passes
 
 
 class Residuals:
-    """Measures residuals: the time of whole passes that the times of their operations do not explain.
+    """A measurement of residuals: the time of whole passes that the times of their operations do not explain.
 
-    All ranks of `group` time the passes of a layer together, for `budget` seconds.
+    All ranks of `group` time the passes of a layer together, for at most about `budget` seconds.
     """
 
     def __init__(
@@ -400,9 +400,9 @@ class Residuals:
         self.experts, self.budget, self.device = experts, budget, weights.fc1.device
 
     def measure(self, known: LayerCosts) -> dict[str, Any]:
-        """Return the residual seconds of passes as fields of LayerCosts, which depend on the number of chunks.
+        """Return the residual seconds of passes, by field of LayerCosts; empty if the passes are too slow to measure.
 
-        A residual is BELIEVED times the difference of the measured and the predicted seconds.
+        A residual is BELIEVED times the difference between measured and predicted seconds. `known`: all other costs.
         """
         load = self.shape.even()
         alone = replace(known, shared_forward=0.0, shared_backward=0.0)
@@ -432,14 +432,14 @@ class Residuals:
         curves = []
         for i in (0, 1):
             curve = Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))
-            end = 2 * curve.sizes[-1]  # beyond it the curve does not fall
+            end = 2 * curve.sizes[-1]  # beyond the last size the curve must not fall
             curves.append(Curve((*curve.sizes, end), (*curve.seconds, max(curve.seconds[-1], curve(end)))))
         forward, backward = curves
         mixed = sum(rest[MIXED]) - forward(MIXED[0]) - backward(MIXED[1]) if MIXED in rest else 0.0
         return {"forward_rest": forward, "backward_rest": backward, "mixed_rest": max(mixed, 0.0)}
 
     def _time_plans(self, plans: dict[Degrees, Plan]) -> Times:
-        """Return the measured seconds of both passes for each plan; the plans run in turn."""
+        """Run the plans in turn, and return the measured seconds of both passes of each plan."""
         shape, dtype = self.shape, self.weights.fc1.dtype
         generator = torch.Generator().manual_seed(self.exchange.rank)
         drawn = torch.rand(shape.tokens, shape.num_experts, generator=generator)

@@ -16,9 +16,9 @@ from moe.placement_map import PlacementMap
 class Ran:
     """The measured load of a layer, as means over its calls.
 
-    `assignments` of the busiest rank, and `expert_assignments` of the busiest expert on one rank; `token_rows` of the
-    busiest rank, and `away_rows` of them exchanged with other ranks; `fetched`: replicas whose weights a rank fetched;
-    `returned`: gradients of replicas that it returned.
+    `assignments`, `token_rows`: of the busiest rank. `away_rows`: token rows exchanged with other ranks, on the busiest
+    rank. `expert_assignments`: of the busiest expert on one rank. `fetched`: replicas whose weights a rank fetched.
+    `returned`: replica gradients that a rank returned.
     """
 
     assignments: float
@@ -31,7 +31,7 @@ class Ran:
 
 @dataclass(frozen=True)
 class Shape:
-    """The constant sizes of a layer on one rank, and how its experts are distributed."""
+    """Constant sizes of a layer on one rank, and the distribution of its experts over ranks."""
 
     tokens: int  # of one call on one rank, including those of its expert tensor parallel peers
     num_experts: int  # of the layer
@@ -54,14 +54,14 @@ class Shape:
     def at_primaries(self, counts: Sequence[float], placement: PlacementMap, kept: float = 1.0) -> LayerLoad:
         """Return the load of a call whose experts are computed on their primary ranks.
 
-        `counts`: tokens of each expert, on any scale: of one call, or of a whole step. `kept`: the share of all
+        `counts`: tokens per expert, of any number of calls, as only their ratio matters. `kept`: the share of
         assignments that is not dropped.
         """
         total = sum(counts)
         scale = kept * self.tokens * self.num_ranks * self.top_k / total if total else 0.0
         of_ranks = [placement.experts_of(rank) for rank in range(self.num_ranks)]
         assignments = [scale * sum(counts[expert] for expert in experts) for experts in of_ranks]
-        # token rows that this rank sends to each
+        # token rows that this rank sends to each rank
         sent = [self._unique(of_rank / self.num_ranks) for of_rank in assignments]
         token_rows = max(sum(sent), self.num_ranks * max(sent))
         away = math.ceil(token_rows) * (self.num_ranks - 1) / self.num_ranks
@@ -69,11 +69,11 @@ class Shape:
         return self.placed(Ran(max(assignments), of_expert, token_rows, away, 0.0, 0.0))
 
     def even(self, kept: float = 1.0) -> LayerLoad:
-        """Return the load if all experts get the same number of tokens; `kept` as in `at_primaries`."""
+        """Return the load if all experts get equal numbers of tokens; `kept`: share of assignments not dropped."""
         return self.at_primaries([1.0] * self.num_experts, PlacementMap(self.num_experts, self.num_ranks), kept)
 
     def placed(self, ran: Ran) -> LayerLoad:
-        """Return the load of a call with the measured numbers `ran`, in which experts may have replicas."""
+        """Return the load of a call from the measured numbers `ran`; experts may have replicas."""
         wide = max(self.element_size, FP32)
         return LayerLoad(
             tokens=self.tokens,
@@ -95,10 +95,10 @@ class Shape:
         )
 
     def _unique(self, assignments: float) -> float:
-        """Return the expected tokens that a rank sends to a rank that computes `assignments` of their assignments.
+        """Return the expected number of tokens that a rank sends to one rank for `assignments` of its assignments.
 
-        A token with two experts on that rank is sent once. The result is exact for even counts (drawing `top_k` of the
-        experts without replacement); for others it is computed as if a busier rank had more of the experts.
+        A token with two experts on the receiving rank is sent once. The result is exact for even counts (`top_k`
+        experts are drawn without replacement). For uneven counts a busier rank is treated as if it had more experts.
         """
         if self.block_rows is not None or not self.tokens:  # in blocks each assignment has a row of its own
             return assignments

@@ -4,8 +4,8 @@ Pure functions, without communication. The time of a plan follows from its sched
 with what a plain startup-plus-rate model leaves out: the host's work per chunk, and how much computation and
 communication slow each other down. The time that whole passes take beyond that (caches that single operations find
 warm, ranks that wait for each other) is added as it was measured. The score of a pass is its predicted time, plus a
-margin where the model is known to see too little. The search is exact: it tries every plan whose lower bound is not
-above the best score. After PipeMoE (Shi et al., INFOCOM 2023) and MPipeMoE (Zhang et al., IPDPS 2023).
+margin for known gaps of the model. The search is exact: it tries every plan whose lower bound is not above the best
+score. After PipeMoE (Shi et al., INFOCOM 2023) and MPipeMoE (Zhang et al., IPDPS 2023).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ ROUNDING = 1e-9  # two sums of the same times differ by less
 def predict(
     costs: LayerCosts, load: LayerLoad, plan: Plan, live_calls: int = 1, replica_bytes: int = 0
 ) -> CallPrediction:
-    """Return a call's predicted seconds, and the memory of `live_calls` calls plus `replica_bytes`."""
+    """Predict the seconds of a call with a chunk plan, and peak bytes of `live_calls` calls plus `replica_bytes`."""
     forward, backward = timing.forward_seconds(costs, load, plan), timing.backward_seconds(costs, load, plan)
     return CallPrediction(forward, backward, replica_bytes + memory_bytes(load, plan, live_calls))
 
 
 def weight_lags(degree: int) -> list[int]:
-    """Return the weight lags to try: 0, and with several chunks 1, which fills a wait as well as any longer lag."""
+    """Return the weight lags to try: 0, and with several chunks also 1, which fills waits as well as longer lags."""
     return list(range(min(degree, 2)))
 
 
 def allowed_degrees(degrees: Sequence[int], tokens: int) -> list[int]:
-    """Return the numbers of chunks with at least one token per chunk; if there are none, the least number."""
+    """Return the degrees with at least one token per chunk, ascending; if there are none, only the least degree."""
     return [degree for degree in sorted(set(degrees)) if degree <= tokens] or [min(degrees)]
 
 
@@ -57,10 +57,10 @@ def _margin(degree: int) -> float:
 
 
 def score(seconds: float, pass_plan: PassPlan, factors: Mapping[PassPlan, float]) -> float:
-    """Return the score of a pass with a predicted time of `seconds`; plans are compared by the sum of their scores.
+    """Return the score of a pass with a predicted time of `seconds`; a plan's score is the sum over both passes.
 
-    `factors`: measured over predicted time of passes that were run. A pass in several chunks has MARGIN added; one that
-    was never run has the share added that the model does not see.
+    `factors`: measured divided by predicted time of passes that have run. MARGIN is added for several chunks. For a
+    pass that has not run, the share that the model omits is added, too (see `unseen`).
     """
     if pass_plan in factors:
         return seconds * _margin(pass_plan.degree) * factors[pass_plan]
@@ -68,7 +68,7 @@ def score(seconds: float, pass_plan: PassPlan, factors: Mapping[PassPlan, float]
 
 
 def unseen(pass_plan: PassPlan) -> float:
-    """Return the share by which a pass is expected to exceed its prediction, because the model omits some waits."""
+    """Return the share by which a pass is expected to exceed its predicted time, because the model omits some waits."""
     return NO_SLACK if pass_plan.name == "backward" and pass_plan.degree > 1 and pass_plan.weight_lag == 0 else 0.0
 
 
@@ -77,9 +77,9 @@ def best_plan(
 ) -> Decision:
     """Return the plan with the least sum of both passes' scores among all that fit the memory budget.
 
-    `factors`: measured over predicted time of passes that were run; others count as predicted. Ties go to the lower
-    degrees, then to the lower weight lag, then to the strategy that `limits` names first. Raises ValueError if no plan
-    fits, with the least budget that does; for an unknown strategy or a degree below 1; and if no plan is allowed.
+    `factors`: measured divided by predicted time of passes that have run. Among equal scores, the lower degrees win,
+    then the lower weight lag, then the strategy that `limits` names first. Raises ValueError if no plan fits (the
+    message has the least sufficient budget) or none is allowed, and for an unknown strategy or a degree below 1.
     """
     return close_plans(costs, load, limits, factors, within=0.0)[0]
 
@@ -91,11 +91,11 @@ def close_plans(
     factors: Mapping[PassPlan, float] | None = None,
     within: float = CLOSE,
 ) -> list[Decision]:
-    """Return the best plan, then different plans with scores up to the share `within` higher.
+    """Return the best plan, then sufficiently different plans whose scores are higher by at most the share `within`.
 
-    A pass differs from those of the plans before by its strategy, by a factor of 2 in its number of chunks, or by its
-    weight lag. Plans with two such passes are first, then those with one; better plans are first among them. Raises
-    ValueError as `best_plan` does.
+    Two passes are different if their strategies or weight lags differ, or their numbers of chunks differ by a factor of
+    2 or more. Plans whose two passes differ from all earlier ones are first, then plans with one such pass; each kind
+    is sorted by score. Raises ValueError as `best_plan` does.
     """
     limits = limits or Limits()
     _check(limits)
@@ -136,7 +136,7 @@ def _differ(one: PassPlan, other: PassPlan) -> bool:
 
 
 class _Search:
-    """The search over all plans of one load, with scores that are computed when they are first needed."""
+    """A search over all chunk plans for one load; scores are computed when they are first needed."""
 
     def __init__(self, costs: LayerCosts, load: LayerLoad, limits: Limits, factors: Mapping[PassPlan, float]) -> None:
         self.load, self.limits, self.factors = load, limits, factors
@@ -149,9 +149,9 @@ class _Search:
         self._backward: dict[tuple[str, int, bool], list[tuple[float, int]]] = {}
 
     def candidates(self) -> list[tuple[float, int, int, int]]:
-        """Return (lower bound of the score, degree, backward degree, index of the strategy) of all plans that fit.
+        """Return all plans that fit the memory budget, sorted by the lower bound of their score.
 
-        They are sorted by their bound.
+        A plan is (lower bound of the score, degree, backward degree, index of the strategy).
         """
         load, limits = self.load, self.limits
         least_factor = min(1.0, *self.factors.values()) if self.factors else 1.0
@@ -183,7 +183,10 @@ class _Search:
         return sorted(result)
 
     def forward(self, name: str, degree: int, backward_degree: int) -> float:
-        """Return the score of the forward pass with the strategy of this name."""
+        """Return the score of a forward pass in `degree` chunks with the memory strategy `name`.
+
+        The forward pass also prepares the chunks of the backward pass.
+        """
         # Strategies differ only in the tensors that they copy out.
         strategy = STRATEGIES[name]
         key = (strategy.token_rows == "offload", strategy.preactivations == "offload", degree, backward_degree)
@@ -192,7 +195,7 @@ class _Search:
         return score(self._forward[key], PassPlan("forward", degree, name), self.factors)
 
     def backward(self, name: str, degree: int, same: bool) -> list[tuple[float, int]]:
-        """Return (score, lag) of the backward pass for each lag that fits, the best first."""
+        """Return (score, weight lag) of a backward pass for each lag that fits the memory budget, the best first."""
         key = name, degree, same
         if key not in self._backward:
             strategy, chunk = STRATEGIES[name], self._chunks[degree]
@@ -204,7 +207,7 @@ class _Search:
 
 
 def all_plans(limits: Limits, tokens: int) -> Iterator[Plan]:
-    """Yield every chunk plan within the limits, whatever memory it needs."""
+    """Yield every chunk plan that the limits allow, without regard to the memory budget."""
     degrees, backward_degrees = (allowed_degrees(each, tokens) for each in (limits.degrees, limits.backward_degrees))
     for name, degree, other in itertools.product(limits.strategies, degrees, backward_degrees):
         if degree == other or not STRATEGIES[name].offloads:
@@ -257,16 +260,16 @@ STEPS_PER_DOUBLING = 32
 
 
 class Planner:
-    """The planner of one layer, which decides again whenever the load has changed (MPipeMoE's adaptive granularity).
+    """The planner of one layer, which chooses a chunk plan for each new load (MPipeMoE's adaptive granularity).
 
-    A decision depends on the load and on the factors of `learn`, not on earlier decisions, so ranks that plan with the
-    same numbers decide alike. Loads are rounded up by at most 1/STEPS_PER_DOUBLING, and the decision for each rounded
-    load is stored; a plan that fits the memory budget with the rounded load also fits with the load.
+    A decision depends only on the load and the factors of `learn`, so ranks with equal inputs decide equally. Loads are
+    rounded up by at most 1/STEPS_PER_DOUBLING, and the decision for each rounded load is stored. A plan that fits the
+    memory budget with the rounded load also fits with the exact load.
     """
 
     def __init__(self, costs: LayerCosts, limits: Limits | None = None) -> None:
         self.costs, self.limits = costs, limits or Limits()
-        self.num_decisions = self.num_solved = 0  # calls of `decide`; those of them that ran a search
+        self.num_decisions = self.num_solved = 0  # calls of `decide`, and those that ran a search
         self._decisions: dict[LayerLoad, Decision] = {}
         self._factors: dict[PassPlan, float] = {}
 
@@ -293,17 +296,17 @@ class Planner:
         )
 
     def expected(self, decision: Decision) -> float:
-        """Return the sum of the scores of both passes of a decision, with the factors of `learn`."""
+        """Return the sum of the scores of a decision's passes, in seconds, corrected by the factors of `learn`."""
         return total(decision, self._factors)
 
     def learn(self, factors: Mapping[PassPlan, float]) -> None:
-        """Set each executed pass's ratio of measured to predicted time; for other passes the ratio is 1."""
+        """Set the ratio of measured to predicted time of each pass that has run, and drop all stored decisions."""
         self._factors = dict(factors)
         self._decisions.clear()
 
 
 def rounded_up(load: LayerLoad) -> LayerLoad:
-    """Return the load with its counts rounded up, so that almost equal loads become equal."""
+    """Return the load with its counts rounded up, so that similar loads become equal."""
     rounded: dict[str, Any] = {}
     counts = "tokens", "token_rows", "away_rows", "assignments", "expert_assignments", "fetched_bytes", "returned_bytes"
     for name in counts:

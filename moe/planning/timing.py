@@ -61,17 +61,17 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
 
 
 class Timeline(NamedTuple):
-    """A program as timed steps, and how often each named duration occurs on each resource."""
+    """The steps of a program, and how often each named duration occurs in computation, exchanges and copies."""
 
     steps: tuple[Step, ...]
     computed: tuple[tuple[str, int], ...]
     sent: tuple[tuple[str, int], ...]
     copied: tuple[tuple[str, int], ...]
-    last: tuple[str, ...]  # computed after the last exchange or copy
+    last: tuple[str, ...]  # computations after the last step of any other kind
 
 
 def timeline(operations: Sequence[Operation]) -> Timeline:
-    """Return the timeline of a program. Raises UnknownOperation for an operation without a line in the table."""
+    """Return the timeline of a program. Raises UnknownOperation for an operation that is not in LINES."""
     steps: list[Step] = []
     exchanges: dict[Operation, int] = {}
     host_copies: dict[Operation, int] = {}
@@ -101,16 +101,17 @@ def timeline(operations: Sequence[Operation]) -> Timeline:
 
 @cache
 def _timeline(make_program: Callable[..., Sequence[Operation]], *arguments: Any) -> Timeline:
-    """Return the timeline of a program, computed once per program and arguments."""
+    """Return the timeline of the program that `make_program` makes; results are cached."""
     return timeline(make_program(*arguments))
 
 
 def run(
     steps: Sequence[Step], seconds: Mapping[str, float], slow_program: float, slow_link: float, now: float
 ) -> float:
-    """Return the time at which a program that starts at time `now`, and its last copy, are finished.
+    """Simulate a program that starts at time `now`; return the time at which it and its last copy are finished.
 
-    The link carries one exchange after the other, so its state is the sum of the seconds that it has yet to carry.
+    `slow_program`, `slow_link`: factors on durations while both are busy. The link carries one exchange at a time, so
+    its state is a single number: the seconds of exchanges that it has yet to carry.
     """
     compute, send, wait, copy_host = COMPUTE, SEND, WAIT, COPY_HOST
     backlog = sent = copies_end = 0.0
@@ -148,7 +149,7 @@ def run(
 
 
 def _least(line: Timeline, seconds: Mapping[str, float]) -> float:
-    """Return a lower bound of the time of a program: that of the resource with the most work."""
+    """Return a lower bound on the seconds of a program: the total work of its busiest resource."""
     computed = sent = copied = 0.0
     for name, count in line.computed:
         computed += count * seconds[name]
@@ -162,13 +163,13 @@ def _least(line: Timeline, seconds: Mapping[str, float]) -> float:
 
 
 class ChunkSeconds:
-    """The seconds of the operations of one chunk if the load is split into `degree` equal chunks."""
+    """The seconds of each operation on one chunk of a load that is split into `degree` equal chunks."""
 
     def __init__(self, costs: LayerCosts, load: LayerLoad, degree: int) -> None:
         token_rows, assignments = load.token_rows / degree, load.assignments / degree
         row_bytes = load.hidden_size * load.element_size
         self.costs, self.degree, self.has_replicas = costs, degree, load.has_replicas
-        # The share of assignments that is sent is that of the token rows.
+        # Assignments are sent to other ranks in the same proportion as token rows.
         away_assignments = load.assignments * load.away_rows / load.token_rows if load.token_rows else 0.0
         packed_ids, probs_grad = (
             costs.exchange(size * away_assignments) for size in (ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES)
@@ -190,12 +191,12 @@ class ChunkSeconds:
         self._forward = {**shared, **first, "experts": experts, "prepare": degree * self.prepare}
         last = {"assignments": probs_grad, "shared_expert": costs.shared_backward, "copy_grads": returned}
         self._backward = {**shared, **last, "weight_grads": weight_grads, "input_grads": self.input_grads}
-        self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by the tensors that are offloaded
+        self._bounds: dict[tuple[bool, bool], float] = {}  # of the forward pass, by offloaded tensors
 
     def forward(self, strategy: Strategy, other: ChunkSeconds | None = None) -> Seconds:
-        """Return the seconds of each kind of step of the forward pass.
+        """Return the seconds of each kind of step in a forward pass.
 
-        `other`: the chunks of the backward pass, which are prepared here as well if their number differs.
+        `other`: the chunks of the backward pass, which the forward pass also prepares if their number differs.
         """
         seconds = self._forward.copy()
         if other is not None and other.degree != self.degree:
@@ -205,9 +206,9 @@ class ChunkSeconds:
         return seconds
 
     def backward(self, strategy: Strategy, same: bool) -> Seconds:
-        """Return the seconds of each kind of step of the backward pass; `same`: both passes have as many chunks."""
+        """Return the seconds of each kind of step in a backward pass; `same`: both passes have equal degrees."""
         seconds = self._backward.copy()
-        # Including the time to bring the preactivations into this pass's chunks.
+        # Input gradients include the time to recompute or regroup the preactivations.
         if strategy.preactivations == "recompute":
             seconds["input_grads"] = self.recompute + self.input_grads
         elif strategy.preactivations == "keep" and not same:
@@ -217,7 +218,7 @@ class ChunkSeconds:
         return seconds
 
     def forward_bound(self, strategy: Strategy) -> float:
-        """Return a lower bound of the forward pass's seconds for any number of chunks of the backward pass."""
+        """Return a lower bound on the seconds of a forward pass, for any number of chunks of the backward pass."""
         copied = strategy.token_rows == "offload", strategy.preactivations == "offload"
         bound = self._bounds.get(copied)
         if bound is None:
@@ -227,7 +228,7 @@ class ChunkSeconds:
         return bound
 
     def backward_bound(self, strategy: Strategy, same: bool) -> float:
-        """Return a lower bound of the backward pass's seconds for any weight lag."""
+        """Return a lower bound on the seconds of a backward pass, for any weight lag."""
         line = _timeline(program.backward, self.degree, strategy, 0, self.has_replicas)
         least = _least(line, self.backward(strategy, same))
         return max(least + self.costs.backward_rest(self.degree), 0.0)
@@ -242,13 +243,13 @@ class ChunkSeconds:
 
 
 def forward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
-    """Return the seconds of the forward pass until the output exists and, if it offloads, the last copy is finished."""
+    """Return the seconds of a plan's forward pass, until its output exists and its last copy to the host has ended."""
     chunk, other = ChunkSeconds(costs, load, plan.degree), ChunkSeconds(costs, load, plan.backward_degree)
     return forward_of(chunk, other, STRATEGIES[plan.memory_strategy])
 
 
 def forward_of(chunk: ChunkSeconds, other: ChunkSeconds, strategy: Strategy) -> float:
-    """Return the seconds of a forward pass in chunks like `chunk`; `other`: a chunk of the backward pass."""
+    """Return the seconds of a forward pass; `chunk`, `other`: costs of a forward and of a backward chunk."""
     costs, degree = chunk.costs, chunk.degree
     seconds = chunk.forward(strategy, other)
     steps = _timeline(program.forward, degree, strategy, chunk.has_replicas).steps
@@ -258,7 +259,7 @@ def forward_of(chunk: ChunkSeconds, other: ChunkSeconds, strategy: Strategy) -> 
 
 
 def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
-    """Return the seconds of the backward pass of a plan."""
+    """Return the seconds of a plan's backward pass."""
     same = plan.degree == plan.backward_degree
     return backward_of(
         ChunkSeconds(costs, load, plan.backward_degree), STRATEGIES[plan.memory_strategy], plan.weight_lag, same
@@ -266,7 +267,7 @@ def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 
 
 def backward_of(chunk: ChunkSeconds, strategy: Strategy, lag: int, same: bool) -> float:
-    """Return the seconds of a backward pass in chunks like `chunk`; `same`: the forward pass has the same chunks."""
+    """Return the seconds of a backward pass; `chunk`: costs of a chunk; `same`: both passes have equal degrees."""
     costs, seconds = chunk.costs, chunk.backward(strategy, same)
     line = _timeline(program.backward, chunk.degree, strategy, lag, chunk.has_replicas)
     end = run(line.steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, 0.0)

@@ -24,7 +24,7 @@ def _token_rows(operation: Any, load: LayerLoad, degree: int) -> Sent:
 
 
 def _of_assignments(num_bytes: int) -> Callable[[Any, LayerLoad, int], Sent]:
-    # The share of assignments that is sent is that of the token rows.
+    # Assignments are sent to other ranks in the same proportion as token rows.
     return lambda operation, load, degree: (
         TOKEN_ROWS,
         load.assignments * load.away_rows / max(load.token_rows, 1) * num_bytes,
@@ -39,7 +39,7 @@ _SILENT: tuple[type[Operation], ...] = (  # operations that send nothing
 )
 LINES: dict[type[Operation], Callable[[Any, LayerLoad, int], Sent]] = {
     **dict.fromkeys(_SILENT, _NOTHING),
-    # Offloaded weights are read over the link, or from ranks that hold the same: simulator/clock/streams.py.
+    # Transfers of offloaded weights are counted in simulator/clock/streams.py.
     **dict.fromkeys((program.FetchExpert, program.WaitExpert, program.StoreExpert), _NOTHING),
     program.FetchReplicas: lambda operation, load, degree: (REPLICAS, load.fetched_bytes),
     program.ReturnGrads: lambda operation, load, degree: (REPLICAS, load.returned_bytes),
@@ -51,9 +51,9 @@ LINES: dict[type[Operation], Callable[[Any, LayerLoad, int], Sent]] = {
 
 
 def sent(operations: Program, load: LayerLoad, degree: int) -> Counter[str]:
-    """Return the bytes that a program in `degree` chunks sends, as a counter over the kinds of traffic.
+    """Return the bytes that a program in `degree` chunks sends, by kind of traffic (TOKEN_ROWS, REPLICAS).
 
-    Raises UnknownOperation for an operation that has no line here.
+    Raises UnknownOperation for an operation that is not in LINES.
     """
     result: Counter[str] = Counter()
     for operation in operations:

@@ -1,8 +1,8 @@
 """Trials: plans that are predicted to be about equally fast run in turn in the first steps, and the fastest is kept.
 
-The cost model has an error of some percent, and the best plans differ by less, so they are run. This costs a training
-next to nothing, since all of them compute the same. Each pass is measured separately, so that the final plan may
-combine the forward pass of one plan with the backward pass of another.
+The cost model has an error of a few percent, and the best plans differ by less, so they are tried. This costs a
+training run almost nothing, because all plans compute the same result. Each pass is measured separately, so that the
+final plan may combine the forward pass of one plan with the backward pass of a different plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe.planning.planner import CLOSE, total, unseen
 
 LEAST = 1e-9  # lower bound of the predicted seconds of a pass
 DEVIATION = 1.48  # standard deviation over median absolute deviation, of the normal distribution
-MEDIAN_ERROR = 1.25  # standard error of a median: times the standard deviation over the root of the sample count
+MEDIAN_ERROR = 1.25  # standard error of a median, times the sample count's root, divided by the standard deviation
 
 PlanChoice = tuple[str, Decision]  # name of an all-to-all, and a plan for it
 Passes = tuple[float, float]  # seconds of the forward and the backward pass
@@ -26,10 +26,10 @@ Passes = tuple[float, float]  # seconds of the forward and the backward pass
 
 @dataclass(frozen=True)
 class TrialPolicy:
-    """The length of a trial of plans, and its tolerance for noise."""
+    """Settings for a trial of chunk plans: its length, and its tolerance for noise."""
 
-    most_plans: int = 6  # number of plans that are tried; 1: there is no trial
-    within: float = CLOSE  # plans are tried whose predicted time is up to this share above the best one's
+    most_plans: int = 6  # most plans that are tried; 1: there is no trial
+    within: float = CLOSE  # largest share by which the predicted time of a tried plan may exceed the best one's
     steps: int = 2  # consecutive steps of a plan; the last one is measured
     rounds: int = 3  # least number of rounds, in each of which all plans run
     turns: int = 8  # least number of measured calls of each plan, and most rounds
@@ -55,7 +55,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the trial has ended."""
+        """Return whether the trial has ended or was stopped."""
         return len(self._seconds) >= self._num_rounds * len(self.choices)
 
     @property
@@ -64,9 +64,9 @@ class Trial:
         return self.choices[len(self._seconds) % len(self.choices)]
 
     def took(self, seconds: Sequence[Passes]) -> None:
-        """Record the measured seconds of the current plan, and switch to the next one.
+        """Record the measured seconds of the current plan, and switch to the next plan.
 
-        `seconds`: for each layer, those of the forward and the backward pass of a call, the same on all ranks.
+        `seconds`: the seconds of each layer's forward and backward pass in a call, which must be equal on all ranks.
         """
         self._seconds.append(list(seconds))
         if self.is_over and self._num_rounds < self.policy.turns:
@@ -78,15 +78,15 @@ class Trial:
         self._num_rounds = 0
 
     def factors(self, kind: str) -> dict[PassPlan, float]:
-        """Return measured over predicted time of each pass with this all-to-all, relative to the median of all passes.
+        """Return a factor for each pass that ran with the all-to-all `kind`: measured divided by predicted time.
 
-        The forward and the backward passes have medians of their own. A factor is the median over the rounds; a
-        difference from the expected one that may be noise is ignored.
+        Factors are relative to the median of all forward, or all backward, passes. Each is a median over the rounds,
+        and its deviation from the expected factor is reduced by the estimated noise.
         """
         if len(self.choices) < 2:
             return {}
         return {
-            # the deviation, nearer to zero by its noise but not past it
+            # the deviation, reduced by its noise, but not beyond zero
             pass_plan: (1.0 + unseen(pass_plan))
             * (1.0 + math.copysign(max(abs(off) - self.policy.doubt * error, 0.0), off))
             for index in (0, 1)
@@ -95,7 +95,7 @@ class Trial:
         }
 
     def _deviations(self, index: int) -> dict[tuple[str, PassPlan], tuple[float, float]]:
-        """Return (relative deviation, standard error) of each forward (`index` 0) or backward pass (1).
+        """Return (relative deviation, standard error) of each forward pass (`index` 0) or backward pass (`index` 1).
 
         The deviation compares a pass's ratio of measured to expected time with the median of this ratio over all
         passes.
@@ -116,7 +116,7 @@ class Trial:
         factors = {key: statistics.median(of_key) for key, of_key in ratios.items()}
         middle = statistics.median(factors.values())
         deviations = sorted(abs(ratio / factors[key] - 1.0) for key, of_key in ratios.items() for ratio in of_key)
-        # as many entries are the medians themselves, which do not deviate
+        # the first entries are those of the medians themselves, which do not deviate
         noise = DEVIATION * statistics.median(deviations[len(factors) :] or [0.0])
         return {
             key: (factors[key] / middle - 1.0, MEDIAN_ERROR * noise / math.sqrt(len(of_key)))

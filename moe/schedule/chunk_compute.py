@@ -84,8 +84,7 @@ class ChunkCompute:
         return rows_grad_RH, work
 
     def probs_grad_Q(self) -> torch.Tensor:
-        """Return the gradients of all assignments' probabilities after the last chunk; zero for assignments in no
-        chunk."""
+        """Return the gradients of all probabilities, after the last chunk; zero for assignments in no chunk."""
         assert self._sorted_grads_Q is not None
         complete = len(self._ids_Q) == len(self.probs_Q)
         probs_grad_Q = torch.empty_like(self.probs_Q) if complete else torch.zeros_like(self.probs_Q)
@@ -99,9 +98,10 @@ class ChunkCompute:
 
 
 class ChunkedResult:
-    """A tensor with the shape of `like` [T, H], assembled from chunks of rows. A single chunk is not copied.
+    """A result with the shape of `like` [T, H], assembled from chunks of its rows.
 
-    `order_T`: with strided chunks, the row of the result that each row of the chunks belongs to.
+    Without `order_T`, a single chunk becomes the result without a copy. `order_T`: with strided chunks, the row of the
+    result that each row of the chunks belongs to.
     """
 
     def __init__(self, like: torch.Tensor, order_T: torch.Tensor | None = None) -> None:
@@ -110,7 +110,7 @@ class ChunkedResult:
         self._first = 0  # first row of the last `output`
 
     def output(self, first: int, count: int) -> torch.Tensor | None:
-        """Return memory for `count` rows from row `first` on; None if these are all rows, which may be in any memory."""
+        """Return memory for `count` rows from row `first` on; None if these are all rows: any memory will do."""
         if self._result is None:
             if count == len(self._like) and self._order_T is None:
                 return None
@@ -121,7 +121,7 @@ class ChunkedResult:
         return self._result[first : first + count]
 
     def put(self, written_NH: torch.Tensor) -> None:
-        """Add rows that were written to the memory from `output` or, if `output` returned None, to any memory."""
+        """Put rows into the result. They are in the memory from `output` or, if that was None, in any memory."""
         if self._result is None:
             self._result = written_NH
         elif self._order_T is not None:

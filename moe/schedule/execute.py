@@ -66,8 +66,7 @@ def _seconds(start: Any, end: Any) -> float:
 def run(
     call: LocalCall | SpreadCall, timer: PassTimer, x_TH: torch.Tensor, probs_P: torch.Tensor, primaries: Slab
 ) -> torch.Tensor:
-    """Run a call of the routed experts; return its output [T, H], differentiable once in x, probs and primaries'
-    weights.
+    """Run a call of the routed experts; return its output [T, H], differentiable once in x, probs and weights.
 
     `timer` measures the backward pass. Offloaded weights are not in autograd's graph: the call itself stores their
     gradients.

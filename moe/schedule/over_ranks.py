@@ -105,7 +105,7 @@ class SpreadCall:
 
 
 class _SharedGraph:
-    """The shared expert with its own autograd graph, so that its backward pass can run while ranks wait for messages."""
+    """The shared expert with its own autograd graph, so that its backward can run while ranks wait for messages."""
 
     def __init__(self, function: SharedExpert) -> None:
         self._function = function

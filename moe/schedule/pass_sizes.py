@@ -31,10 +31,10 @@ class SendOrder:
 
 
 class PassSizes:
-    """The sizes of one pass's all-to-alls: the rows and assignments of each chunk, sent to and received from each rank."""
+    """The sizes of one pass's all-to-alls: rows and assignments of each chunk, sent to and received from each rank."""
 
     def __init__(self, counts: ExchangeCounts, num_kinds: int, first_column: int, degree: int) -> None:
-        """`counts` has columns of rows, of assignments and, if `num_kinds` is 3, of primaries' assignments.
+        """`counts` has columns that count rows, assignments and, if `num_kinds` is 3, primaries' assignments.
 
         Each kind has a column for each chunk of each pass; `first_column` is the column of this pass's first chunk.
         """
@@ -62,7 +62,7 @@ class PassSizes:
         self.tables: list[torch.Tensor] = []  # `host_tables` on the device, for `send_order` and `chunks`
 
     def host_tables(self, num_slots: int) -> list[list[int]]:
-        """Return the index tables of `chunks` and `send_order`: shifts and counts, of received and then of sent rows."""
+        """Return the index tables for `chunks` and `send_order`: shifts and counts of received, then of sent rows."""
         ranks = len(self.receives.token_rows)
         bases = route.chunk_bases([sum(counts) for counts in zip(*self.receives.assignments, strict=True)], num_slots)
         return [
@@ -95,7 +95,7 @@ class PassSizes:
         return SendOrder(list(away_and_own[::2]), list(away_and_own[1::2]), sums)
 
     def chunks(self, rank_rows_Q: torch.Tensor, slots_Q: torch.Tensor, num_slots: int) -> Chunks:
-        """Sort the received assignments into chunks. `rank_rows_Q`: each assignment's row, counted per source rank."""
+        """Sort the received assignments into chunks. `rank_rows_Q`: each assignment's row, numbered per source rank."""
         table, counts = self.tables[0].view(3, -1), self.tables[1]
         if self.degree > 1:
             of_cells = table.index_select(1, torch.repeat_interleave(counts, output_size=len(slots_Q)))

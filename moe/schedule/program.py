@@ -64,7 +64,7 @@ class WaitExpert(Operation):
 
 
 class StoreExpert(Operation):
-    """Add the call's gradients of offloaded experts to the step's sums, and start copying complete sums off the device."""
+    """Add the call's gradients of offloaded experts to the step's sums, and start copying complete sums out."""
 
 
 class FetchReplicas(Operation):
@@ -262,7 +262,7 @@ def local_backward(degree: int, strategy: Strategy, streamed: bool = False) -> P
 
 
 class UnknownOperation(TypeError):
-    """Error that an interpreter's table has no entry for an operation."""
+    """Error for an operation that is missing in an interpreter's table."""
 
 
 def line_for(table: Mapping[type[Operation], Line], operation: Operation, interpreter: str) -> Line:

@@ -359,7 +359,9 @@ def test_without_a_compiler_torch_does_the_work(
             monkeypatch.setattr(shared_object, "loaded", functools.cache(shared_object.loaded.__wrapped__))
             caplog.clear()
             assert not kernels.has(hidden)
-            assert "the CPU kernels for experts cannot be compiled or loaded" in caplog.text and len(caplog.records) == 1
+            assert (
+                "the CPU kernels for experts cannot be compiled or loaded" in caplog.text and len(caplog.records) == 1
+            )
             torch.testing.assert_close(
                 blocks.activate("swiglu", hidden, torch.empty(7, 32)), expected, rtol=1e-5, atol=1e-6
             )

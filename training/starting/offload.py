@@ -111,7 +111,7 @@ def stream_experts(
     for layer, module in layers.items():
         shapes = [parameter.shape for parameter in module.experts.by_kind()]
         streamed = StreamedExperts(stream, numbers[layer], shapes, module.experts.activation)
-        module.expert_compute.streamed = streamed
+        module.stream_weights(streamed)
     return stream
 
 

@@ -1,14 +1,15 @@
-"""Placement planner that keeps a limit of a rank's assignments, whatever the replicas for it cost.
+"""Placement planner that keeps a limit on each rank's assignments, however much its replicas cost.
 
-Which replicas keep a limit is a packing problem: a rank has few replica slots, and a replica takes no more assignments
-than its expert has. `fill` moves assignments along the widest path from a rank above the limit to one with headroom:
-over replicas that exist, else over new ones. A rank may pass on its own experts to accept others, and a rank whose last
-slot is taken is filled up, so that its headroom moves to a rank with slots. If that is not enough, replicas are removed
-at random, some of them barred, and the rest is filled again. A new plan is accepted if it is no worse, and occasionally
-if it is worse (large neighbourhood search, Shaw 1998). A plan that keeps the limit is improved in the same way for some
-tries, to take less time. If no plan keeps the limit, the least limit that has a plan is searched.
+Choosing the replicas is a packing problem: a rank has few replica slots, and a replica takes no more assignments than
+its expert has. `fill` moves assignments along the widest path from a rank above the limit to a rank with headroom,
+through existing replicas if possible, else through new ones. On its way a rank may give away its own experts to accept
+others. If a path takes a rank's last slot, the rank is filled up, so that the headroom left is on ranks with slots. If
+that is not enough, replicas are removed at random, some of them are barred, and `fill` runs again. A new plan is
+accepted if it is no worse, and occasionally if it is worse (large neighbourhood search, Shaw 1998). A plan that keeps
+the limit is improved in the same way for some tries, to take less time. If no plan keeps the limit, the lowest limit
+with a plan is searched for.
 
-The random numbers are a fixed sequence: a call's plan depends on nothing else. limit.h is the same compiled.
+The random numbers are a fixed sequence, so the plan depends only on the call. limit.h is the compiled version.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 TRIES = 300  # tries to find a plan that keeps the limit
-FEWER = 30  # the same for each higher limit, if the given one has no plan
+FEWER = 30  # tries for each higher limit, if no plan keeps the given one
 POLISH = 60  # tries to take less time, once the limit is kept
-NONE, MAY, HELD, PINNED = range(4)  # a replica on a rank: not allowed, may be new, exists, exists and is pinned
-# Replicas that a path may use: existing ones, new ones in the node, new ones anywhere.
+NONE, MAY, HELD, PINNED = range(4)  # state of a replica on a rank: not allowed, possible, existing, pinned
+# Replicas that a path may use: only existing ones; also new ones in the primary's node; also new ones anywhere.
 THERE, IN_NODE, ANYWHERE = range(3)
 
 
 @dataclass
 class LimitProblem:
-    """A call to plan: sizes, costs and assignments. `near`, `far`: costs of a replica inside and between nodes."""
+    """The planner's input for one call: sizes, costs and assignments.
+
+    `node`: ranks per node. `near`, `far`: cost of a new replica inside a node, and between nodes (negative: not
+    allowed). `totals`: assignments of each expert. `primaries`: rank of each expert's primary.
+    """
 
     experts: int
     ranks: int
@@ -38,20 +43,20 @@ class LimitProblem:
     far: int
     totals: Sequence[int]
     primaries: Sequence[int]
-    kinds: list[list[int]]  # by rank and expert
+    kinds: list[list[int]]  # state of each replica (NONE to PINNED), by rank and expert
 
     def takes(self, expert: int, rank: int) -> int:
-        """Return the number of replica slots, 0 or 1, that an expert takes on a rank."""
+        """Return 1 if an expert needs a replica slot on a rank; 0 on its primary's rank or if its replica is pinned."""
         return int(rank != self.primaries[expert] and self.kinds[rank][expert] != PINNED)
 
 
 @dataclass
 class Spread:
-    """A placement plan that the search changes: quotas, loads, slots and experts of each rank."""
+    """A mutable placement plan: quotas, loads, used replica slots and experts of each rank."""
 
-    quotas: list[list[int]]  # by rank and expert
+    quotas: list[list[int]]  # assignments, by rank and expert
     loads: list[int]
-    used: list[int]  # replica slots of each rank
+    used: list[int]  # replica slots in use on each rank
     experts: list[list[int]]  # experts that each rank computes, ascending
 
     def clone(self) -> Spread:
@@ -65,7 +70,7 @@ class Spread:
 
 @dataclass
 class Random:
-    """Knuth's linear congruential generator, modulo 2^64."""
+    """Knuth's linear congruential random number generator, modulo 2^64."""
 
     state: int = field(default=1)
 
@@ -91,10 +96,11 @@ def move(p: LimitProblem, s: Spread, expert: int, source: int, target: int, coun
 
 
 def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> bool:
-    """Move assignments along the widest path, found as in Dijkstra's algorithm; return whether there is a path.
+    """Move assignments from a rank above `most` to a rank with headroom; return whether there is a path between them.
 
-    `reach`: which new replicas a path may use. `large`: among equally wide paths prefer experts with more assignments,
-    whose replicas may take more later.
+    The widest path is used, found as in Dijkstra's algorithm. `reach`: replicas that it may use (THERE, IN_NODE or
+    ANYWHERE). `large`: among equally wide paths, prefer experts with more assignments, whose replicas may take more
+    later.
     """
     width = [max(load - most, 0) for load in s.loads]
     size = [0] * p.ranks
@@ -139,7 +145,10 @@ def augment(p: LimitProblem, s: Spread, most: int, reach: int, large: bool) -> b
 
 
 def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -> None:
-    """Move assignments from ranks above the limit to ranks with headroom as long as there are paths."""
+    """Move assignments from ranks above the limit `most` to ranks with headroom until no path is left.
+
+    `near_first`: prefer new replicas in the primary's node to new replicas anywhere. `large`: as in `augment`.
+    """
     while (
         augment(p, s, most, THERE, large)
         or (near_first and augment(p, s, most, IN_NODE, large))
@@ -149,7 +158,7 @@ def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -
 
 
 def score(p: LimitProblem, s: Spread, most: int) -> tuple[int, int, int]:
-    """Return (assignments above the limit on all ranks, time of the busiest rank, new replicas) of a plan."""
+    """Return a plan's (assignments above the limit, summed over ranks; time of the busiest rank; new replicas)."""
     work, replicas = [0] * p.ranks, 0
     for rank, experts in enumerate(s.experts):
         work[rank] += s.loads[rank] + p.overhead * len(experts)
@@ -165,7 +174,10 @@ def score(p: LimitProblem, s: Spread, most: int) -> tuple[int, int, int]:
 
 
 def remove(p: LimitProblem, s: Spread, random: Random) -> list[tuple[int, int, int]]:
-    """Remove one to three replicas, preferably small ones; return (rank, expert, kind) of those barred for now."""
+    """Remove one to three replicas at random, preferably small ones, and bar some of them from being made again.
+
+    Returns (rank, expert, previous kind) of each barred replica.
+    """
     replicas = [(rank, expert) for rank in range(p.ranks) for expert in s.experts[rank] if p.primaries[expert] != rank]
     barred: list[tuple[int, int, int]] = []
     for _ in range(1 + random.below(3)):
@@ -183,7 +195,10 @@ def remove(p: LimitProblem, s: Spread, random: Random) -> list[tuple[int, int, i
 
 
 def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -> Spread:
-    """Return the best plan of a random search from `start`: `tries` to keep the limit, then `polish` to save time."""
+    """Return the best plan that a random search from `start` finds.
+
+    It has `tries` attempts to keep the limit `most`, and then `polish` attempts to save time.
+    """
     random, best = Random(), start.clone()
     fill(p, best, most, near_first=True, large=False)
     now, least = best, score(p, best, most)
@@ -207,10 +222,11 @@ def search(p: LimitProblem, start: Spread, most: int, tries: int, polish: int) -
 
 
 def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
-    """Return whether a plan may keep the limit; only the answer False is certain.
+    """Return whether a plan could keep the limit `most`; only the answer False is certain.
 
-    It is False if even with the largest experts in every slot, each on all ranks, the headroom of a node (or of all
-    ranks) is less than the excess.
+    The answer is False if the usable headroom of a node (of all ranks, if replicas between nodes are possible) is less
+    than its excess, even if every rank's free slots get the largest experts. `loads`: each rank's assignments without
+    replicas.
     """
     joined = p.far >= 0 or any(
         kind != NONE and p.primaries[expert] // p.node != rank // p.node
@@ -234,7 +250,10 @@ def may_exist(p: LimitProblem, loads: Sequence[int], most: int) -> bool:
 
 
 def keep(p: LimitProblem, start: Spread, most: int, tries: int, fewer: int, polish: int) -> Spread:
-    """Return a placement plan that keeps the limit `most` of a rank's assignments, or exceeds it by the least."""
+    """Return a plan that keeps the limit `most` on each rank's assignments, or exceeds it as little as possible.
+
+    `start`: the plan to improve. `tries`, `polish`: as in `search`. `fewer`: tries for each higher limit.
+    """
     loads = [0] * p.ranks
     for primary, total in zip(p.primaries, p.totals, strict=True):
         loads[primary] += total

@@ -1,8 +1,8 @@
 """Published planners of expert placement, FlexMoE's and LLEP's, and helpers that planners of other papers share.
 
-FlexMoE (Nie et al., SIGMOD 2023, arXiv 2304.03946) changes replicas one by one while the balance is bad and the step
-gets faster. LLEP (Least-Loaded Expert Parallelism, arXiv 2601.17111) plans each call from scratch. Neither has a limit
-of a rank's assignments, and `limits.most` is ignored here.
+FlexMoE (Nie et al., SIGMOD 2023, arXiv 2304.03946) changes replicas one by one while the load is imbalanced and the
+predicted time falls. LLEP (Least-Loaded Expert Parallelism, arXiv 2601.17111) plans each call from scratch. Neither has
+a limit on a rank's assignments, so `limits.most` is ignored here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 from moe.placement.quotas import Costs, ReplicaLimits, at_primaries, held, outcome
 from moe.placement_map import Integers, PlacementMap
 
-# A replica takes at least a 64th of a rank's mean: 1,024 tokens in UltraEP and LLEP, at 8,192 tokens per rank and top
-# 8.
+# A replica takes at least 1/64 of a rank's mean assignments: UltraEP and LLEP use 1,024, with 8,192 tokens per rank and
+# top 8.
 SMALLEST_QUOTA = 64
 
 
 class Instances:
-    """Quotas that start on the primaries, and are moved to replicas within the replica slots of each rank."""
+    """A placement plan in progress: assignments start on the primaries and are moved to replicas in free slots."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Instances:
         self._may_ER = may_hold(placement, costs, limits)
 
     def open_R(self, expert: int) -> np.ndarray:
-        """Return bool [R]: the ranks with a free slot that may get a replica of the expert and have none yet."""
+        """Return bool [R]: whether a rank may get a new replica of the expert, and has a free slot for it."""
         return (self.free_R > 0) & self._may_ER[expert] & (self.quotas_ER[expert] == 0)
 
     def on_primary(self, expert: int) -> int:
@@ -51,7 +51,7 @@ class Instances:
 
 
 def may_hold(placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> np.ndarray:
-    """Return bool [E, R]: the ranks that may hold a replica of each expert, never the rank of its primary."""
+    """Return bool [E, R]: whether a rank may hold a replica of an expert; always False for its primary's rank."""
     ranks, primaries = np.arange(placement.num_ranks), placement.primary_ranks[:, None]
     allowed = primaries != ranks
     if costs.replica_between is None:
@@ -60,31 +60,31 @@ def may_hold(placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> np
 
 
 def split_evenly(totals_E: Integers, where_ER: np.ndarray) -> Integers:
-    """Return quotas [E, R]: each expert's assignments split evenly over its ranks; lower ranks get the remainder."""
+    """Return quotas [E, R]: each expert's assignments, split evenly over its ranks; lower ranks get the remainder."""
     share, rest = np.divmod(totals_E, where_ER.sum(1))
     return np.where(where_ER, share[:, None] + (where_ER.cumsum(1) <= rest[:, None]), 0)
 
 
 def by_size(sizes: Integers) -> list[int]:
-    """Return indices sorted by falling size, then by index."""
+    """Return the indices of `sizes`, sorted by decreasing size, then by index."""
     return [int(index) for index in np.argsort(-sizes, kind="stable")]
 
 
-FLEX_TRIGGER = 12  # tenths of the mean load above which the busiest rank triggers changes
+FLEX_TRIGGER = 12  # load of the busiest rank, in tenths of the mean, above which changes are tried
 
 
 def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return the quotas [E, R] of one call, planned as in FlexMoE.
+    """Return the quotas [E, R] of one call according to FlexMoE's planner.
 
-    An expert's assignments are split evenly over its instances, and earlier replicas stay. While the busiest rank has
-    more than 1.2 times the mean and the predicted time falls, the best of these changes is made:
+    An expert's assignments are split evenly over its primary and replicas; existing replicas stay. While the busiest
+    rank has more than 1.2 times the mean load and a change lowers the predicted time, the best change is made:
 
-    * expand: the largest quota of the busiest rank gets a replica in a free slot,
+    * expand: the largest expert of the busiest rank gets a replica in a free slot,
     * shrink: or in the slot of the replica with the smallest quota,
-    * migrate: a replica of the busiest rank moves to another rank, or is exchanged with one of its replicas.
+    * migrate: a replica of the busiest rank moves to a different rank, or is exchanged with a replica there.
 
-    The paper expands the largest quota of all ranks; that of the busiest rank is better. Of the ranks of a kind (in the
-    primary's node, or anywhere) only the least loaded one is tried: no other is better.
+    The paper expands the largest expert of all ranks; that of the busiest rank is better. Only the least loaded rank in
+    the primary's node, and the least loaded rank of all, are tried, because no other rank is better.
     """
     totals_E, may_ER = counts_RE.sum(0), may_hold(placement, costs, limits)
     best = split_evenly(totals_E, where_ER := held(placement))
@@ -105,7 +105,7 @@ def flex(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Rep
 def _changes(
     where_ER: np.ndarray, quotas_ER: Integers, placement: PlacementMap, limits: ReplicaLimits, may_ER: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield, for each change to try, the ranks of all experts after it: bool [E, R]."""
+    """Yield the result of each change to try as bool [E, R]: whether a rank has the expert, as primary or replica."""
     primaries_E, loads_R = placement.primary_ranks, quotas_ER.sum(0)
     replicas_ER = where_ER.copy()
     replicas_ER[np.arange(placement.num_experts), primaries_E] = False
@@ -113,7 +113,10 @@ def _changes(
     busiest = int(loads_R.argmax())
 
     def least_busy(expert: int, among_R: np.ndarray) -> Iterator[int]:
-        """Yield the least busy of the ranks `among_R` in the primary's node, then the least busy of them all."""
+        """Yield the least loaded rank in the primary's node, then the least loaded of all ranks.
+
+        Only ranks in `among_R` that may get a new replica of the expert are considered.
+        """
         among_R = among_R & may_ER[expert] & ~where_ER[expert]
         near_R = np.arange(placement.num_ranks) // limits.ranks_per_node == primaries_E[expert] // limits.ranks_per_node
         for ranks in (np.flatnonzero(among_R & near_R), np.flatnonzero(among_R)):
@@ -141,15 +144,15 @@ def _changes(
                 yield changed((expert, busiest), (expert, rank), (other, rank), (other, busiest))
 
 
-LLEP_TRIGGER = 13  # tenths of the mean load below which nothing is moved
-LLEP_FULL = 11  # tenths of the mean load up to which a rank is filled
+LLEP_TRIGGER = 13  # load of the busiest rank, in tenths of the mean, below which nothing is moved
+LLEP_FULL = 11  # load up to which a rank is filled, in tenths of the mean
 
 
 def least_loaded(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return the quotas [E, R] of one call, planned as in LLEP.
+    """Return the quotas [E, R] of one call according to LLEP's planner.
 
-    Experts are assigned by size, each to its primary as far as it fits, then to the least loaded rank. LLEP has no
-    limit of slots; here a rank without a free slot takes nothing.
+    Experts are assigned in order of decreasing size: to the primary while it has headroom, then to the least loaded
+    ranks. LLEP has no limit on replica slots; here a rank without a free slot gets no replica.
     """
     plan = Instances(counts_RE, placement, costs, limits)
     totals_E, loads_R = plan.quotas_ER.sum(1), plan.quotas_ER.sum(0)
@@ -158,7 +161,7 @@ def least_loaded(counts_RE: Integers, placement: PlacementMap, costs: Costs, lim
         return at_primaries(counts_RE, placement)
     full = -(-LLEP_FULL * total // (10 * ranks))
     floor = max(1, total // (ranks * SMALLEST_QUOTA))
-    busy_R = loads_R.copy()  # assigned so far, and the primaries' assignments that follow
+    busy_R = loads_R.copy()  # assigned so far, and on primaries still to be assigned
     for expert in by_size(totals_E):
         primary, rest = int(plan.primaries_E[expert]), int(totals_E[expert])
         busy_R[primary] -= rest
@@ -169,7 +172,7 @@ def least_loaded(counts_RE: Integers, placement: PlacementMap, costs: Costs, lim
             open_R = plan.open_R(expert)
             number_R = np.minimum(rest, full - busy_R)
             fits_R = open_R & (number_R > 0) & ((number_R >= floor) | (number_R == rest))
-            if not fits_R.any():  # all of it to the least loaded rank, which may be the primary's
+            if not fits_R.any():  # the whole rest is assigned to the least loaded rank, possibly the primary's
                 open_R[primary] = True
                 fits_R, number_R = open_R, np.full(ranks, rest)
             target = int(np.where(fits_R, busy_R, total + 1).argmin())

@@ -1,14 +1,14 @@
-"""Mixtrain's planner: fills the replicas that exist, then makes new ones for the rest, but only where they pay.
+"""Mixtrain's placement planner: it fills existing replicas first, and makes new ones only if they save time.
 
-For each of a few thresholds above the mean work of a rank, ranks above the threshold give away their excess: first to
-fresh replicas, whose weights need not be sent, then to new ones, the largest expert first. Replica slots are scarce:
-the target is a rank on which the excess fits and a slot remains for the rest of its headroom, else a rank that the
-excess fills, and only then a rank that would waste its last slot. Ranks that still keep too much give first in another
-try. Of all attempts, and of leaving everything on the primaries, the result is the one whose busiest rank finishes
-first: its assignments, its overhead per expert, and the replicas that it sends and receives. A replica takes more
-assignments than it costs, or is not made. A limit of a rank's assignments takes precedence over time.
+For each of several thresholds above the mean work, ranks above the threshold give away their excess: first to fresh
+replicas, which have their weights already, then to new ones, the largest expert first. Replica slots are scarce: the
+target is a rank on which the excess fits and a slot remains for the rest of its headroom; else a rank that the excess
+fills; and only then a rank that would waste its last slot. Ranks that remain above the threshold give first in the next
+try. The result is the attempt whose busiest rank finishes first; one attempt leaves everything on the primaries. A
+rank's time has its assignments, its overhead per expert, and the replicas that it sends and receives. A replica is made
+only if it takes more assignments than it costs. A limit on a rank's assignments takes precedence over time.
 
-The core is compiled (solve.cpp); `reference` is the same in Python, and is used if there is no compiler.
+The core is compiled (solve.cpp). Without a compiler, `reference` computes equal plans in Python.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from moe.placement.quotas import Costs, ReplicaLimits
 from moe.placement_map import Integers, PlacementMap
 
 STEPS = (2, 5, 9, 15, 25, 50, 100, 200, 400, 800)  # thresholds: thousandths of the mean work above the mean
-ROUNDS = 6  # tries at a threshold, starting with the busiest and with the idlest rank
-PATIENCE = 2  # consecutive tighter thresholds that may bring no improvement
-ENOUGH = 10  # thousandths above the mean at which the search ends
+ROUNDS = 6  # most tries per threshold and order of ranks (busiest first, idlest first)
+PATIENCE = 2  # consecutive tighter thresholds without improvement after which the search ends
+ENOUGH = 10  # thousandths of the mean above it, at which a plan's time is good enough
 _LOGGER = logging.getLogger(__name__)
 
 
 def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return the quotas [E, R] of one call by Mixtrain's own planner."""
+    """Return the quotas [E, R] of one call according to Mixtrain's own planner."""
     if (library := _loaded()) is None:
         return reference(counts_RE, placement, costs, limits)
     ranks, experts = counts_RE.shape
@@ -69,7 +69,7 @@ def _loaded() -> ctypes.CDLL | None:
         library = ctypes.CDLL(str(compile_library(source, cache_folder(), FLAGS)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = str(error).splitlines()[0]
-        _LOGGER.warning("the compiled planner of expert placement cannot be used, only the one in Python: %s", reason)
+        _LOGGER.warning("expert placement uses its slow Python planner, as the compiled one cannot be used: %s", reason)
         return None
     library.mixtrain_placement.restype = ctypes.c_int64
     return library
@@ -83,7 +83,7 @@ def _quotas(placement: PlacementMap, left_E: Integers, replicas: Integers) -> In
 
 
 def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
-    """Return the same quotas as `solve`, computed in Python; used if there is no compiler."""
+    """Return the quotas [E, R] of one call, planned in Python; equal to those of the compiled planner."""
     fresh_ranks: list[list[int]] = [[] for _ in range(placement.num_experts)]
     for expert, rank in sorted(placement.replicas):
         fresh_ranks[expert].append(rank)
@@ -124,22 +124,22 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
 
 @dataclass
 class _Replica:
-    """A replica in a plan that the search changes, with its number of assignments."""
+    """A replica in a mutable placement plan, with its number of assignments."""
 
     expert: int
     rank: int
     count: int  # assignments
-    is_new: bool
-    takes: int  # replica slots
+    is_new: bool  # its weights must be sent
+    takes: int  # replica slots: 1, or 0 for a pinned replica, whose slot is counted already
 
 
 @dataclass
 class _Attempt:
-    """A placement plan that the search changes."""
+    """A mutable placement plan: assignments on primaries, work and slots of ranks, and replicas."""
 
     left: list[int]  # assignments of each expert on its primary
-    work: list[int]  # of each rank
-    used: list[int]  # replica slots of each rank
+    work: list[int]  # assignments and overhead of each rank
+    used: list[int]  # replica slots in use on each rank
     replicas: list[_Replica] = field(default_factory=list)
 
     def clone(self) -> _Attempt:
@@ -150,11 +150,11 @@ class _Attempt:
 
 @dataclass
 class _Problem:
-    """A call to plan, in plain Python numbers."""
+    """The planner's input for one call, in plain Python numbers."""
 
     totals: list[int]  # assignments of each expert
     primaries: list[int]  # rank of each expert
-    fresh: list[list[int]]  # ranks with a replica, by expert
+    fresh: list[list[int]]  # ranks that already have a replica, by expert
     costs: Costs
     limits: ReplicaLimits
     ranks: int
@@ -166,7 +166,7 @@ class _Problem:
 
     @functools.cached_property
     def experts_of(self) -> list[list[int]]:
-        """For each rank the experts with assignments whose primary it has, those with the most first."""
+        """Experts with assignments, by rank of their primary; those with the most assignments are first."""
         found: list[list[int]] = [[] for _ in range(self.ranks)]
         for expert in sorted(range(len(self.totals)), key=lambda expert: -self.totals[expert]):
             if self.totals[expert] > 0:
@@ -183,7 +183,7 @@ class _Problem:
         return attempt
 
     def blocks(self, expert: int, rank: int, count: int) -> int:
-        """Return the cost of the gradients of a replica's blocks; 0 if replicas return their gradients once."""
+        """Return the cost of returning a replica's gradients block by block; 0 if they are returned once per step."""
         if (block_rows := self.costs.block_rows) == 0:
             return 0
         node = self.limits.ranks_per_node
@@ -191,12 +191,12 @@ class _Problem:
         return (self.costs.grad_in_node if near else self.costs.grad_between) * -(-count // block_rows)
 
     def new_replica(self, expert: int, rank: int) -> _Replica:
-        """Return a replica of an expert on a rank, without assignments yet."""
+        """Return a replica of an expert on a rank, still without assignments."""
         is_new = rank not in self.fresh[expert]
         return _Replica(expert, rank, 0, is_new, int((expert, rank) not in self.limits.pinned))
 
     def mean(self, work: list[int]) -> int:
-        """Return the mean of the ranks' work; without replicas between nodes that of the busiest node."""
+        """Return the mean work of all ranks or, without replicas between nodes, the mean of the busiest node."""
         size = self.ranks if self.far >= 0 else self.limits.ranks_per_node
         groups = [work[first : first + size] for first in range(0, self.ranks, size)]
         return max(-(-sum(group) // len(group)) for group in groups)
@@ -215,9 +215,10 @@ class _Problem:
         work[replica.rank] += count + overhead * change
 
     def use_fresh(self, attempt: _Attempt, threshold: int) -> None:
-        """Move work on augmenting paths (Edmonds and Karp 1972) from ranks above the threshold to ranks with headroom.
+        """Move assignments from ranks above the threshold to ranks with headroom, through existing replicas only.
 
-        A path goes over a replica to its rank, or back from a replica's rank to its primary.
+        The paths are augmenting paths (Edmonds and Karp 1972). Each of their steps moves assignments from a primary to
+        a replica, or from a replica back to its primary.
         """
         work, left, overhead = attempt.work, attempt.left, self.costs.expert_overhead
         by_primary: list[list[_Replica]] = [[] for _ in work]
@@ -262,7 +263,10 @@ class _Problem:
                 self.give(attempt, taken, amount if takes else -amount)
 
     def with_new_replicas(self, fresh: _Attempt, falling: list[int], threshold: int) -> Iterator[_Attempt]:
-        """Yield plans with new replicas until one keeps the work of all ranks within the threshold."""
+        """Yield plans that add new replicas to `fresh`, until one keeps the work of all ranks within the threshold.
+
+        `falling`: ranks sorted by decreasing work; they give away assignments in this order, then in the reverse one.
+        """
         for start in (falling, falling[::-1]):
             donors, before = list(start), -1
             for _ in range(ROUNDS):
@@ -313,7 +317,7 @@ class _Problem:
                     rank = target(range(self.ranks), cost)
                 count = 0 if rank < 0 else min(wanted, threshold - overhead - work[rank])
                 grads = 0 if rank < 0 else self.blocks(expert, rank, count)
-                # the overhead of an expert moves only with all of its assignments
+                # an expert's overhead moves only with all of its assignments
                 if count <= cost + grads + overhead * (count < attempt.left[expert]):
                     experts.remove(expert)
                     continue
@@ -322,8 +326,7 @@ class _Problem:
                 holds[expert].append(rank)
 
     def keep_limit(self, before: _Attempt) -> _Attempt:
-        """Return a plan that stays within the limit on a rank's assignments, or exceeds it by less than the plan
-        `before` does."""
+        """Return a plan that keeps the limit on each rank's assignments, or exceeds it by no more than `before`."""
         assert self.limits.most is not None
         ranks, experts, node = range(self.ranks), range(len(self.totals)), self.limits.ranks_per_node
         kinds = [[limit.NONE] * len(self.totals) for _ in ranks]
@@ -354,7 +357,7 @@ class _Problem:
         return attempt
 
     def score(self, attempt: _Attempt) -> tuple[int, int, int]:
-        """Return (busiest rank's assignments above the limit, time of the busiest rank, new replicas) of a plan."""
+        """Return a plan's (excess of the busiest rank over the limit, time of the busiest rank, new replicas)."""
         loads, copying, node = [0] * self.ranks, [0] * self.ranks, self.limits.ranks_per_node
         for primary, left in zip(self.primaries, attempt.left, strict=True):
             loads[primary] += left

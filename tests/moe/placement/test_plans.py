@@ -110,12 +110,12 @@ def test_a_full_disk_ends_the_record_and_not_the_run(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"expert_ranks": 4}, "step 1 was recorded with parallel.expert=2, not 4. Replay plans only with the layout"),
-        ({"num_experts": 8}, "step 1 was recorded with moe.num_experts=4, not 8"),
-        ({"replica_slots": 1}, "step 1 was recorded with moe.placement.extra_slots=2, not 1"),
+        ({"expert_ranks": 4}, "step 1 was recorded with parallel.expert=2, but this run has 4. Replay plans only with"),
+        ({"num_experts": 8}, "step 1 was recorded with moe.num_experts=4, but this run has 8"),
+        ({"replica_slots": 1}, "step 1 was recorded with moe.placement.extra_slots=2, but this run has 1"),
         ({"replica_slots": 3}, None),
-        ({"primaries": {0: (0, 0, 1, 1)}}, r"step 1 was recorded with the MoE layers \[0, 2\], not \[0\]"),
-        ({"primaries": MOVED}, "step 1, layer 0: the primary of expert 0 was on rank 0, and is on rank 1 here, and"),
+        ({"primaries": {0: (0, 0, 1, 1)}}, r"step 1 was recorded with the MoE layers \[0, 2\], but this run has \[0\]"),
+        ({"primaries": MOVED}, "step 1, layer 0: the primary of expert 0 was on rank 0, but is on rank 1 in this run;"),
         ({"step": 5, "primaries": MOVED}, "step 5, layer 0, call 0 is not in the file"),
     ],
 )
@@ -130,9 +130,9 @@ def test_what_is_of_another_run_is_refused_before_it(
     if message is not None:
         with pytest.raises(ConfigError, match=f"^moe.placement.replay: {tmp_path}/a.plans: {message}"):
             raise ConfigError(text)
-    assert "step 1, layer 0 was recorded with 2 calls, not 3" in str(plans.problem(header(1), LAST, 3))
+    assert "step 1, layer 0 was recorded with 2 calls, but this run has 3" in str(plans.problem(header(1), LAST, 3))
     assert plans.primaries_differ(header(3)) is None
-    assert "the primary of expert 0 was on rank 1, and is on rank 0 here" in str(
+    assert "the primary of expert 0 was on rank 1, but is on rank 0 in this run" in str(
         plans.primaries_differ(header(3, primaries=PRIMARIES))
     )
 
@@ -157,7 +157,7 @@ def put(number: int, **fields: Any) -> Change:
         (put(1, copies=[[0, 1, True]]), "line 2: True must be an integer"),
         (put(1, copies=[[0, 1]]), "line 2: "),
         (put(1, copies=[[0, 1, 1], [0, 1, 2]]), "line 2: a replica is listed twice"),
-        (put(1, copies=[[0, 0, 1]]), "line 2: expert 0 has a replica on the rank of its primary"),
+        (put(1, copies=[[0, 0, 1]]), "line 2: expert 0 has a replica on the rank of its primary; expected a different"),
         (put(1, layer=1), r"line 2: layer \(1\) must be one of \[0, 2\]"),
         (put(1, call=7), r"line 2: step 1, layer 0: call \(7\) must be 0, the next number"),
         (put(1, step=None), "line 2: None must be an integer"),
@@ -174,9 +174,9 @@ def put(number: int, **fields: Any) -> Change:
             put(0, expert_ranks=0),
             r"line 1: step \(1\), expert_ranks \(0\), num_experts \(4\) and slots \(\d+\) must be at least 1",
         ),
-        (put(0, slots=1), "line 2: a rank has 2 replicas, but only 1 slots"),
+        (put(0, slots=1), "line 2: a rank has 2 replicas; expected at most 1"),
         (put(0, run=None), r"line 10: its run \(a1\) must be that of the first header \(None\)"),
-        (lambda lines: lines.insert(3, {}), "line 4: it must have all fields of a plan"),
+        (lambda lines: lines.insert(3, {}), "line 4: it must be a JSON object with a plan's fields"),
         (lambda lines: lines.clear(), "has no plans: it was cut off"),
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from base.errors import ConfigError
 from base.files import SideLog
-from moe.alltoall.hierarchical import exchange_kinds, shared_exchange
+from moe.alltoall.hierarchical import exchange_kinds
 from moe.chunk_plan import LayerLoad, Plan
 from moe.layer import MixtrainMoELayer, layers_of
 from moe.placement.live import ran
@@ -68,7 +68,7 @@ class ExpertPlanning(Callback):
         measured = {}
         for kind in kinds:
             if len(kinds) > 1:
-                first.exchange = shared_exchange(group, kind)
+                first.use_plan(first.plan, kind)
             measured[kind] = measure_layer(first, self._shape, folder)
             self._planners[kind] = Planner(measured[kind], limits)
         if run.topology.speaks_for_stage:
@@ -154,9 +154,7 @@ class ExpertPlanning(Callback):
             if self._in_force.get(number) == (kind, decision.plan):
                 continue
             layer = self._layers[number]
-            layer.plan = decision.plan
-            if len(self._planners) > 1:
-                layer.exchange = shared_exchange(layer.ep_group, kind)
+            layer.use_plan(decision.plan, kind if len(self._planners) > 1 else None)
             self._in_force[number] = kind, decision.plan
             self.decisions[number] = decision
             self.measured.pop(number, None)
