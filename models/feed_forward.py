@@ -48,7 +48,7 @@ def tile_feed_forward(chunk: torch.nn.Module, tile: int) -> None:
     gradient buffers themselves (TransformerEngine's) are not tiled."""
     for module in chunk.modules():
         if isinstance(module, FeedForward) and not any(adds_by_itself(inner) for inner in module.modules()):
-            module.tile = tile
+            module.tile = tile  # Megatron builds the layer from its spec, and passes no tile
 
 
 class _Tiled(torch.autograd.Function):

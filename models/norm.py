@@ -77,4 +77,5 @@ def mark_sequence_parallel(module: torch.nn.Module, config: TransformerConfig) -
     """Mark a module's parameters, so that Megatron-core sums their gradients over the tensor ranks under sequence
     parallelism."""
     for parameter in module.parameters(recurse=False):
+        # Megatron reads the mark from the parameter.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

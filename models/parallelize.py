@@ -95,7 +95,7 @@ def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
-                module.fuse_wgrad_accumulation = True
+                module.fuse_wgrad_accumulation = True  # Megatron's argument would be for all layers
 
 
 def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:

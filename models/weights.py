@@ -185,7 +185,7 @@ def _unstacked(chunk: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> Iter
         if rest.startswith(EXPERTS):
             gradients, owner = getattr(tensor, "main_grad", None), owner_of(tensor)
             for i, expert in enumerate(layer.mlp.local_expert_indices):
-                view = tensor.detach()[i]
+                view = tensor.detach()[i]  # a tensor, which carries what its readers ask of parameters
                 if owner is not None:
                     view.offload_state = owner.off_device, owner.is_here  # type: ignore[attr-defined]
                 if gradients is not None:

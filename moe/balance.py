@@ -36,7 +36,7 @@ class GlobalBalance:
         for chunk in chunks:
             for module in chunk.modules():
                 if isinstance(module, Router):
-                    module.global_balance = self._loss
+                    module.global_balance = self._loss  # Megatron builds the router from its spec
 
     def begin(self) -> None:
         """Reset this rank's sums of choices and scores at the start of a step."""

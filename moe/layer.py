@@ -254,6 +254,7 @@ def hand_rows_to_routers(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def _set_rows(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    # Megatron's layer calls its router without the rows.
     layer.mlp.router.token_rows = getattr(kwargs.get("packed_seq_params"), "routed", None)
 
 

@@ -55,7 +55,7 @@ class RouterWatch:
             for module in chunk.modules():
                 if isinstance(module, Router):
                     module.register_forward_hook(self._count)
-                    module.watch = self._watch
+                    module.watch = self._watch  # Megatron builds the router from its spec
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Without gradients it is an evaluation, or the first of two passes under recompute.

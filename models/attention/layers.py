@@ -149,6 +149,7 @@ class LatentAttention(MLASelfAttention):
         if self.config.tensor_model_parallel_size > 1:
             self.linear_kv_down_proj.register_forward_hook(self._gather)
         if self.config.context_parallel_size > 1:
+            # Megatron builds this layer from the backend's class, and takes no other class with context parallelism.
             self.linear_kv_up_proj.__class__ = WeightProjection
 
     def forward(
@@ -159,7 +160,7 @@ class LatentAttention(MLASelfAttention):
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the attention output `[s, b, h]` without its bias, and the bias, for hidden states `[s, b, h]`."""
-        self.rotary_pos_emb.sequence_rows = packed_seq_params
+        self.rotary_pos_emb.sequence_rows = packed_seq_params  # Megatron calls it without the rows
         if packed_seq_params is None or not isinstance(packed_seq_params.slices, ShardedSlices):
             others["packed_seq_params"] = _for_core(self.core_attention, packed_seq_params)
             return super().forward(hidden_states, attention_mask, **others)
