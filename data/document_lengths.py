@@ -26,7 +26,8 @@ QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def document_lengths(file: TokenFile) -> np.ndarray:
-    """Return the length in tokens, int64 [n], of each non-empty document in a token file's split."""
+    """Return the length in tokens, int64 [n], of each non-empty document in the split (train, validation or all) that a
+    token file has."""
     *index, wanted = of_split(file, IndexedTokens(file.prefix))
     lengths = documents(*index)[1]
     return lengths[wanted & (lengths > 0)]
@@ -61,11 +62,12 @@ def describe_lengths(files: Sequence[TokenFile], sequence_length: int | None) ->
 
 
 def expected_share(lengths: np.ndarray, sequence_length: int, window: int | None = None) -> float:
-    """Return the expected share of token pairs that attend to each other if documents of these lengths [n] are
-    concatenated in random order and cut into samples of `sequence_length` tokens.
+    """Return the expected share of causal token pairs that attend to each other, if documents of these lengths [n] are
+    separate. A share of 1 means that each sample is one document.
 
-    A sample begins at any token of a document. So the expected position in its segment of token `i` of a document is i
-    - i(i + 1) / 2s for i < s, and (s - 1) / 2 for later tokens.
+    Documents are concatenated in random order and cut into samples of `sequence_length` tokens, so that a sample begins
+    at any token. So the expected position in its segment of token `i` of a document is i - i(i + 1) / 2s for i < s, and
+    (s - 1) / 2 for later tokens.
     """
     s = float(sequence_length)
     reach = float(min(window or sequence_length, sequence_length))  # most keys that a token attends to
@@ -76,8 +78,8 @@ def expected_share(lengths: np.ndarray, sequence_length: int, window: int | None
 
 
 def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
-    """Return the expected share of token pairs that attend to each other in training samples: a mean over the layers
-    and the weighted token files. Raises ConfigError if a file is damaged."""
+    """Return the expected share of causal token pairs that attend to each other if documents are separate: a mean over
+    the layers and the weighted token files. Raises ConfigError if a file is damaged."""
     check_files(files)
     length, window, pattern = config.model.sequence_length, config.model.sliding_window, derived.window_pattern(config)
     windowed = sum(pattern) / len(pattern)
@@ -90,13 +92,15 @@ def corpus_share(config: Config, files: Sequence[TokenFile]) -> float:
 
 
 def planned_share(config: Config) -> float | None:
-    """Return `corpus_share` for the configured corpus; None unless documents are separate and the corpus prepared."""
+    """Return the expected share of causal token pairs that attend to each other in samples of the configured corpus;
+    None unless documents are separate and the corpus is prepared."""
     return _of_prepared(config, corpus_share)
 
 
 def planned_segments(config: Config) -> list[np.ndarray] | None:
-    """Return the lengths of segments, int64 [n], in each of DRAWN random micro-batches of the configured corpus; None
-    unless documents are separate, sequences are sharded over ranks, and the corpus is prepared. Writes no files."""
+    """Draw random micro-batches of the configured corpus for a plan. Returns the lengths in tokens of each one's
+    segments (parts of one document), int64 [n]; None unless documents are separate, sequences are sharded over ranks,
+    and the corpus is prepared. Writes no files."""
     return None if config.parallel.context == 1 else _of_prepared(config, draw_segments)
 
 
@@ -111,7 +115,8 @@ def _of_prepared(config: Config, make: Callable[[Config, Sequence[TokenFile]], M
 
 
 def draw_segments(config: Config, files: Sequence[TokenFile]) -> list[np.ndarray]:
-    """Return the lengths of segments, int64 [n], in each of DRAWN random micro-batches of a blend of token files.
+    """Draw random micro-batches of a blend of token files. Returns the lengths in tokens of each one's segments (parts
+    of one document), int64 [n].
 
     Documents are concatenated in random order and cut into samples, so that a sample begins at any token of a document.
     Raises ConfigError if a file is damaged.
@@ -138,8 +143,8 @@ def _sample(draw: np.random.Generator, lengths: np.ndarray, size: int) -> np.nda
 
 
 def attended_pairs(config: Config, positions: Any) -> int:
-    """Return the number of token pairs that attend to each other, summed over the layers. positions: of the samples'
-    tokens in their segments, int64 [b, s] on the host."""
+    """Return the number of token pairs that attend to each other, summed over the layers. positions: each token's
+    position in its segment (part of one document), int64 [b, s] on the host."""
     keys = np.asarray(positions) + 1
     pattern = derived.window_pattern(config)
     pairs = int(keys.sum()) * (len(pattern) - sum(pattern))
@@ -150,14 +155,15 @@ def attended_pairs(config: Config, positions: Any) -> int:
 
 
 def share_of(config: Config, pairs: float) -> float:
-    """Return the share that `pairs`, the attended token pairs of a global batch, have of the pairs in samples that
-    consist of one document each."""
+    """Return the number of attended token pairs of a global batch, `pairs`, divided by the number that the batch would
+    have if each sample were one document."""
     length, samples = config.model.sequence_length, config.training.global_batch_size
     return pairs / (config.model.num_layers * samples * length * (length + 1) / 2)
 
 
 def segment_lengths(positions: Any) -> np.ndarray:
-    """Return the length of each token's segment. positions: of the tokens in their segments. Both int64 [b, s]."""
+    """Return the length in tokens of the segment (part of one document) that contains each token, int64 [b, s].
+    positions: each token's position in its segment, int64 [b, s]."""
     begins = np.asarray(positions) == 0
     begins[:, 0] = True
     first = np.flatnonzero(begins)
@@ -166,6 +172,6 @@ def segment_lengths(positions: Any) -> np.ndarray:
 
 
 def bucket_name(bucket: int) -> str:
-    """Return the name of a bucket of a histogram with powers of 2, which is its range: 0, 1, 2-3, 4-7, ..."""
+    """Return the name of a histogram's bucket, which is its range of values: 0, 1, 2-3, 4-7, ... for 0, 1, 2, 3, ..."""
     first, last = 2 ** (bucket - 1) if bucket else 0, 2**bucket - 1
     return str(first) if first == last else f"{first}-{last}"

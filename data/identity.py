@@ -26,7 +26,8 @@ Identity = dict[str, Any]
 
 
 class Difference(NamedTuple):
-    """A difference between the data of two starts of a run: its configuration key, and a clause that describes it."""
+    """A difference between a run's current data and the data that it was trained on: the configuration key, and a
+    clause that describes the difference."""
 
     key: str
     text: str
@@ -50,7 +51,7 @@ def differences(now: Identity, trained: Identity) -> list[Difference]:
 
 
 def facts(identity: Identity) -> dict[str, str]:
-    """Return a short digest of the content that each data key of the configuration refers to, by key."""
+    """Return, for each data key of the configuration, a short digest of the content to which the key refers."""
     contents = {
         "data.tokenizer": identity["tokenizer"],
         "data.corpus": identity["sources"],

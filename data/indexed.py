@@ -35,7 +35,8 @@ def token_dtype(vocab_size: int) -> type[np.generic]:
 
 
 def write_index(path: Path, dtype: type[np.generic], sequence_lengths: np.ndarray, document_bounds: np.ndarray) -> None:
-    """Write an .idx file. sequence_lengths [n]: in tokens. document_bounds [d + 1]: first sequences of documents, n."""
+    """Write an .idx file. sequence_lengths [n]: in tokens. document_bounds [d + 1]: the number of each document's first
+    sequence, then n."""
     code = next(code for code, known in DTYPES.items() if known is dtype)
     lengths = np.ascontiguousarray(sequence_lengths, dtype=np.int32)
     pointers = np.zeros(len(lengths), dtype=np.int64)

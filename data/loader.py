@@ -31,7 +31,7 @@ Finish = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Samples(Protocol):
-    """A source of samples by index: GPTSamples, BertSamples or ValidationSamples."""
+    """A data set whose samples are read by number, as a batch of arrays."""
 
     def batch(self, indices: Sequence[int]) -> dict[str, np.ndarray]: ...
 
@@ -84,7 +84,8 @@ class Loader:
             self._thread.start()
 
     def next_step(self) -> list[dict[str, Any]]:
-        """Return the micro-batches of the next step. Raises errors of the thread, and StopIteration at the end."""
+        """Return the micro-batches of the next step. Raises the errors of the loader's thread, and StopIteration after
+        the last step."""
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._steps_left == 0:
@@ -171,13 +172,13 @@ def build_data(
     on_host: Finish | None = None,
     on_validation: Finish | None = None,
 ) -> tuple[Loader, dict[str, Callable[[], Loader]]]:
-    """Return the training loader, which continues after `consumed_samples`, and makers of validation loaders.
+    """Return the training loader, continuing after `consumed_samples`, and functions that create validation loaders.
 
-    Keys of the makers: HELD_OUT, for the held-out documents of the corpus, and the names of the validation corpora.
-    rank, world_size: of the data-parallel group. pin: put batches into pinned memory, for a run on a GPU. on_host,
-    on_validation: functions that are called with each micro-batch of training or validation in the loader's thread.
-    Each validation loader returns the same training.eval_batches global batches, or each sample of a smaller validation
-    corpus once. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
+    Keys of these functions: HELD_OUT, for the held-out documents of the corpus, and the names of the validation
+    corpora. rank, world_size: of the data-parallel group. pin: put batches into pinned memory, for a run on a GPU.
+    on_host, on_validation: functions that are called with each micro-batch of training or validation in the loader's
+    thread. Each validation loader returns the same training.eval_batches global batches, or each sample of a smaller
+    validation corpus once. Raises ConfigError for damaged files, too little data, or a vocabulary that does not fit.
     """
     _check_prepared(config, prepared)
     training = config.training
@@ -284,7 +285,8 @@ def make_samples(
 
 
 def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:
-    """Return how often each token is a label with a loss_mask above 0, int64 [vocab_size]."""
+    """Return how often each token id is a label with a loss_mask above 0 in the micro-batches of `steps`, int64
+    [vocab_size]."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for step in steps:
         for batch in step:

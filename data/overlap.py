@@ -43,7 +43,8 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True)
 class Overlap:
-    """Two sources of a corpus that contain the same text: the first pair of such files, and the number of pairs."""
+    """An overlap of two sources of a corpus, named by `terms`: the first pair of files with the same text, `one` and
+    `other`, and the number of such pairs."""
 
     terms: tuple[str, str]
     one: str
@@ -97,8 +98,8 @@ def _describe(overlaps: Sequence[Overlap]) -> str:
 
 
 def find(terms: Sequence[Source], others: Sequence[Source], cache: Path, timeout: float) -> list[Overlap]:
-    """Return the pairs of a source in `terms` and a source in `others` with the same text. If both are one list,
-    compare any two sources of the list.
+    """Find sources that contain the same text: one in `terms` and one in `others`, or any two sources if both are the
+    same list. Returns an Overlap for each pair of sources.
 
     If several processes call this at once, one searches and the others wait, for at most `timeout` seconds. Raises
     ConfigError for a file that cannot be read, and TimeoutError.
@@ -168,7 +169,8 @@ def _found(sources: Sequence[Source], wanted: set[tuple[int, int]], cache: Path,
     with ThreadPoolExecutor(MAX_THREADS) as threads:
 
         def groups_by(key: Callable[[_Entry], Hashable], some: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-            """Return the groups of entries with equal keys, without groups whose entries are all of one source."""
+            """Group the entries `some` by their values of `key`, and return the groups that contain entries of several
+            sources."""
             some = list(some)
             groups: dict[Hashable, list[_Entry]] = defaultdict(list)
             for found, entry in zip(threads.map(key, some), some):
@@ -193,7 +195,7 @@ def _found(sources: Sequence[Source], wanted: set[tuple[int, int]], cache: Path,
 
 
 def _with_text(entries: Iterable[_Entry]) -> list[_Entry]:
-    """Return the entries whose files contain more than white space, which is not a document."""
+    """Return the entries whose files contain more than white space."""
     return [e for e in entries if e.is_packed or e.size > BLANK_BYTES or Path(e.path).read_bytes().strip()]
 
 
@@ -241,8 +243,9 @@ class Texts:
 
 
 def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Sequence[int]) -> dict[str, int]:
-    """Write the hashes of the documents' texts, uint64 [d], to a file for training and a file for validation; the
-    documents in `cuts` are in both. Returns the files' sizes in bytes, by name."""
+    """Write the hashes of the documents' texts, uint64 [d], to a file for training and a file for validation. Documents
+    with a number in `cuts` are partly held out, so both files contain them. Returns the files' sizes in bytes, by
+    name."""
     sizes = {}
     both = np.zeros(len(texts), dtype=bool)
     both[list(cuts)] = True
@@ -256,8 +259,8 @@ def write_texts(folder: Path, texts: np.ndarray, held_out: np.ndarray, cuts: Seq
 
 
 def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
-    """Return notes about documents that several sources contain. Raises ConfigError if a source trains on many
-    documents that another source holds out."""
+    """Return notes about documents that one source trains on and another source holds out for validation. Raises
+    ConfigError if there are many."""
     advice = (
         "Remove the documents from one of the two, or combine both in a list without weights, which puts equal "
         "documents into the same split"
@@ -285,8 +288,8 @@ def check_validation(name: str, corpus: Sequence[Texts], terms: Sequence[Texts],
 
 
 def _check_pair(subject: str, one: Texts, side: str, other: Texts, advice: str, cache: Path) -> list[str]:
-    """Return a note if `other` trains on a few of the documents in the split `side` (train, valid) of `one`. Raises
-    ConfigError if `other` trains on many."""
+    """Return a note if source `other` trains on a few documents of the split `side` (train or valid) of source `one`,
+    and [] if on none. Raises ConfigError if `other` trains on many."""
     shared, total = _shared(Path(one.folder, f"{side}.texts"), Path(other.folder, "train.texts"), cache)
     if not shared:
         return []

@@ -82,7 +82,8 @@ def split_documents(
 
 
 def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
-    """Return whether the split by hash, with `train` and `valid` tokens, is close enough to the fraction."""
+    """Return whether the split by hash, with `train` and `valid` tokens, holds out a share that is close enough to
+    `fraction`."""
     if is_stdlib or fraction == 0:
         return True
     return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (
@@ -91,7 +92,8 @@ def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, 
 
 
 def number_hashes(num_documents: int) -> np.ndarray:
-    """Return hashes of the numbers of documents that have no names, uint64 [num_documents] (splitmix64)."""
+    """Return a hash for each document of a source whose documents have no names, from its number: uint64
+    [num_documents] (splitmix64)."""
     x = np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -106,7 +108,7 @@ def cut_position(
 ) -> int:
     """Return the position, in tokens, at which to cut a document so that about its last `tail` tokens are held out.
 
-    lengths: of the document's sequences. read: returns the document's tokens [begin, end). marks: whether each token
+    lengths: of the document's sequences. read: returns the document's tokens [begin, end). marks: whether each token id
     ends a line, and whether it begins a word, both bool [vocabulary]. The cut is at the nearest position between two
     sequences, else between two lines, else before a word; if none is within LINE_REACH tokens, at the exact token.
     """

@@ -49,7 +49,7 @@ _mebibytes.__name__ = "number"  # the type's name in argparse's errors
 
 
 def _check_encodings(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a text option that is not UTF-8. Options that are paths may have any encoding."""
+    """Raise ConfigError if an option's text is not UTF-8. Options that are paths may have any encoding."""
     for name, value in vars(options).items():
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and not text.isascii():

@@ -38,7 +38,11 @@ HARNESS = "bash launch/setup.sh --extra eval"  # installs the LM evaluation harn
 def evaluate_texts(
     model: OpenModel, decoder: Decoder, texts: Sequence[str], length: int, stride: int, batch_size: int
 ) -> list[Score]:
-    """Return the score of each text, predicted after the begin token or, if there is none, the end-of-text token."""
+    """Return the score of each text: the log-likelihood of its tokens, in windows of at most `length` tokens.
+
+    stride: tokens by which a window advances. The first token is predicted from the begin token or, if there is none,
+    from the end-of-text token.
+    """
     from inference.scoring import Score, log_likelihoods_of  # imported here: --help must not wait for torch
 
     tokenizer = model.needed_tokenizer("Give --tokenizer.")

@@ -26,8 +26,11 @@ class Guess:
 
 
 def fill_masks(model: OpenModel, texts: Sequence[list[int]], mask: int, top_k: int) -> list[list[list[Guess]]]:
-    """Return the `top_k` most likely tokens for each token `mask` of each text, from one forward pass. Raises
-    ConfigError for a text without `mask`, a text that is too long, or a token outside the vocabulary."""
+    """Return the `top_k` most likely tokens for each mask token of each text, from one forward pass.
+
+    mask: id of the mask token. Raises ConfigError for a text without it, a text that is too long, or a token outside
+    the vocabulary.
+    """
     import torch  # imported here: --help must not wait for torch
 
     encoder = model.encoder()

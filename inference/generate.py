@@ -98,7 +98,10 @@ def _read_prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _same_prompts_everywhere(options: argparse.Namespace) -> list[str]:
-    """Return rank 0's prompts on all ranks: only rank 0 has torchrun's standard input. Raises ConfigError."""
+    """Read the prompts on rank 0, which alone has torchrun's standard input, and return them on all ranks.
+
+    Raises ConfigError on all ranks if they cannot be read. A collective call.
+    """
     import torch.distributed as dist
 
     answer: list[list[str] | str | None] = [None]
@@ -125,7 +128,7 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
 
 
 class _Recorder:
-    """Writer of a model's routing, which numbers the forward passes."""
+    """Writer of the experts that tokens choose to a routing file; it numbers the forward passes."""
 
     def __init__(self, writer: RoutingWriter) -> None:
         self._writer, self._pass = writer, -1

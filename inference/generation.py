@@ -83,7 +83,7 @@ def shared_passes(
 
 
 def answer_limit(prompt_tokens: int, max_tokens: int, length: int) -> int:
-    """Return the number of new tokens, at most `max_tokens`, for which `length` tokens have space after the prompt."""
+    """Return how many tokens may be generated: at most `max_tokens`, and together with the prompt at most `length`."""
     return max(0, min(max_tokens, length - prompt_tokens))
 
 

@@ -26,7 +26,7 @@ MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_t
 
 
 class HarnessModel(TemplateLM):
-    """Adapter of a Decoder to the harness's language-model interface. All ranks run the same requests."""
+    """Adapter of a Decoder to the model interface of lm-evaluation-harness. All ranks run the same requests."""
 
     def __init__(self, model: OpenModel, decoder: Decoder, batch_size: int) -> None:
         super().__init__()
@@ -46,8 +46,10 @@ class HarnessModel(TemplateLM):
         return self.words.before_text
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the token ids of a text. By default, the tokenizer adds its special tokens, unless the text already
-        begins with the name of the prefix token."""
+        """Return the token ids of a text, by default with the special tokens that the tokenizer adds.
+
+        By default, they are not added to a text that already begins with the prefix token, spelled out.
+        """
         if add_special_tokens is None:
             name = self.words.token_piece(self.prefix_token_id)
             add_special_tokens = not (name and string.startswith(name))
@@ -146,7 +148,10 @@ def run_tasks(
     limit: int | None,
     batch_size: int,
 ) -> dict[str, Any]:
-    """Run harness tasks from a folder; return the metrics per task. Raises ConfigError for an unknown task."""
+    """Run tasks of lm-evaluation-harness that a folder defines, and return the metrics of each task by name.
+
+    few_shots: examples before each question. limit: most questions per task. Raises ConfigError for an unknown task.
+    """
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:

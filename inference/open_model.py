@@ -116,7 +116,10 @@ def open_model(
 
 
 def _load_tokenizer(reader: LogicalReader, path: Path, given: Path | None) -> Tokenizer | None:
-    """Return the given tokenizer, or the model's own, or None. Raises ConfigError if it does not fit the model."""
+    """Load the tokenizer in the folder `given` or, by default, the model's own. Returns None if the model has none.
+
+    Raises ConfigError if it has more tokens than the model's vocabulary.
+    """
     folder = given or reader.tokenizer
     if given is None and core_file(folder) is None:
         return None

@@ -101,5 +101,9 @@ def shared_batches(decoder: Decoder, batches: Sequence[T], lengths: Sequence[Seq
 
 
 def score_together(decoder: Decoder, batches: Sequence[list[list[int]]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return log-probabilities and flags from `Decoder.score_all` for batches of texts; shorter texts are padded."""
+    """Score batches of texts in one forward pass, padding shorter texts.
+
+    Returns two tensors `[b, s - 1]` per batch for the tokens after the first: fp32 log-probabilities, and whether the
+    token is the most likely one.
+    """
     return decoder.score_all([TextBatch.of(texts) for texts in batches])

@@ -156,8 +156,8 @@ class Bert(LanguageModule):
         self.encoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, **inputs: Any) -> Output:
-        """Run this pipeline stage. The arguments are those of `begin`; the function `forward` of this file states the
-        shapes."""
+        """Run this pipeline stage on a micro-batch: the embedding, layers and heads that it has. `inputs`: the
+        arguments of `begin`. The last stage returns losses or logits, other stages hidden states `[s, b, h]`."""
         started = self.begin(**inputs)
         hidden = self.encoder(hidden_states=started.hidden, **started.settings)
         return started.end(hidden) if self.post_process else hidden  # type: ignore[no-any-return]
@@ -171,8 +171,8 @@ class Bert(LanguageModule):
         slices: RowSlices | None = None,
         share: BertShare | None = None,
     ) -> StartedPass:
-        """Compute the input of the layers. Returns it with the layers' arguments and a function for the rest of the
-        pass."""
+        """Prepare a pass through this stage's layers: return their input, their other arguments, and a function that
+        turns their output into losses or logits."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if share is None else share.positions
@@ -231,8 +231,8 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
-    """Run this rank's pipeline stage on a micro-batch: `tokens` and `types` (int64 `[b, s]`), `padding_mask` (bool
-    `[b, s]`, True = real token), and the targets (see models/loss/token_loss.py).
+    """Run this rank's pipeline stage on a micro-batch: `tokens` and `types` (int64 `[b, s]`), `padding_mask` (bool `[b,
+    s]`, True = real token), and optionally labels and loss mask.
 
     The last stage returns (sum of the losses, loss per token fp32 `[b, s]`, sentence logits `[b, 2]` or None). Without
     labels, it returns (logits `[b, s, v]`, sentence logits or None). Other stages return hidden states `[s, b, h]`.

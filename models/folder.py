@@ -61,8 +61,8 @@ class Reader:
     or differ from the index."""
 
     def __init__(self, folder: Path, pickled: bool = False, bounce: BounceBuffers | None = None) -> None:
-        """Open the weight files of a folder. `bounce`: buffers for direct reads, which bypass the kernel's page
-        cache."""
+        """Open the weight files of a folder. `pickled`: accept a file of torch.save if there is no safetensors file.
+        `bounce`: buffers for direct reads, which bypass the kernel's page cache."""
         # Folders may hold the model a second time in another format (consolidated.safetensors).
         choice = choose(folder, pickled)
         index = folder / choice.name
@@ -248,7 +248,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
         partial.mkdir()
     except OSError as error:
         raise ConfigError(
-            f"output folder {folder} cannot be created: {error.strerror} ({error.filename}). Try another name."
+            f"output folder {folder} cannot be created: {error.strerror} ({error.filename}). "
+            "Give a folder that you can write to."
         ) from error
     try:
         yield partial

@@ -67,8 +67,8 @@ class Gpt(GPTModel):
         self.passes_rows = takes_rows(self)
 
     def forward(self, **inputs: Any) -> torch.Tensor | LossOutput:
-        """Run this pipeline stage. The arguments are those of `begin`; the function `forward` of this file states the
-        shapes."""
+        """Run this pipeline stage on a micro-batch: the embedding, layers and head that it has. `inputs`: the arguments
+        of `begin`. The last stage returns losses or logits, other stages hidden states `[s, b, h]`."""
         started = self.begin(**inputs)
         hidden = self.decoder(hidden_states=started.hidden, **started.settings)
         return started.end(hidden) if self.post_process else hidden
@@ -80,8 +80,8 @@ class Gpt(GPTModel):
         positions: torch.Tensor | None = None,
         slices: RowSlices | None = None,
     ) -> StartedPass:
-        """Compute the input of the layers. Returns it with the layers' arguments and a function for the rest of the
-        pass."""
+        """Prepare a pass through this stage's layers: return their input, their other arguments, and a function that
+        turns their output into losses or logits."""
         micro_batch_rows = MicroBatchRows(
             tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
         )
@@ -122,8 +122,8 @@ def on_host(config: Config, batch: dict[str, Any], context: Axis | None = None) 
 
 
 def forward(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor | LossOutput:
-    """Run this rank's pipeline stage on a micro-batch: `tokens` (int64 `[b, s]`), the entries that `on_host` added, and
-    the targets (see models/loss/token_loss.py).
+    """Run this rank's pipeline stage on a micro-batch: `tokens` (int64 `[b, s]`), optionally labels and loss mask, and
+    the positions and attention slices that it may have.
 
     The last stage returns the sum of the losses and the loss per token, fp32 `[b, s]`. Without labels, it returns this
     tensor rank's logits `[b, s, v]`. Other stages return hidden states `[s, b, h]`. With context parallelism, a rank's

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, end) of the file `path`; for Parquet, row groups [start, end). Messages call the file `shown`."""
+    """Bytes [start, end) of the file `path`, which are read at once; for Parquet, row groups [start, end). `shown`: the
+    file's name in messages."""
 
     path: str
     shown: str
@@ -23,7 +24,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a segment of a large document. begins: it is the first segment; ends: it is the last segment."""
+    """A document, or a segment of a large document. `begins`: it is the first segment; `ends`: it is the last
+    segment."""
 
     name: str
     text: str

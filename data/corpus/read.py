@@ -24,7 +24,7 @@ NUL_FOR_TR = r"'\000'"
 
 
 def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
-    """Yield the documents of a span of a file in order, and a BadLine for each line without usable text."""
+    """Yield the documents in a byte range of a file in order, and a BadLine for each line without usable text."""
     if span.format == "parquet":
         yield from read_parquet(span, text_key)
         return
@@ -75,8 +75,8 @@ def read_span(span: Span, text_key: str) -> Iterator[Document | BadLine]:
 def _decode(
     span: Span, name: str, content: bytes, segment: TextSegment, lines: LineNumbers
 ) -> Iterator[Document | BadLine]:
-    """Yield a document, or a segment of a document, that a segment of `content` contains. A line that is not UTF-8 is
-    left out of its text and yielded as BadLine."""
+    """Yield the document, or the segment of a large document, that `segment` delimits in `content`, as text. Lines that
+    are not UTF-8 are left out of the text; a BadLine is yielded for each."""
     raw = content[segment.begin : segment.end]
     try:
         text = raw.decode("utf-8")
@@ -127,14 +127,15 @@ def _shell_line(path: str, command: list[str]) -> str:
 
 
 class LineNumbers:
-    """The line numbers that the lines of a span have in its file. The first lookup counts the lines before the span."""
+    """Converter from line numbers within a span (byte range) to line numbers in its file. The first conversion counts
+    the lines before the span."""
 
     def __init__(self, span: Span):
         self._span = span
         self._before: int | None = None
 
     def at(self, index: int) -> int:
-        """Return the number in the file, counted from 1, of the span's line `index`, counted from 0."""
+        """Return the line number in the file, counted from 1, of the span's line number `index`, counted from 0."""
         if self._before is None:
             self._before, position = 0, 0
             with open(self._span.path, "rb") as file:

@@ -16,7 +16,7 @@ LEAST_LINES, LEAST_ENDING, MOST_INSIDE = 3, 0.8, 0.35
 
 
 def split_sentences(text: str, by_line: bool) -> list[str]:
-    """Cut a text into sentences, which give the text again when they are joined.
+    """Split a text into sentences, whose concatenation is the text.
 
     Prose is cut after ., ! or ? before a capital letter, and at empty lines. Code and files with one sentence per line
     (`by_line`) are cut after each line. A sentence longer than MAX_SENTENCE_CHARACTERS is cut at spaces, so that no

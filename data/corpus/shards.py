@@ -18,7 +18,7 @@ MIN_SHARD_BYTES, MAX_SHARD_BYTES, TARGET_SHARDS = 1 << 20, 1 << 25, 64
 
 
 def plan_shards(files: Iterable[File], unpacked: dict[str, str], rule: str = "file") -> list[list[Span]]:
-    """Divide files into shards of work, each a list of spans, in the order of the corpus.
+    """Divide files into shards of work, each a list of spans (byte ranges), in the order of the corpus.
 
     unpacked: path of a file's decompressed copy, by the file's path. rule: data.documents_in_text. The shards depend
     only on the files, so a later run with any number of workers can use finished shards of an earlier run.
@@ -68,7 +68,8 @@ def _cut_file(file: File, path: str, size: int, shard_bytes: int, rule: str) -> 
 
 
 def _shard_end(content: Any, start: int, shard_bytes: int, rule: str | None) -> int:
-    """Return the end of the shard that begins at byte `start`. rule: data.documents_in_text, or None for JSON lines."""
+    """Return the byte offset at which the shard that begins at byte `start` ends. rule: data.documents_in_text, or None
+    for JSON lines."""
     position = start + shard_bytes
     if rule is not None:
         position = max(position // CELL_BYTES, start // CELL_BYTES + 1) * CELL_BYTES

@@ -100,7 +100,8 @@ def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """In a ConfigError of the `with` block, replace `data.corpus` with the key of the validation corpus `name`."""
+    """Context manager that replaces `data.corpus`, in the message of a ConfigError, with the key of the validation
+    corpus `name`."""
     try:
         yield
     except ConfigError as error:

@@ -40,7 +40,8 @@ ENDS_WITH_BLANK_LINE = re.compile(rb"(?:\A|\n)[ \t\r\f\v]*\n\Z")
 
 
 class TextSegment(NamedTuple):
-    """Bytes [begin, end) of a span's content, and whether a document begins at `begin` and ends at `end`."""
+    """A document, or a segment of a large document, in a text: bytes [begin, end). `begins`, `ends`: whether a document
+    begins at `begin` and ends at `end`."""
 
     begin: int
     end: int
@@ -49,7 +50,8 @@ class TextSegment(NamedTuple):
 
 
 def next_border(content: Any, position: int, rule: str) -> int:
-    """Return the byte offset of the first border between cells of a text at or after `position`."""
+    """Return the byte offset, at or after `position`, at which to cut a large text: preferably after an empty line or a
+    line, else before a space."""
     stop = min(position + REACH_BYTES, len(content))
     for pattern in BORDERS[rule]:
         found = pattern.search(content, position - (pattern is not BEFORE_SPACE), stop)
@@ -61,10 +63,10 @@ def next_border(content: Any, position: int, rule: str) -> int:
 
 
 def text_segments(content: bytes, before: bytes, start: int, at_end: bool, rule: str) -> Iterator[TextSegment]:
-    """Yield the documents of a span of a text file, or segments of large documents, in order.
+    """Yield the documents in a byte range of a text file in order, and large documents in segments.
 
-    content: the file's bytes from the border `start` on. before: at least the REACH_BYTES before `start`. at_end: the
-    content reaches the end of the file.
+    content: the file's bytes from offset `start` on. before: the bytes before `start`, at least the last REACH_BYTES.
+    at_end: whether `content` reaches the end of the file.
     """
     targets = range(-(start % CELL_BYTES) + CELL_BYTES, len(content), CELL_BYTES)
     # Target position of the border at the end of the content.
@@ -95,7 +97,8 @@ def _ends_line(content: bytes, before: bytes, position: int) -> bool:
 
 
 def _is_inside(content: bytes, before: bytes, position: int, rule: str) -> bool:
-    """Return whether the border at `position` is inside a document, rather than between two documents."""
+    """Return whether a document continues across byte `position` of `content`, rather than ending there. before: the
+    bytes before `content`."""
     if rule == "file":
         return True
     if rule == "line":

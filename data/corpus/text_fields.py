@@ -89,7 +89,8 @@ def _skip_spaces(text: str, position: int) -> int:
 
 
 def _list_advice(row: Any) -> str:
-    """Return advice for an object such as {"data": [...]}: a command that extracts its rows; else an empty string."""
+    """Return advice with a command that extracts the rows of an object such as {"data": [...]}; an empty string for
+    other values."""
     if not isinstance(row, dict):
         return ""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
@@ -169,7 +170,8 @@ def read_parquet(span: Span, text_key: str) -> Iterator[Document | BadLine]:
 
 
 def _column(file: Any, group: int, text_key: str, span: Span) -> Iterator[Any]:
-    """Yield the values of a column of a row group; text that is not UTF-8 as bytes. Raises ConfigError if damaged."""
+    """Yield the values of column `text_key` in row group `group` of a Parquet file. Text that is not UTF-8 is yielded
+    as bytes. Raises ConfigError if the file is damaged."""
     import pyarrow
     from pyarrow import types
 

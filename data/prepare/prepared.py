@@ -64,7 +64,8 @@ class PreparedData:
         self.notes += [f"data.validation_corpora.{name}: {note}" for note in corpus.notes]
 
     def add_identity(self, source: Source, documents: int, splits: dict[str, Any], **facts: Any) -> None:
-        """Add a source to `identity`. splits: the entries `train` and `valid`. facts: other entries."""
+        """Add the description of a source to `identity`. splits: its entries `train` and `valid`. facts: its other
+        entries."""
         python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
         names = {"name": source.given, "weight": source.weight, "documents": documents}
         others = {"files": None, "python": python, "text": None, "documents_in_text": None, **facts}
@@ -85,5 +86,5 @@ class Preparation:
 
 
 def cache_key(*items: Any) -> str:
-    """Return the key (16 hexadecimal digits) under which the result for JSON-compatible inputs is stored."""
+    """Return the cache key (16 hexadecimal digits) of a result that is computed from these JSON-compatible inputs."""
     return hashlib.sha256(json.dumps([FORMAT_VERSION, *items]).encode()).hexdigest()[:16]

@@ -92,7 +92,7 @@ class DocumentIndex:
     control_tokens: Counter[int]  # special tokens in the texts
 
     def bounds(self) -> np.ndarray:
-        """Return the index of each document's first sequence, then n: int64 [d + 1]."""
+        """Return the number of each document's first sequence, then the number of all sequences: int64 [d + 1]."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts)])
 
     def tokens(self) -> np.ndarray:
@@ -223,8 +223,9 @@ def _merge(
 def _cut(
     tokens: ShardTokens, index: DocumentIndex, split: DocumentSplit, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
-    """Cut the documents in `split.cuts` into two each. Returns the sequences' lengths, each document's number of
-    sequences, which documents are held out, and the last sequence of the first half of each cut document."""
+    """Cut each document in `split.cuts` into a training document and a validation document. Returns the sequences'
+    lengths in tokens, each document's number of sequences, whether each document is held out, and the last sequence of
+    the training part of each cut document."""
     lengths, held_out, bounds = index.lengths, split.held_out, index.bounds()
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     marks = (tokenizer.line_ends(), tokenizer.word_starts()) if split.cuts else None

@@ -21,8 +21,9 @@ Message = dict[str, Any]  # sent to a worker as JSON
 def run_jobs(
     jobs: list[Message], settings: Message, num_workers: int, timeout: float, verb: str, ready: int, shown: bool
 ) -> None:
-    """Run jobs in worker processes, each of which receives `settings` first. The progress bar begins at `ready` bytes.
-    shown: show the bar. Raises an error if a job fails, or if a worker dies or hangs."""
+    """Run jobs in worker processes, each of which receives `settings` first. verb: word for the work in messages.
+    ready: bytes already done, at which the progress bar begins. shown: show the bar. Raises an error if a job fails, or
+    if a worker dies or hangs."""
     if not jobs:
         return
     # One thread per worker, since there is a worker per core.
@@ -74,8 +75,8 @@ def _send(process: subprocess.Popen[bytes], message: Message) -> None:
 
 
 def _finished_job(process: subprocess.Popen[bytes], verb: str) -> int:
-    """Return the number of the job that a worker has finished. Raises the job's error, or RuntimeError if the worker
-    died."""
+    """Return the number of the job that a worker has finished. verb: word for the work in messages. Raises the job's
+    error, or RuntimeError if the worker died."""
     assert process.stdout
     line = process.stdout.readline()
     if not line:

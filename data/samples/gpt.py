@@ -38,8 +38,8 @@ class _GPTFile:
         self.epochs = shared.Epochs(self._epoch)
 
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Return the starts of the documents in an epoch's order, their ends when concatenated in this order, and the
-        order of the samples."""
+        """Return the order of an epoch: the starts of the documents in this order, their ends when concatenated, and
+        the order of the samples (None: ascending)."""
         if not self.shuffle:
             return self.starts, np.cumsum(self.lengths), None
         documents = shared.permutation(self.seed, shared.DOCUMENT_ORDER, self.number, epoch, len(self.lengths))
@@ -47,7 +47,8 @@ class _GPTFile:
         return self.starts[documents], np.cumsum(self.lengths[documents]), samples
 
     def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of the file's sample i, int64 [sequence_length + 1], and the lengths of its segments."""
+        """Return the tokens of a file's sample number `i`, int64 [sequence_length + 1], and the lengths of its
+        documents' segments."""
         epoch, position = divmod(i, self.num_samples)
         starts, ends, samples = self.epochs.get(epoch)
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length

@@ -70,7 +70,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _content(self) -> bytes:
-        """Return bytes that determine the token ids of every text. They do not cover the roles of special tokens."""
+        """Return bytes that determine the token ids of every text, but not the roles of special tokens."""
 
     def rule_texts(self) -> list[str]:
         """Return the patterns and strings that the tokenizer searches for in a text."""
@@ -81,11 +81,12 @@ class Tokenizer(ABC):
         return list(self.reading_notes)
 
     def kept_files(self) -> dict[str, str] | None:
-        """Return the texts of the files in which a run stores the tokenizer, by name; None to copy its own files."""
+        """Return the texts of the files with which a run stores the tokenizer, by name; None if the run copies the
+        tokenizer's own files."""
         return None
 
     def core_bytes(self) -> bytes:
-        """Return the content of the file that determines the tokens, as a run stores the file."""
+        """Return the bytes of the tokenizer's main file, which determines the tokens, in the form that a run stores."""
         kept = self.kept_files()
         return kept[JSON].encode() if kept is not None else (core_file(Path(self.path)) or Path(self.path)).read_bytes()
 
@@ -98,7 +99,8 @@ class Tokenizer(ABC):
 
     @property
     def before_text(self) -> int:
-        """The id of the token from which a text's first token is predicted: `bos` if set, else `eod`, as in lm-eval."""
+        """The id of the token that precedes a text, and from which its first token is predicted: `bos` if set, else
+        `eod`, as in lm-eval."""
         return self.eod if self.bos is None else self.bos
 
     def encode(self, text: str) -> list[int]:
@@ -115,11 +117,12 @@ class Tokenizer(ABC):
         return first + [token for ids in rest for token in (self.mask, *ids)]
 
     def control_tokens(self) -> dict[int, str]:
-        """Return, by token id, the names that become special tokens in a text, except that of the unknown token."""
+        """Return the names that become special tokens wherever a text contains them, by token id; the unknown token's
+        name is left out."""
         return {}
 
     def for_transformers(self, family: str) -> dict[str, str]:
-        """Return the text of each file, by name, with which transformers gives the same tokens for a model of this
+        """Return the texts of the files, by name, from which transformers loads an equal tokenizer for a model of this
         family. Raises NotConvertible if there are no such files."""
         return {}
 

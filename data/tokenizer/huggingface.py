@@ -73,8 +73,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._find([token_name(self._settings.values.get(role))])
 
     def _take_settings(self, file: Path) -> None:
-        """Apply the files next to tokenizer.json to `_model`, as transformers does: they add tokens, make tokens
-        special, and determine whether a text can contain special tokens. Raises ConfigError."""
+        """Apply the settings files next to tokenizer.json to the tokenizer, as transformers does: they add tokens, make
+        tokens special, and determine whether a text can contain special tokens. Raises ConfigError."""
         import tokenizers
 
         def token(value: Any, **flags: bool) -> Any:

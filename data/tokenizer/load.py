@@ -88,7 +88,8 @@ READERS: dict[str, Callable[[Path, dict[str, Any]], Converted]] = {
 
 
 class ConvertedTokenizer(HuggingFaceTokenizer):
-    """A tokenizer in a format of `READERS`, converted to a tokenizer.json in memory."""
+    """A tokenizer from a file in a further format (tiktoken, tekken.json, vocab.json, vocab.txt), converted to a
+    tokenizer.json in memory."""
 
     def _read(self, path: str | Path) -> tuple[Path, str, Settings]:
         file = Path(path)

@@ -81,7 +81,8 @@ def read_model(path: Path) -> Any:
 
 
 def _check(proto: Any, symbols: list[str], unused: int) -> Any:
-    """Return the function that converts a model of this type. Raises NotConvertible if the model is not supported."""
+    """Return the function that converts the sentencepiece model `proto`. symbols: its user-defined symbols. unused: the
+    type of unused pieces. Raises NotConvertible if the model is not supported."""
     trainer = proto.trainer_spec
     kinds = {trainer.UNIGRAM: _unigram, trainer.BPE: _byte_pairs}
     if trainer.model_type not in kinds:
@@ -175,7 +176,7 @@ def needs_whole_text(proto: Any) -> bool:
 
 
 def keeps_text(proto: Any) -> bool:
-    """Return whether a model is Unigram and tokenizes texts unchanged, like the models trained here."""
+    """Return whether a model is Unigram and tokenizes texts unchanged, like the models that Mixtrain trains."""
     changed = proto.normalizer_spec.precompiled_charsmap or needs_whole_text(proto)
     return proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM and not changed
 

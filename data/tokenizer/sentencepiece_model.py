@@ -60,8 +60,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _lossless(self) -> bool:
-        """True if U+2581 in a text is encoded as its three bytes, and so decoded to itself, as in the models trained
-        here. With other models, sentencepiece decodes the character to a space."""
+        """True if U+2581 in a text is encoded as its three bytes, and so decoded to itself, as in the models that
+        Mixtrain trains. With other models, sentencepiece decodes the character to a space."""
         return all(map(self._model.is_byte, self._space_ids)) and keeps_text(read_model(Path(self.path)))
 
     def encode_array(self, text: str) -> np.ndarray:

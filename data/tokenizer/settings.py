@@ -30,11 +30,12 @@ class Settings:
     by_config: bool = False
 
     def end_file(self, folder: Path) -> Path:
-        """Return the path of the settings file in `folder` whose eos_token counts."""
+        """Return the path of the settings file in `folder` that determines the eos_token."""
         return folder / self.files.get("eos_token", CONFIG)
 
     def named(self) -> dict[str, Any]:
-        """Return the special tokens that have a role or another name, by this name; each is a text or an object."""
+        """Return the special tokens with a name in the settings (a role such as eos_token, or a name of their own), by
+        this name. Each token is a text or an object."""
         named = {
             key: value
             for key, value in self.values.items()
@@ -44,7 +45,7 @@ class Settings:
         return {**named, **extra} if isinstance(extra, dict) else named
 
     def unnamed(self) -> list[Any]:
-        """Return the special tokens without a name, each a text or an object."""
+        """Return the additional special tokens, which have no name in the settings. Each is a text or an object."""
         extra = self.values.get("extra_special_tokens")
         if extra is None:
             extra = self.values.get("additional_special_tokens")
@@ -83,7 +84,10 @@ def read_settings(folder: Path) -> Settings:
     added = {}
     for content, number in _read(folder / ADDED).items():
         if type(number) is not int:
-            raise ConfigError(f"{folder / ADDED}: the value of {content!r} must be an integer, its token id")
+            raise ConfigError(
+                f"{folder / ADDED}: the value of {content!r} is {number!r}, but must be its token id, an integer. "
+                "Download the file again."
+            )
         added[number] = {"content": content, "normalized": content not in special, "special": content in special}
     return Settings(values, files, added)
 

@@ -51,7 +51,8 @@ def differing_text(spec: dict[str, Any], settings: dict[str, Any], name: str) ->
 
 
 def _changed(spec: dict[str, Any], settings: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the sections of a tokenizer.json that transformers' class `name` replaces, with the class's content."""
+    """Return the sections of the tokenizer.json `spec` that transformers' class `name` would replace, with the contents
+    that it would use."""
     model = spec["model"]
     prefix = bool(settings.get("add_prefix_space"))
     own = {

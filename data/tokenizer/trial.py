@@ -70,8 +70,8 @@ def expected_vocab_size(config: Config) -> int:
 
 
 def _answer(question: dict[str, Any]) -> str:
-    """Send a request to the trial process. Returns the problem that it finds, in one line, or an empty string. Raises
-    OSError if the process does not answer."""
+    """Ask the trial process to try the tokenizer that `question` describes (path, folder, seconds). Returns the problem
+    that it finds, in one line, or an empty string. Raises OSError if the process does not answer."""
     limit = BUSY * question["seconds"]
     with _lock:
         for _ in range(2):  # an idle process may have ended just now
@@ -128,7 +128,8 @@ def serve() -> None:
 
 
 def _tried(question: dict[str, Any]) -> str:
-    """Try a tokenizer in a fork of this process with limits. Returns the problem found, or an empty string."""
+    """Try the tokenizer that `question` describes (path, folder, seconds) in a fork of this process, with limits on
+    memory and time. Returns the problem found, or an empty string."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -178,7 +179,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _use(path: str) -> str:
-    """Call all methods of a tokenizer that a run calls. Returns the problem found, or an empty string."""
+    """Call the methods of the tokenizer at `path` that a run calls. Returns the problem found, or an empty string."""
     try:
         tokenizer: Any = open_tokenizer(path)
         texts = [*PROBES, *runs_of(tokenizer.rule_texts())]

@@ -20,7 +20,10 @@ from models.pointwise.rotary import HOST, angles, inverse_frequencies
 
 
 class Attention:
-    """Grouped-query attention over the cache. Megatron's weight has, for each group, r queries, key and value."""
+    """Grouped-query attention over the key-value cache.
+
+    The fused QKV weight has Megatron's layout: for each group of heads, the rows of r queries, one key and one value.
+    """
 
     def __init__(self, layer: int, weights: Weights, config: Config, group: Group) -> None:
         self.layer, self.slides = layer, bool(derived.window_pattern(config)[layer])
@@ -120,15 +123,17 @@ class DecoderRotary:
         self.cos = self.sin = torch.empty(len(sets), 0, device=device)
 
     def switches(self, lengths: Sequence[int]) -> bool:
-        """Return whether the newest token changes the rotary frequencies of a text. lengths: tokens per text."""
+        """Return whether the newest token of a text changes its rotary frequencies. lengths: tokens per text."""
         return self.switches_at is not None and self.switches_at + 1 in lengths
 
     def at(
         self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return fp32 cosines and signed sines of positions: `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` if the texts differ.
+        """Return fp32 cosines and signed sines of token positions: `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` if texts
+        differ.
 
-        positions: below `length`; a slice for all texts, or int64 `[b, 1]`. lengths: number of tokens of each text.
+        positions: a slice for all texts or int64 `[b, 1]`, all below `length`. lengths: tokens per text, which select
+        the frequencies.
         """
         if self.cos.size(1) < length:
             turned = to_device(torch.stack([angles(2 * length, each) for each in self.frequencies]), self.cos.device)
@@ -146,7 +151,7 @@ class DecoderRotary:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None) -> torch.Tensor:
-    """Apply the rotary embedding to the first channels of `x` [..., d], to the number that `cos` and `sin` have."""
+    """Rotate the first channels of `x` [..., d], as many as `cos` and `sin` have, and keep the other channels."""
     assert cos is not None and sin is not None
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     size = cos.size(-1)

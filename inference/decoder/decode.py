@@ -137,12 +137,12 @@ class Decoder(Transformer):
         return results
 
     def batches_at_once(self, batch_size: int, prompt: int, length: int, generates: bool, most: int) -> int:
-        """Return the number of batches of `batch_size` texts that share a forward pass, and reserve memory for them.
+        """Return how many batches of `batch_size` texts share a forward pass, and reserve memory for them.
 
-        The number is 1 if all weights stay in memory; otherwise at most `most`, such that caches and activations fit
-        into a quarter of the memory budget. prompt: number of tokens of a text that are read at once. length: number of
-        cached tokens of a text, 0 without a cache. generates: whether only the logits of last tokens are needed. Raises
-        ConfigError on all ranks if one rank's budget is too small for one batch. A collective call.
+        The number is 1 if all weights stay in memory. Otherwise it is at most `most`, and caches and activations must
+        fit into a quarter of the memory budget. prompt: tokens per text that are read at once. length: cached tokens
+        per text, 0 without a cache. generates: whether only the last tokens' logits are needed. Raises ConfigError on
+        all ranks if one rank's budget is too small for one batch. A collective call.
         """
         if not self.source.has_budget:
             return 1
@@ -222,9 +222,10 @@ class Decoder(Transformer):
     def _windowed(
         self, counts: list[int], positions: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """Return `mask` restricted to the sliding window of each text's new token, or `mask` itself without effect.
+        """Return `mask` restricted to the sliding window that ends at each text's new token.
 
-        counts: cached tokens of each text. positions: `counts` on the device, if the texts have different counts.
+        Returns `mask` itself if no text is longer than the window. counts: cached tokens of each text. positions:
+        `counts` on the device, if the texts have different counts.
         """
         longest = max(counts)
         if self._window is None or longest < self._window:

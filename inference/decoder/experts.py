@@ -38,10 +38,10 @@ class DecoderExperts:
         expected: Sequence[torch.Tensor],
         expect: Callable[[Sequence[int]], None],
     ) -> list[torch.Tensor]:
-        """Return the outputs [T, H] of each batch, zero for padding. Each chosen expert is loaded once for all batches.
+        """Return the layer's outputs [T, H] for each batch of `inputs`, zero for padding.
 
-        expected: experts [T, k] that the next MoE layer will probably choose. `expect` prefetches them after this
-        layer's loads have been enqueued.
+        Each chosen expert is loaded once for all batches. expected: experts [T, k] per batch that the next MoE layer
+        will probably choose; `expect` prefetches them after this layer's loads have been enqueued.
         """
         texts = [
             hidden if step.texts is None else hidden[step.texts] for hidden, step in zip(inputs, steps, strict=True)

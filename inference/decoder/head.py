@@ -89,7 +89,10 @@ class _RunningSoftmax:
         return cls(lowest, tokens, torch.zeros(count, device=device), torch.zeros(count, device=device))
 
     def add(self, logits: torch.Tensor, first: int, targets: torch.Tensor, those: slice) -> None:
-        """Update the rows `those` with logits, fp32 `[m, block size]`, of the tokens from id `first` on."""
+        """Add a block of logits, fp32 `[m, block size]`, to the statistics of the m rows in the slice `those`.
+
+        first: token id of the block's first column. targets: each row's target token, int64 `[m]`.
+        """
         best, token = logits.max(dim=1)
         before = self.largest[those]
         largest = torch.maximum(before, best)

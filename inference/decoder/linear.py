@@ -26,7 +26,10 @@ def norm(weights: Weights, name: str, config: Config, epsilon: float | None = No
 
 
 def all_heads_norm(group: Group, weights: Weights, name: str, config: Config) -> Apply:
-    """Return a function that applies RMSNorm over all tensor ranks' heads to `[b, s, g, r or 1, d]` of this rank."""
+    """Return a function that applies RMSNorm over the heads of all tensor ranks together.
+
+    It takes this rank's queries `[b, s, g, r, d]` or keys `[b, s, g, 1, d]`.
+    """
     weight, epsilon = weights[f"{name}.weight"], config.model.norm_epsilon
 
     def apply(x: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ class Cache:
 
 @dataclass(frozen=True)
 class Step:
-    """Tensors that all layers share in a forward pass over T = batch_size * new tokens: angles, masks, positions."""
+    """Tensors that all layers share in a pass over T = batch_size * new tokens: rotary angles, masks, positions."""
 
     batch_size: int
     new: int

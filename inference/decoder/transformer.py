@@ -78,10 +78,10 @@ class Layer:
         return feed_forward({**self.small, **weights}, "mlp.", self.config, self.group)
 
     def _expected(self, middle: Sequence[torch.Tensor], steps: Sequence[Step]) -> list[torch.Tensor]:
-        """Return the experts [T, k] that the next MoE layer will probably choose, or an empty list if experts are not
-        streamed.
+        """Predict the experts [T, k] that the next MoE layer will choose, per batch; [] if experts are not streamed.
 
-        The next layer's router predicts them from hidden states to which this layer's experts have not been added yet.
+        The next layer's router predicts them from `middle`, the hidden states [T, H] after this layer's attention, to
+        which this layer's experts have not been added yet.
         """
         after = self.next_moe
         if after is None or not self.source.streams_experts:
@@ -163,7 +163,7 @@ class Transformer:
     def _angles(
         self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """Return fp32 cosines and signed sines from `DecoderRotary.at`, or (None, None) without rotary positions."""
+        """Return the fp32 cosines and signed sines of token positions, or (None, None) without rotary positions."""
         return (None, None) if self._rotary is None else self._rotary.at(length, positions, lengths)
 
     def _reserve_together(self, num_bytes: int) -> None:

@@ -162,8 +162,10 @@ def memory_budget(given: float | None, device: torch.device) -> float:
 
 
 def refuse_together(problem: BudgetTooSmall | None) -> None:
-    """Raise BudgetTooSmall on every rank if the budget of one rank is too small, with the message of the rank that
-    needs the most memory. A collective call."""
+    """Raise BudgetTooSmall on every rank if the memory budget of any rank is too small. A collective call.
+
+    problem: this rank's error, or None. The message is that of the rank that needs the most memory.
+    """
     if dist.get_world_size() == 1:
         if problem is not None:
             raise problem

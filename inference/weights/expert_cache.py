@@ -150,7 +150,10 @@ class ExpertUses:
         return found
 
     def _learn(self, row: int, share_E: Floats) -> None:
-        """Update the learned weights of the decay rates by a Newton step that improves the prediction of this pass."""
+        """Update the weights of the use counts by a Newton step that improves their prediction of expert use.
+
+        row: index of the MoE layer. share_E: fraction of the pass's tokens that chose each expert.
+        """
         odds_ME, chance_E = self._odds_LME[row], self._chance_LE[row]
         self._curvature *= KEPT_PER_PASS
         self._curvature += (odds_ME * (chance_E * (1 - chance_E))) @ odds_ME.T
@@ -158,7 +161,10 @@ class ExpertUses:
         self._weights += np.linalg.solve(self._curvature, odds_ME @ (share_E - chance_E))
 
     def _count(self, row: int, share_E: Floats, num_tokens: float) -> None:
-        """Decay the use counts of a layer, add this pass, and predict the probability of use in the next pass."""
+        """Add this pass to a layer's decaying counts of expert use, and predict each expert's use in the next pass.
+
+        row: index of the MoE layer. share_E: fraction of the pass's `num_tokens` tokens that chose each expert.
+        """
         shares_ME = self._shares_LME[row]
         by_pass = np.maximum(1 / (self._passes[row] + PRIOR_PASSES), self._rates)
         shares_ME[:-1] += by_pass[:, None] * (share_E - shares_ME[:-1])
@@ -170,7 +176,10 @@ class ExpertUses:
         self._chance_LE[row] = 1 / (1 + np.exp(-(self._weights @ odds_ME + self._prior_odds)))
 
     def _set_times(self, row: int, num_tokens: float) -> None:
-        """Set the expected time of the next use of each expert of a layer, if the next pass has `num_tokens` tokens."""
+        """Set the expected time of the next use of each expert of a layer, if the next pass has `num_tokens` tokens.
+
+        row: index of the MoE layer.
+        """
         self._counts_with[row] = num_tokens
         chance_E = self._chance_LE[row]
         if num_tokens > self._usual[row]:

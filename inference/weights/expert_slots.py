@@ -41,7 +41,10 @@ class ExpertCounts:
 
 
 class ExpertSlots:
-    """A cache of all layers' experts, one per memory slot. `after_use` returns the completion of a computation."""
+    """A cache of experts of all layers, with one expert per memory slot.
+
+    after_use: returns the completion of the operations started so far, which a slot's next load waits for.
+    """
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ ADVICE = "Use another copy of the model, or an earlier checkpoint."
 
 @dataclass
 class ReadingCounts:
-    """Counts of passes, tokens, bytes and waiting times since the weights that stay in memory were loaded."""
+    """Statistics of reading weights (passes, tokens, bytes, waiting times) since the weights that stay were loaded."""
 
     passes: int = 0
     tokens: int = 0
@@ -159,7 +159,7 @@ class FileWeights(WeightSource):
             self._ring.give_back(ring_slot, Completion.so_far(self.device))
 
     def experts(self, layer: int, wanted: Mapping[int, int], make: Callable[[Named], T]) -> Iterator[tuple[int, T]]:
-        """Yield the chosen experts of this rank, those in memory first."""
+        """Return an iterator over the chosen experts of this rank as (expert, callable), those in memory first."""
         units = self.held.experts
         own = {expert: tokens for expert, tokens in wanted.items() if (layer, expert) in units}
         self.counts.bytes_used += len(own) * self.sizes.expert
@@ -193,7 +193,7 @@ class FileWeights(WeightSource):
         return self.counts.line() if self.streams else None
 
     def end_pass(self, num_tokens: int) -> None:
-        """Count a pass, and print the counts every `LOG_EVERY_SECONDS` seconds."""
+        """Count a forward pass over `num_tokens` tokens, and print statistics every `LOG_EVERY_SECONDS` seconds."""
         counts, now = self.counts, time.perf_counter()
         counts.passes += 1
         counts.tokens += num_tokens
@@ -203,7 +203,7 @@ class FileWeights(WeightSource):
             self._log(counts.line())
 
     def check_finite(self, answers: Sequence[torch.Tensor]) -> None:
-        """Raise ConfigError on all ranks if an output is NaN or infinite, naming a weight that is not finite."""
+        """Raise ConfigError on all ranks, naming a bad weight if there is one, if an output is NaN or infinite."""
         if torch.stack([each.sum() for each in answers]).isfinite().all().item():
             return
         # Free the memory to read all weights again; generation ends here.

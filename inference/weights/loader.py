@@ -52,7 +52,7 @@ class HostCopy:
 
     @property
     def must_be_read(self) -> bool:
-        """Whether a read must be enqueued: none was enqueued yet, or the last read failed or was cancelled."""
+        """Whether a read of the unit must be enqueued: there was none, or the last one failed or was cancelled."""
         return self.read is None or self.read.error is not None
 
 

@@ -173,8 +173,10 @@ def _local_shard(name: str, weight: Weight, sizes: dict[str, int], ranks: dict[s
 
 
 def _head_blocks(matrix: LocalShard, most: int) -> Iterator[WeightUnit]:
-    """Yield the output layer in blocks of at most `most` elements. Only model and layout determine the blocks, and so
-    the bits of the logits."""
+    """Yield the output layer's matrix in blocks of rows, each of at most `most` elements.
+
+    The blocks, and so the bits of the logits, depend only on the model and the layout.
+    """
     num_rows, width = matrix.shape
     count = max(1, -(-num_rows * width // most))
     size = -(-num_rows // count)

@@ -69,7 +69,7 @@ class Ring:
         return [*(done for _, _, done in self._before), *(each.there for each in self._live)]
 
     def _load_ahead(self) -> None:
-        """Enqueue loads of the next weights while the bytes after the newest slot are free."""
+        """Enqueue loads of the next units of weights, as long as the bytes after the newest one are free."""
         while len(self._live) < len(self._cycle):
             unit = self._cycle[self._next]
             size = self._num_bytes(unit)

@@ -108,7 +108,7 @@ class RoutingWriter(AbstractContextManager["RoutingWriter"]):
         self._lines.append(json.dumps(line, separators=(",", ":")))
 
     def close(self) -> None:
-        """Write the last pass and close the file. A second call does nothing."""
+        """Write the recorded routing of the last pass to the file, and close the file. A second call does nothing."""
         self._flush()
         if self._file is not None:
             self._file.close()
@@ -220,7 +220,8 @@ def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer |
             raise ConfigError(f"{where} has the choice {choice}: it must be {header.top_k} different experts. {AGAIN}")
         if max(choice) >= header.num_experts:
             raise ConfigError(
-                f"{where} has expert {max(choice)}, but the header declares {header.num_experts} experts. {AGAIN}"
+                f"{where} has expert {max(choice)}, but the header declares experts 0 to {header.num_experts - 1}. "
+                f"{AGAIN}"
             )
     return RoutedLayer(number, layer, tuple((row, at) for row, at in tokens), tuple(map(tuple, experts)))
 

@@ -37,7 +37,7 @@ class RoutingRecord(Protocol):
     """Protocol of an object that receives the experts that tokens chose."""
 
     def begin_pass(self) -> None:
-        """Begin a forward pass: calls of `add` for its MoE layers follow."""
+        """Begin the record of a forward pass: calls of `add` for its MoE layers follow."""
 
     def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
         """Record the experts of each token (prompt, position) in one layer."""

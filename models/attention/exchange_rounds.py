@@ -29,8 +29,8 @@ ROUNDS, ROUND_ROWS = 8, 1024
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Consecutive segments of packed documents. `lengths`: number of rows per segment, int64 `[segments]`. `keys`:
-    number of first rows of a segment that all its rows attend to, int64 `[segments]`; None for causal attention."""
+    """Consecutive segments of packed documents. `lengths`: rows per segment, int64 `[segments]`. `keys`: all rows of
+    segment i attend to its first `keys[i]` rows, int64 `[segments]`; None for causal attention."""
 
     lengths: np.ndarray
     keys: np.ndarray | None = None
@@ -119,8 +119,8 @@ class ExchangeSchedule:
     """Schedule of the key rows that every rank receives from every other rank, in rounds. Attention may have a sliding
     window.
 
-    In a round, a rank receives at most `round_rows` rows, or 1 / ROUNDS of the most rows that any rank receives if that
-    is more. It never receives more rows than it holds.
+    In a round, a rank receives at most `round_rows` rows, or 1 / ROUNDS of all rows that the busiest rank receives if
+    that is more. It never receives more rows than it holds.
     """
 
     def __init__(
@@ -210,8 +210,8 @@ class ExchangeSchedule:
     def _round_of_transfer(self) -> np.ndarray:
         """Return the round number of each transfer, int64 `[transfers]`.
 
-        A unit is all chunks that have the same chunk number and the same distance between owner and receiver.
-        Consecutive units share a round while no rank receives more than a round's rows.
+        Transfers with the same chunk number and the same distance between owner and receiver share a round. Further
+        transfers join the round while no rank receives more than a round's rows.
         """
         found = self._transfers
         cp_rank, owner, chunk, num_rows = found.cp_rank, found.owner, found.chunk, found.num_rows
@@ -293,8 +293,8 @@ class ExchangeSchedule:
         return _by_round(np.concatenate([blocks, full], axis=1), count)
 
     def _squares(self, runs: _Spans) -> list[_Squares]:
-        """Return the rectangles of the attention mask (full, causal, anti-causal) that the query rows of `runs` have.
-        Some may be empty."""
+        """Return the rectangles of the attention mask (full, causal, anti-causal) for the query rows in `runs`. Some
+        may be empty."""
         first, num_rows = self._first[runs.segment], runs.end - runs.begin
         if self._segments.keys is not None:
             num_keys = self._segments.keys[runs.segment]
@@ -348,9 +348,9 @@ def _in_chunks(transfers: _Transfers, chunk_rows: int) -> _Transfers:
 
 
 def _by_round(blocks: np.ndarray, count: int) -> list[Slices]:
-    """Convert rectangles of the attention mask to one Slices for the rank's own keys and one per round. `blocks`: int64
-    `[6, blocks]`, with round, kind, first query row, number of query rows, first key row, number of key rows. Full
-    rectangles of the same queries with adjacent keys are merged."""
+    """Group rectangles of the attention mask: one Slices for the rank's own keys, then one for each of `count` rounds.
+    `blocks`: int64 `[6, rectangles]`: round, kind, first query row, number of query rows, first key row, number of key
+    rows. Full rectangles of the same queries with adjacent keys are merged."""
     blocks = blocks[:, np.lexsort((blocks[4], blocks[3], blocks[2], blocks[1], blocks[0]))]
     number, kind, query, queries, key, keys = blocks
     same = (blocks[:4, 1:] == blocks[:4, :-1]).all(0) & (kind[1:] == FULL) & (key[1:] == (key + keys)[:-1])

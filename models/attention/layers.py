@@ -42,10 +42,10 @@ def _for_core(core_attention: torch.nn.Module, sequence_rows: MicroBatchRows | N
 
 
 class RotarySelfAttention(SelfAttention):
-    """Megatron-core's self attention, except that one function splits queries, keys and values and rotates queries and
+    """Megatron-core's self attention, with one function that splits queries, keys and values and rotates queries and
     keys.
 
-    `rotary_factor`: factor of the cosines and sines.
+    `rotary_factor`: factor that multiplies the cosines and sines of the rotary angles.
     """
 
     def __init__(self, *args: Any, rotary_factor: float = 1.0, **kwargs: Any) -> None:
@@ -121,7 +121,7 @@ class WeightProjection(ColumnParallelLinear):
     run, and wait for pending updates of the weight."""
 
     def forward(self, _: None) -> torch.Tensor:
-        """Return this tensor rank's shard of the weight."""
+        """Return this tensor rank's shard of the weight, instead of a product."""
         return self.weight
 
 
@@ -206,11 +206,13 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: MicroBatchRows | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, ...]:
-        """Call Megatron-core's method without `packed_seq_params`, which it would treat as packed sequences."""
+        """Return Megatron-core's query, key and value tensors, without passing on `packed_seq_params`: Megatron-core
+        would take it for packed sequences."""
         return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
     def _rotated(self, x: torch.Tensor, sequence_rows: MicroBatchRows) -> torch.Tensor:
-        """Rotate channels `[s, 1, heads, p]` by the angles of their rows, with Megatron-core's function."""
+        """Rotate channels `[s, 1, heads, p]` by the rotary angles of their rows (`sequence_rows`), with Megatron-core's
+        function."""
         assert sequence_rows.angles is not None
         factor = sequence_rows.factor if self.config.rope_type == "yarn" else 1.0
         group = self.pg_collection.cp  # unused: there is no communication over it
@@ -273,7 +275,7 @@ class ScaledDotProductAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the attention output `[s, b, n * d]` (d: channels of a value head) for query `[s, b, n, d]`, key and
         value `[s, b, g, d]`. `attention_mask`: bool `[b, 1, 1 or s, s]`, True = masked as in Megatron-core, or None;
-        ignored if attention is causal or has a slice plan."""
+        ignored if attention is causal or is computed slice by slice."""
         assert attention_bias is None, "attention bias is not supported"
         causal = (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal
         plan = self._plan(query, value, packed_seq_params, causal)
@@ -317,7 +319,7 @@ class ScaledDotProductAttention(MegatronModule):
 
 
 def takes_rows(chunk: torch.nn.Module) -> bool:
-    """Return whether a model chunk has attention layers that take MicroBatchRows. Megatron-core's layers with
-    TransformerEngine take only packed sequences."""
+    """Return whether a model chunk has attention layers that take the rows of a micro-batch (MicroBatchRows) as
+    `packed_seq_params`. Megatron-core's layers with TransformerEngine take only packed sequences there."""
     ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
     return any(isinstance(module, ours) for module in chunk.modules())

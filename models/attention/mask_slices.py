@@ -21,7 +21,8 @@ SHORT, SHORT_BACKWARD = 128, 768
 
 
 class SliceShape(NamedTuple):
-    """Kind, number of query rows and number of key rows of attention slices that have equal shapes."""
+    """Kind (full, causal or anti-causal), number of query rows and number of key rows of attention slices that have
+    equal shapes."""
 
     kind: int
     queries: int
@@ -30,8 +31,10 @@ class SliceShape(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """Attention slices of a micro-batch as columns, int64 `[n]` each. `kind`: full, causal or anti-causal. `query`,
-    `queries`: first query row and number of query rows. `key`, `keys`: first key row and number of key rows.
+    """Attention slices of a micro-batch, as columns, int64 `[n]` each. A slice is a run of query rows, a run of key
+    rows of the same sample, and a kind: query row i attends to all keys (full), to keys 0 to i (causal), or to keys i
+    to the last (anti-causal). `query`, `queries`: first query row and number of query rows. `key`, `keys`: first key
+    row and number of key rows.
 
     Raises ValueError if a slice has no query row or no key row, or if a causal or anti-causal slice is not square.
     """
@@ -55,7 +58,7 @@ class Slices:
 
     @property
     def pairs(self) -> int:
-        """Number of query-key pairs that attend, summed over all slices."""
+        """Number of query-key pairs in which the query attends to the key, summed over all slices."""
         return int(self._pairs.sum())
 
     @property
@@ -64,8 +67,8 @@ class Slices:
         return np.where(self.kind == FULL, square, halves)
 
     def halves(self) -> list[Slices]:
-        """Split the slices into two lists with about equal numbers of query-key pairs, and cut the largest slice if
-        needed. Returns a single list if they cannot be split."""
+        """Split the attention slices into two lists with about equal numbers of query-key pairs, and cut the largest
+        slice if needed. Returns a single list if they cannot be split."""
         most = int(np.argmax(self._pairs)) if len(self) else 0
         found = self._with_cut(most) if len(self) and 2 * self._pairs[most] > self.pairs else self
         middle = np.cumsum(found._pairs) - found._pairs / 2
@@ -73,8 +76,8 @@ class Slices:
         return [found.only(each) for each in (is_first, ~is_first) if each.any()] or [self]
 
     def _with_cut(self, number: int) -> Slices:
-        """Cut slice `number` at half its query rows. A causal slice becomes a full slice with about half its pairs and
-        two causal slices. An anti-causal slice or a single query row is not cut."""
+        """Cut one attention slice (index `number`) at half its query rows. A causal slice becomes a full slice with
+        about half its pairs and two causal slices. An anti-causal slice or a single query row is not cut."""
         kind, sample, query, queries, key, keys = (int(column[number]) for column in self.columns)
         above = queries // 2
         if above == 0 or kind == ANTI_CAUSAL:
@@ -92,7 +95,7 @@ class Slices:
         return Slices(*(np.concatenate([each[:number], cut, each[number + 1 :]]) for each, cut in columns))
 
     def only(self, chosen: np.ndarray) -> Slices:
-        """Return the slices that a boolean mask or indices select."""
+        """Select attention slices by a boolean mask or by indices."""
         return Slices(*(column[chosen] for column in self.columns))
 
     @property
@@ -101,15 +104,15 @@ class Slices:
         return self.kind, self.sample, self.query, self.queries, self.key, self.keys
 
     def batches(self) -> Iterator[tuple[SliceShape, Slices]]:
-        """Group the slices by shape. Yields each shape with its slices, whose order does not change."""
+        """Group the attention slices by shape. Yields each shape with its slices, whose order does not change."""
         shapes = np.stack([self.kind, self.queries, self.keys], axis=1)
         found, inverse = np.unique(shapes, axis=0, return_inverse=True)
         for number, shape in enumerate(found):
             yield SliceShape(*map(int, shape)), self.only(np.flatnonzero(inverse.reshape(-1) == number))
 
     def launches(self) -> list[Slices]:
-        """Group the slices into few kernel launches. The slices of a launch have one kind, share no query row and no
-        key row, and are sorted by row, as kernels with cumulative lengths require."""
+        """Group the attention slices into few kernel launches. The slices of a launch have one kind, share no query row
+        and no key row, and are sorted by row, as kernels with cumulative lengths require."""
         groups: list[_Group] = []
         order = np.lexsort((self.key, self.query, self.sample)).tolist()
         column_lists = [column.tolist() for column in self.columns]
@@ -154,8 +157,8 @@ class _Group(NamedTuple):
 
 
 def of_documents(positions: np.ndarray) -> Slices:
-    """Return one causal slice per segment of a document. `positions`: int64 `[b, s]`, the position of each token in its
-    segment. A segment starts at position 0 and at the start of a sample."""
+    """Return the attention slices of packed documents: one causal slice per segment. `positions`: int64 `[b, s]`, the
+    position of each token in its segment. A segment starts at position 0 and at the start of a sample."""
     b, s = positions.shape
     begins = positions == 0
     begins[:, 0] = True
@@ -166,7 +169,7 @@ def of_documents(positions: np.ndarray) -> Slices:
 
 
 def windowed(slices: Slices, window: int) -> Slices:
-    """Restrict causal slices to a sliding window: a row attends to the last `window` rows, including itself.
+    """Restrict causal attention slices to a sliding window: a row attends to the last `window` rows, including itself.
 
     Rows are cut into blocks of `window` rows. A row attends to the rows of its own block up to itself, and to the rows
     of the previous block at later positions in the block.

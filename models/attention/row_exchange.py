@@ -22,10 +22,10 @@ from parallel.topology import Axis
 
 
 class RowExchange:
-    """Exchange of key and value rows, and of their gradients, between ranks of the context group in one round.
+    """Exchange of key and value rows, and of their gradients, between the ranks of the context-parallel group, in one
+    round.
 
-    `_sends`: dict from receiving rank to the indices of this cp_rank's rows. `_receives`: dict from sending rank to its
-    number of rows.
+    `_sends`: indices of the rows to send, by receiving rank. `_receives`: number of rows to receive, by sending rank.
     """
 
     def __init__(self, found: ExchangeRound, context: Axis, heads: int) -> None:
@@ -38,7 +38,7 @@ class RowExchange:
 
     def fetch(self, key: torch.Tensor, value: torch.Tensor) -> ArrivingRows:
         """Start sending rows of key `[R, 1, g, d]` and value `[R, 1, g, v]` to other ranks, and receiving rows from
-        them."""
+        them. R: rows of this rank after heads are exchanged."""
         sends = {
             rank: [torch.cat([key[sent_rows, 0], value[sent_rows, 0]], -1)]
             for rank, sent_rows in self._sent_rows(key.device).items()
@@ -50,7 +50,7 @@ class RowExchange:
 
     def return_gradients(self, key_grad: torch.Tensor, value_grad: torch.Tensor) -> ArrivingGradients:
         """Start sending the gradients of received key and value rows back to their owners, and receiving the gradients
-        of this cp_rank's rows."""
+        of the rows that this rank sent."""
         both = torch.cat([key_grad, value_grad], -1)[:, 0]
         chunks = both.split(list(self._receives.values())) if self._receives else ()
         sends = {rank: [chunk] for rank, chunk in zip(self._receives, chunks)}
@@ -84,7 +84,7 @@ class ArrivingRows:
 
 
 class ArrivingGradients:
-    """Gradients of this cp_rank's key and value rows that this rank is receiving from the ranks that used the rows."""
+    """Gradients of this rank's key and value rows, which arrive from the ranks that received these rows."""
 
     def __init__(
         self, messages: Messages, found: dict[int, torch.Tensor], sent_rows: dict[int, torch.Tensor], width: int
@@ -92,8 +92,8 @@ class ArrivingGradients:
         self._messages, self._found, self._sent_rows, self._width = messages, found, sent_rows, width
 
     def add_to(self, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
-        """Wait for the gradients and add them to the fp32 gradients of all rows of this cp_rank, in a fixed order of
-        ranks."""
+        """Wait for the gradients that other ranks send, and add them to the fp32 gradients of this rank's R key and
+        value rows, in a fixed order of ranks."""
         self._messages.wait()
         for rank, chunk in self._found.items():
             sent_rows = self._sent_rows[rank]
@@ -102,9 +102,9 @@ class ArrivingGradients:
 
 
 class HeadExchange:
-    """All-to-all between the ranks of a cp_rank: each rank sends its rows of all heads and receives all rows of some
-    heads (as in DeepSpeed Ulysses). If there are fewer key heads than ranks, several ranks receive the same key
-    head."""
+    """All-to-all in a group of context-parallel ranks: each rank sends its rows of all heads and receives the whole
+    group's rows of some heads (as in DeepSpeed Ulysses). If there are fewer key heads than ranks, several ranks receive
+    the same key head."""
 
     def __init__(self, context: Axis, heads: int) -> None:
         first = context.rank // heads * heads
@@ -112,7 +112,7 @@ class HeadExchange:
         self.ranks = range(first, first + heads)
 
     def heads_of_ranks(self, number: int) -> list[slice]:
-        """Return the slice of `number` query or key heads that each rank of the cp_rank computes, as a list by rank."""
+        """Return which slice of `number` query or key heads each rank of the group computes, as a list by rank."""
         if number % self.size == 0:
             each = number // self.size
             return [slice(i * each, (i + 1) * each) for i in range(self.size)]
@@ -120,18 +120,19 @@ class HeadExchange:
         return [slice(i // shared, i // shared + 1) for i in range(self.size)]
 
     def to_heads(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange this rank's rows of all heads for all rows of this rank's heads: query `[r, 1, n, d]`, key
-        `[r, 1, g, d]` and value `[r, 1, g, v]` become `[R, 1, ...]`."""
+        """Exchange this rank's rows of all heads for the whole group's rows of this rank's heads: query `[r, 1, n, d]`,
+        key `[r, 1, g, d]` and value `[r, 1, g, v]` become `[R, 1, heads, ...]`."""
         return _ToHeads.apply(query, key, value, self)  # type: ignore[no-any-return]
 
     def to_rows(self, output: torch.Tensor) -> torch.Tensor:
-        """Exchange all rows of this rank's heads, `[R, 1, heads, v]`, for this rank's rows of all heads,
+        """Exchange the whole group's rows of this rank's heads, `[R, 1, heads, v]`, for this rank's rows of all heads,
         `[r, 1, n, v]`."""
         return _ToRows.apply(output, self)  # type: ignore[no-any-return]
 
     def scatter(self, tensors: Sequence[torch.Tensor], heads: Sequence[list[slice]]) -> list[torch.Tensor]:
-        """Send each rank its heads of this rank's rows, taken from tensors `[r, 1, heads, ...]`. Return this rank's
-        heads of all rows, `[R, 1, ...]`."""
+        """Exchange rows for heads in several tensors: send every rank of the group its heads of this rank's rows, `[r,
+        1, heads, ...]`. Returns this rank's heads of all R rows. `heads`: for each tensor, the slice of heads per
+        rank."""
         found = [
             tensor.new_empty(len(tensor) * self.size, 1, tensor[:, :, of[self.rank]].size(2), *tensor.shape[3:])
             for tensor, of in zip(tensors, heads)
@@ -149,8 +150,9 @@ class HeadExchange:
         return found
 
     def gather(self, tensors: Sequence[torch.Tensor], heads: Sequence[list[slice]]) -> list[list[torch.Tensor]]:
-        """Reverse `scatter`: send each rank its rows of this rank's heads, taken from tensors `[R, 1, heads, ...]`.
-        Return for each tensor a list with every rank's heads of this rank's rows, `[r, 1, heads, ...]`."""
+        """Exchange heads for rows in several tensors: send every rank of the group its rows of this rank's heads, `[R,
+        1, heads, ...]`. Returns for each tensor a list with every rank's heads of this rank's r rows. `heads`: for each
+        tensor, the slice of heads per rank."""
         by_rank = [tensor.unflatten(0, (self.size, -1)) for tensor in tensors]
         found: list[list[torch.Tensor]] = [[] for _ in tensors]
         sends, receives = {}, {}

@@ -36,7 +36,8 @@ ALONG_THE_SEQUENCE = ("tokens", "labels", "loss_mask", "types", "padding_mask", 
 
 
 class RowSlices(ABC):
-    """Attention slices of a micro-batch on this rank, made once on the host and used by all layers of all model chunks.
+    """Attention slices of a micro-batch on this rank (which of its rows attend to which), made once on the host and
+    used by all layers of all model chunks.
 
     `is_long`: bool `[num_samples, length]` on the host (under context parallelism `[1, r]`), True for tokens of
     segments longer than the length at which rotary frequencies change; None if the model has no such length.
@@ -48,8 +49,8 @@ class RowSlices(ABC):
         self._plans: dict[int | None, SlicePlan] = {}
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the plan for computing attention in layers with this sliding window (None: no window). The first call
-        makes it."""
+        """Return the plan (kernel calls and key exchanges) for attention in layers with this sliding window (None: no
+        window). The first call makes it."""
         if window is not None and window >= self._longest:
             window = None
         if window not in self._plans:
@@ -58,7 +59,8 @@ class RowSlices(ABC):
 
     @abstractmethod
     def _make(self, window: int | None) -> SlicePlan:
-        """Make the plan for computing attention in layers with this sliding window (None: no window)."""
+        """Make the plan (kernel calls and key exchanges) for attention in layers with this sliding window (None: no
+        window)."""
 
 
 class BatchSlices(RowSlices):
@@ -78,8 +80,8 @@ class ShardedSlices(RowSlices):
     rank's rows in the micro-batch, int64 `[r]`."""
 
     def __init__(self, whole: BatchSlices, context: Axis, heads: int, work: np.ndarray | None = None) -> None:
-        """Shard the rows over the context ranks. `heads`: number of ranks that exchange heads. `work`: as in
-        `shard_sequence`."""
+        """Shard the rows of the micro-batch `whole` over the context-parallel ranks. `heads`: number of ranks that
+        exchange heads with each other. `work`: attention work of the first i rows of a segment (None: i(i + 1) / 2)."""
         found = whole.found
         keys = found.keys if found.kind[0] == FULL else None
         self._segments, self._context, self._heads = Segments(found.queries, keys), context, heads
@@ -100,9 +102,9 @@ class ShardedSlices(RowSlices):
 
 
 def document_slices(positions: torch.Tensor, switches_at: int | None = None) -> BatchSlices:
-    """Return the attention slices of a micro-batch whose documents are separate. `positions`: int64 `[b, s]` on the
-    host, the position of each token in its segment. `switches_at`: the segment length at which rotary frequencies
-    change (None: they never change)."""
+    """Return the attention slices of a micro-batch whose documents do not attend to each other. `positions`: int64 `[b,
+    s]` on the host, the position of each token in its segment. `switches_at`: the segment length at which rotary
+    frequencies change (None: they never change)."""
     b, s = positions.shape
     found = mask_slices.of_documents(positions.numpy())
     is_long = None
@@ -157,8 +159,8 @@ def position_ids(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, context: Axis | None) -> dict[str, Any]:
-    """Return a micro-batch with its attention slices added, after making the attention plans of all layers. With
-    context parallelism, the batch has only this rank's rows."""
+    """Add the attention slices `whole` to a micro-batch, and plan the attention of all layers. With context
+    parallelism, the returned batch has only this rank's rows and slices."""
     found: RowSlices = whole
     if is_sharded(context):
         pattern, longest = derived.window_pattern(config), int(whole.found.queries.max())
@@ -172,8 +174,8 @@ def with_slices(config: Config, batch: dict[str, Any], whole: BatchSlices, conte
 
 @functools.lru_cache(maxsize=8)
 def joined_slices(num_samples: int, length: int) -> BatchSlices:
-    """Return the slices of plain causal attention: each token of a sample attends to itself and to all tokens before
-    it."""
+    """Return the attention slices of plain causal attention: each token attends to itself and to all tokens before it
+    in its sample."""
     positions = np.broadcast_to(np.arange(length), (num_samples, length))
     return BatchSlices(mask_slices.of_documents(positions), num_samples, length)
 
@@ -192,9 +194,9 @@ class MicroBatchRows:
         positions: torch.Tensor | None = None,
         tensor_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Store the inputs; angles are computed on demand. `tokens`: int64 `[b, s]` on the device. `positions`: int64
-        `[b, s]`, in the segment (None: in the sample). `tensor_group`: the tensor-parallel group if sequence
-        parallelism splits the rows over it, else None."""
+        """Store a micro-batch's tokens, positions and slices; rotary angles are computed on demand. `tokens`: int64
+        `[b, s]` on the device. `positions`: int64 `[b, s]`, in the segment (None: in the sample). `tensor_group`: the
+        tensor-parallel group if sequence parallelism splits the rows over it, else None."""
         self.slices, self._tensor_group = slices, tensor_group
         self._rotary, self._positions = rotary, positions
         self._shape, self._device = tokens.shape, tokens.device
@@ -203,7 +205,8 @@ class MicroBatchRows:
         self._angles: torch.Tensor | None = None
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the plan for computing attention in layers with this sliding window (None: no window)."""
+        """Return the plan (kernel calls and key exchanges) for attention in layers with this sliding window (None: no
+        window)."""
         slices = joined_slices(*self._shape) if self.slices is None else self.slices
         return slices.plan(window)
 

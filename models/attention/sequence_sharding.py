@@ -82,7 +82,7 @@ def shard_sequence(
             f"{total} rows cannot be divided equally among {cp_size} ranks: use a number of ranks that divides the rows"
         )
     if not len(lengths) or lengths.min() < 1:
-        raise ValueError("every segment must have at least one row")
+        raise ValueError(f"lengths ({list(lengths)[:5]}...) must have at least one segment, and each at least one row")
     if work is not None and len(work) <= lengths.max():
         raise ValueError(
             f"work covers segments of up to {len(work) - 1} rows, but the longest segment has {lengths.max()} rows"
@@ -124,8 +124,8 @@ def shard_sequence(
 
 
 def _integer_work(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | None:
-    """Convert work to int64. Fractional work is multiplied by 2 ** FRACTIONS first, or by a lower power of 2 if sums
-    would overflow."""
+    """Convert attention work to int64. Fractional work is multiplied by 2 ** FRACTIONS first, or by a lower power of 2
+    if sums would overflow."""
     if work is None or np.issubdtype(np.asarray(work).dtype, np.integer):
         return None if work is None else np.asarray(work, dtype=np.int64)
     most = math.frexp(float(work[int(lengths.max())]) * len(lengths))[1]
@@ -133,11 +133,11 @@ def _integer_work(work: np.ndarray | None, lengths: np.ndarray) -> np.ndarray | 
 
 
 def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.ndarray | None:
-    """Return the number of query-key pairs of the first i rows of a segment, summed over all layers: int64 [longest +
-    1].
+    """Return the attention work of the first i rows of a segment: the number of query-key pairs, summed over all
+    layers, int64 [longest + 1]; None if there is no window.
 
     slides: one entry per layer, 1 if a row attends to the last `window` rows only, 0 if it attends to all rows before
-    it. Returns None if there is no window; `shard_sequence` then assumes plain causal attention.
+    it.
     """
     if window is None:
         return None
@@ -186,7 +186,7 @@ class _Packing:
         self.pool_rows, self.pool_work = self.pool_rows + span.num_rows, self.pool_work + span.work
 
     def expected(self, wanted: Iterable[int]) -> list[tuple[int, int]]:
-        """Return (expected work, rank) for each of these ranks, assuming that the unassigned rows are spread evenly
+        """Return (expected work, rank) for each rank in `wanted`, assuming that the unassigned rows are spread evenly
         over all ranks. Ranks with a reservation sort last."""
         light = self._until(self.counted)
         num_rows, work = max(self.pool_rows - self.counted, 1), max(self.pool_work - light, 0)
@@ -222,8 +222,8 @@ class _Packing:
         self.ledger.add(cp_rank, span, fixed=fixed)
 
     def reserve_lightest(self, cp_rank: int) -> None:
-        """Reserve the lightest unassigned rows for a rank if they complete its number of rows and leave little of its
-        work unused."""
+        """Reserve the lightest unassigned rows for a rank if they complete its number of rows and use nearly all work
+        that it may have."""
         left = self.ledger.missing[cp_rank]
         if cp_rank not in self.counting and 0 < left <= self.short_rows - self.counted:
             spare = self.cap - self.ledger.work[cp_rank] - self.lightest(cp_rank, left)
@@ -239,8 +239,8 @@ class _Packing:
         return work + self.lightest(cp_rank, beside) <= self.cap
 
     def cut(self, cp_rank: int, span: RowSpan) -> tuple[int, int]:
-        """Return the number of a span's last rows that a rank takes, and the number of its first rows that the rank
-        also takes if nothing lighter fills it."""
+        """Return how many of a span's last rows a rank takes, and how many of its first rows. First rows are taken only
+        if there are too few lighter rows to fill the rank."""
         work_of, segment, begin, end = self.ledger.work_of, span.segment, span.begin, span.begin + span.num_rows
         capacity, before, whole = self.ledger.missing[cp_rank], self.ledger.work[cp_rank], self.ledger.rows_per_rank
         needed = max(-(-span.num_rows // whole), -(-span.work // max(self.cap, 1)))
@@ -270,7 +270,7 @@ def _pack(ledger: ShardLedger, spans: list[RowSpan], cap: int, *, cut: bool) -> 
     exceeds the rank's capacity is cut: its last rows are assigned now and the remainder later. A short span that fits
     on no rank is assigned anyway, and that rank then has too many rows.
 
-    cap: the work up to which a rank is packed. cut: with False, short segments are never cut.
+    cap: the work up to which a rank is packed. cut: False to keep short segments whole.
     """
     cp_size, left = len(ledger.missing), ledger.missing
     packing = _Packing(ledger, spans, cap)
@@ -347,8 +347,8 @@ def _in_runs(ledger: ShardLedger, lengths: np.ndarray) -> SequenceSharding:
 def cut_at_segments(
     found: SequenceSharding, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut runs of rows at the ends of segments. Returns rank, segment, first row and end in the segment, int64 [spans]
-    each."""
+    """Cut each rank's runs of rows at the ends of segments. Returns rank, segment, first row and end in the segment,
+    int64 [spans] each."""
     ends = np.cumsum(lengths)
     last = found.first + found.length
     segments = np.searchsorted(ends, found.first, side="right")

@@ -147,8 +147,9 @@ class SpanGroup(NamedTuple):
 
 
 class PairSplit(NamedTuple):
-    """Distribution of span groups over two ranks. The set bits of `units` are the numbers of the first rank's groups.
-    The first rank also has rows `begin` to `end` of the group numbered `cut` (no rows if both are 0)."""
+    """Choice of the span groups that the first of two ranks gets; the second rank gets the others. Bit i of `units` is
+    set if the first rank gets group i. It also gets rows `begin` to `end` of group `cut` (no rows if both are 0).
+    `over`: work above the limit. `cost`: rows that are exchanged because of the cut."""
 
     over: int  # work over the limit
     cost: int  # exchanged rows of the cut
@@ -276,8 +277,9 @@ def _choices(number: int) -> np.ndarray:
 
 
 def _best(ledger: ShardLedger, units: list[SpanGroup], wanted: int, low: int, high: int) -> PairSplit | None:
-    """Return the cheapest split of span groups that gives the first rank `wanted` rows and work from `low` to `high`,
-    or else the split whose work is closest to that range. Returns None if no split has `wanted` rows."""
+    """Return the cheapest division of the span groups `units` between two ranks that gives the first rank `wanted` rows
+    and work from `low` to `high`, or else the division whose work is closest to that range. Returns None if no division
+    has `wanted` rows."""
     number = len(units)
     num_rows = np.array([unit.num_rows for unit in units], dtype=np.int64)
     work = np.array([unit.work for unit in units], dtype=np.int64)
@@ -348,7 +350,7 @@ def equalize_rows(ledger: ShardLedger) -> None:
 
 
 def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
-    """Swap spans between a rank and other ranks so that the rank has exactly its number of rows. Returns False if no
+    """Swap spans between a rank and the ranks `others` so that it has exactly its number of rows. Returns False if no
     swap achieves this."""
     surplus = -ledger.missing[cp_rank]
     found: SpansBySize = {}
@@ -368,8 +370,8 @@ def _swap_spans(ledger: ShardLedger, cp_rank: int, others: list[int]) -> bool:
 def _candidates(
     own: list[RowSpan], found: SpansBySize, surplus: int
 ) -> Iterator[tuple[tuple[RowSpan, ...], TakenSpans]]:
-    """Yield pairs of spans that a rank gives and spans that it takes, with `surplus` more rows given than taken: one
-    span for one first, then two for one, then one for two."""
+    """Yield candidates for a swap: the spans of `own` that a rank gives and the spans of `found` that it takes, with
+    `surplus` more rows given than taken. One span for one comes first, then two for one, then one for two."""
     most = 8  # spans of equal length that are tried
     for span in (None, *own):
         wanted = (span.num_rows if span else 0) - surplus
@@ -433,8 +435,8 @@ def _repartition(ledger: ShardLedger, one: int, other: int) -> None:
 
 
 def _repartition_some(ledger: ShardLedger, one: int, other: int, free: list[RowSpan]) -> bool:
-    """Redistribute the spans `free` of two ranks. Returns whether both then have exactly their number of rows and work
-    within the limit."""
+    """Redistribute the spans `free` between two ranks. Returns whether both then have exactly their number of rows and
+    work within the limit."""
     is_free = set(free)
     own = [span for span in ledger.spans[one] if span in is_free]
     wanted = ledger.missing[one] + sum(span.num_rows for span in own)
@@ -513,8 +515,8 @@ def _cut_surplus(ledger: ShardLedger) -> None:
 
 
 def balance_work(ledger: ShardLedger) -> None:
-    """Reduce the work of ranks above the limit: first rebalance pairs of ranks; after MOST_LEVELLED pairs, or if that
-    does not help, trade rows between ranks."""
+    """Reduce the work of ranks above the limit: first redistribute spans between pairs of ranks; after MOST_LEVELLED
+    pairs, or if that does not help, trade rows between ranks."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0
@@ -591,8 +593,8 @@ def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
 
 
 def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
-    """Rebalance pairs of ranks so that fewer rows are exchanged. With more than FEW_RANKS ranks, only a few pairs are
-    tried if at most `enough` rows are exchanged already."""
+    """Redistribute spans between pairs of ranks so that fewer rows are exchanged. With more than FEW_RANKS ranks, only
+    a few pairs are tried if at most `enough` rows are exchanged already."""
     cp_size = len(ledger.missing)
     most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0

@@ -121,7 +121,7 @@ def row_numbers(
 
 
 class RowCoverage:
-    """Number of attention slices that contain each row of each sample, `[b, s]`. It determines whether outputs are
+    """Table of how many attention slices contain each row of each sample, `[b, s]`. It determines whether outputs are
     merged in fp32, and whether buffers must start as zeros."""
 
     def __init__(self, num_samples: int, length: int) -> None:
@@ -129,8 +129,8 @@ class RowCoverage:
         self.is_mixed = False  # whether a slice has both rows that were covered before and new rows
 
     def add(self, sample: np.ndarray, first: np.ndarray, lengths: np.ndarray) -> bool:
-        """Count rows [first, first + length) of slices that share no rows. Returns whether no earlier slice has any of
-        these rows."""
+        """Add 1 to the slice count of rows [first, first + length) of each sample. These slices share no rows. Returns
+        whether no earlier slice has any of these rows."""
         steps = np.zeros((self.counts.shape[0], self.counts.shape[1] + 1), np.int64)
         np.add.at(steps, (sample, first), 1)
         np.add.at(steps, (sample, first + lengths), -1)
@@ -294,8 +294,9 @@ class SlicePlan:
         heads: HeadExchange | None = None,
         ahead: int = 1,
     ) -> None:
-        """Plan the rounds. `slices`: over this rank's own keys. `rounds`: slices over received keys, each with its
-        exchange. `ahead`: number of later rounds whose keys are in flight during a round, the same on all ranks."""
+        """Plan a micro-batch's attention on this rank, in rounds. `slices`: over this rank's own keys. `rounds`: slices
+        over received keys, each with its exchange. `ahead`: number of later rounds whose keys are in flight during a
+        round, the same on all ranks."""
         self.queries, self.heads, self.ahead = RowCoverage(num_samples, length), heads, ahead
         # Exchanges in flight, and the number of rows that this rank sends in each.
         self.leaving: deque[tuple[ArrivingRows, int]] = deque()

@@ -53,8 +53,8 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     held = {"qkv"}
 
     def then(old: Tensor, new: list[ModelOperation]) -> Tensor:
-        """Append operations that replace tensor `old`, and return the new tensor. `old` is freed unless it is a
-        view."""
+        """Append operations `new`, whose last output replaces tensor `old`, and return that output. `old` is freed
+        unless it is a view."""
         frees = (old.name,) if old.name in held else ()
         operations.extend(new)
         operations[-1] = replace(operations[-1], frees=(*operations[-1].frees, *frees))
@@ -155,7 +155,8 @@ def _expanded_latents(
     config: Config, query: Tensor, of_queries: tuple[ModelOperation, ...], key_turn: ModelOperation
 ) -> list[ModelOperation]:
     """Return the operations of latent attention without context parallelism, where latents are expanded to keys and
-    values of all heads. `of_queries`: the split of the queries, their rotation, and their concatenation to `query`."""
+    values of all heads. `of_queries`: the split of the queries, their rotation, and their concatenation to `query`.
+    `key_turn`: the rotation of the rotary key."""
     model, head = config.model, derived.head_dim(config)
     heads, rotating, value_dim = model.num_attention_heads, model.rotary_head_dim, model.value_head_dim
     name, sizes = f"{MODULE}.linear_kv_up_proj", (model.kv_lora_rank, heads * (head + value_dim))
@@ -178,7 +179,7 @@ def _expanded_latents(
 
 def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> list[ModelOperation]:
     """Return the operations of latent attention under context parallelism. Ranks exchange latents and rotated keys, and
-    expand each round's rows to keys and values, which are not saved."""
+    expand each round's rows to keys and values, which are not saved. `key_turn`: the rotation of the rotary key."""
     model, head = config.model, derived.head_dim(config)
     heads, rank, rotating = model.num_attention_heads, model.kv_lora_rank, model.rotary_head_dim
     normed, whole = "key_value.normed", Tensor("key_value.whole", rank)
@@ -237,8 +238,9 @@ def _core(
     channels: tuple[int, int],
     expansion: Weight | None = None,
 ) -> list[ModelOperation]:
-    """Return the operations of core attention (scores, softmax, weighted sum), with the FLOPs of the full square.
-    Context ranks exchange heads for sequence rows before it, and back after it. Keys and values are sent in rounds.
+    """Return the operations of core attention (scores, softmax, weighted sum), with FLOPs for all query-key pairs,
+    masked or not. Context-parallel ranks exchange heads for sequence rows before it, and back after it. Keys and values
+    are sent in rounds.
 
     `channels`: of a key head and of a value head. `expansion`: weight that expands latents, which are then in `key`.
     """

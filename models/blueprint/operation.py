@@ -197,7 +197,8 @@ def block(prefix: str, operations: Sequence[ModelOperation], module_order: Seque
 
 
 def unknown(who: str, what: str, name: str) -> NoReturn:
-    """Raise ValueError for a name in a blueprint that the calling code does not know."""
+    """Raise ValueError: `who` (the calling code) does not know the `what` (such as a kind of operation) called
+    `name`."""
     raise ValueError(f"{who} does not know the {what} {name!r}")
 
 

@@ -48,8 +48,8 @@ def rotary_base(keys: HfConfig, default: float) -> float:
 
 
 def rotary_scaling(keys: HfConfig) -> dict[str, Any] | None:
-    """Return `model.rotary_scaling` in its normal form. Raises ConfigError if two sections of config.json disagree, or
-    if their rotary positions are not supported."""
+    """Return the rotary scaling of a config.json, as our `model.rotary_scaling` in its normal form. Raises ConfigError
+    if two sections of config.json disagree, or if their rotary positions are not supported."""
     found = [_scaling(name, keys) for name in SECTIONS if keys[name]]
     if any(other != found[0] for other in found):
         raise _disagree(keys)
@@ -92,7 +92,7 @@ def write_rotary(config: Config) -> HfConfig:
 
 
 def _must_agree(section: str, key: str, inside: Any, outside: Any) -> None:
-    """Raise ConfigError if the values of a key inside and outside a section of config.json differ."""
+    """Raise ConfigError if a key of config.json has different values `inside` and `outside` a section."""
     if inside != outside:
         raise ConfigError(
             f"config.json {section}.{key} ({show(inside)}) and {key} ({show(outside)}) mean the same and must agree. "

@@ -300,8 +300,8 @@ def _heads(config: Config) -> Heads:
 
 
 def _find(family: Family, name: str, names: set[str]) -> str | None:
-    """Return the name that a tensor has in this folder; None if it is missing. Raises ConfigError if it is stored
-    twice."""
+    """Return the name under which a folder stores the tensor that our rules call `name`; None if it is missing.
+    `names`: all tensors of the folder. Raises ConfigError if it is stored twice."""
     candidates = [name] + [name.replace(now, before) for now, before in family.other_names if name.endswith(now)]
     candidates += [candidate.removeprefix(family.base_prefix) for candidate in candidates]
     found = [candidate for candidate in dict.fromkeys(candidates) if candidate in names]

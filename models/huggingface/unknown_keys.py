@@ -46,8 +46,8 @@ def _off_or_one(value: Any, ours: Overrides) -> bool:
 
 
 def _is(of: Callable[[dict[str, Any], dict[str, Any]], Any], *more: Any) -> Harmless:
-    """Return a check of a config.json value, which accepts null, the value that `of` computes from our `model` and
-    `moe` configs, and the values in `more`."""
+    """Return a check that a config.json value is harmless: null, the value that `of` computes from our `model` and
+    `moe` configs, or one of `more`."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         return value is None or any(same_json(value, other) for other in (of(ours["model"], ours["moe"]), *more))
@@ -60,7 +60,8 @@ def _bias(value: Any, ours: Overrides) -> bool:
 
 
 def _words(of: Callable[[dict[str, Any], dict[str, Any]], Any], words: dict[Any, str]) -> Harmless:
-    """Return a check of config.json values: accepts null, or a word for the value that `of` takes from our config."""
+    """Return a check that a config.json value is harmless: null, or one of the `words` for the value that `of` computes
+    from our `model` and `moe` configs."""
 
     def harmless(value: Any, ours: Overrides) -> bool:
         means = words[of(ours["model"], ours["moe"])].split()
@@ -172,8 +173,8 @@ def reads(model_type: str) -> frozenset[str]:
 
 
 def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
-    """Return the keys that are not in the family's table and do not change the model. Raises ConfigError that lists all
-    keys that may change it."""
+    """Return the keys of a config.json that its family does not know and that do not change the model. `ours`: the
+    overrides for our config. Raises ConfigError that lists all keys that may change the model."""
     model_type, unknown = family.model_type, {key: hf[key] for key in sorted(hf.keys() - family.spellings)}
     refused = {key: value for key, value in unknown.items() if not _is_harmless(key, value, model_type, ours)}
     if refused:

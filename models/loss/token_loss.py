@@ -47,8 +47,9 @@ class VocabularyShard:
 class Targets:
     """The labels and masks from which the output layer computes the loss.
 
-    `labels` int64 and `loss_mask` fp32, `[b, s]`. `loss_rows`: from `output_layer.predicted_rows`. `loss_grad`: fp32
-    `[]`, the gradient of the sum of losses if it is known before the forward pass.
+    `labels` int64 and `loss_mask` fp32, `[b, s]`. `loss_rows`: indices of the rows that predict a token, int64 `[ranks,
+    m]`; None: all rows. `loss_grad`: fp32 `[]`, the gradient of the sum of losses if it is known before the forward
+    pass.
     """
 
     labels: torch.Tensor
@@ -143,7 +144,7 @@ def _of_samples(losses: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 
 class _Tiles:
-    """Computes the forward pass of the loss tile by tile, in memory that all tiles share.
+    """Computation of the loss in the forward pass, tile by tile, in memory that all tiles share.
 
     The logit gradients of a few tiles form a group, with one matmul for the weight's gradient. That is as fast as with
     one tile of that size, and in half precision the group takes less memory than such a tile's logits in fp32.
@@ -177,11 +178,12 @@ class _Tiles:
 
     @property
     def is_full(self) -> bool:
-        """True if the last computed tile completes its group."""
+        """True if the last computed tile completes its group of tiles."""
         return self.own.stop - self.own.start == self.own_group or self.own.stop == len(self.hidden)
 
     def take_group(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logit gradients and the hidden states of the group, over all ranks, and start the next group."""
+        """Return the logit gradients and the hidden states of the current group of tiles, over all ranks, and start the
+        next group."""
         own, self.own = self.own, slice(self.own.stop, self.own.stop)
         num_rows = (own.stop - own.start) * self.shard.ranks
         return self.logits[:num_rows], self.hidden[own] if self.gathered is None else self.gathered[:num_rows]
@@ -239,7 +241,8 @@ class _Tiles:
         ]
 
     def logits_grad(self, exponentials: torch.Tensor, sums: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Return (softmax - one-hot label) * scale of the last tile, in the weight's dtype, stored over the logits."""
+        """Return the logit gradients of the last tile, (softmax - one-hot label) * scale, in the weight's dtype, stored
+        over the logits."""
         targets = self.is_mine.float()
         if self.is_whole:  # in the order of Megatron-core's loss
             exponentials.div_(sums.unsqueeze(1)).scatter_add_(1, self.column, -targets.unsqueeze(1))
@@ -253,7 +256,8 @@ class _Tiles:
 
 
 class _Gradients:
-    """Gradients, summed over tiles. `hidden`: of this rank's rows. `weight`: None if a buffer has its gradient."""
+    """Gradients of the loss, summed over tiles. `hidden`: of this rank's hidden states. `weight`: of the output weight;
+    None if a gradient buffer already has it."""
 
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_whole: bool, is_known: bool
@@ -284,7 +288,8 @@ class _Gradients:
             self.bias += logits_grad.sum(dim=0, dtype=torch.float32)
 
     def add_group(self, logits_grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Add a group's gradient of the weight, logits_grad^T x; if the buffer has another dtype, in blocks of rows."""
+        """Add the weight gradient of a group of tiles, logits_grad^T x; if the buffer has another dtype, in blocks of
+        rows."""
         buffer = self.buffer
         if buffer is None:
             if self.parameter.requires_grad:

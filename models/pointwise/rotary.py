@@ -43,8 +43,9 @@ class Rotary:
         return self._angles(device, (length, self.switches_at is not None and length > self.switches_at))
 
     def of_segments(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the angles for texts of at most `length` tokens: `[length or 2 * length, 1, 1, rotating channels]`.
-        The second half exists if the model has a second set of frequencies, for texts longer than `switches_at`."""
+        """Return the rotary angles for texts of at most `length` tokens: `[length or 2 * length, 1, 1, rotating
+        channels]`. The second half exists if the model has a second set of frequencies, for texts longer than a certain
+        length."""
         sets = [(length, False)] if self.switches_at is None else [(length, False), (length, True)]
         return self._angles(device, *sets)
 
@@ -72,8 +73,8 @@ def angles(length: int, frequencies: torch.Tensor) -> torch.Tensor:
 def inverse_frequencies(
     config: Config, device: torch.device, is_long: bool = False, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Return the frequencies in radians per position, `[rotating channels / 2]`. `is_long`: for texts longer than
-    `switches_at`."""
+    """Return the rotary frequencies in radians per position, `[rotating channels / 2]`. `is_long`: those for texts
+    longer than the length at which the model's frequencies change."""
     scaling, base, dim = normalised(config.model.rotary_scaling), config.model.rotary_base, derived.rotary_dim(config)
     # Frequencies without scaling are computed on the device, as in Megatron-core.
     steps = torch.arange(0, dim, 2, dtype=dtype, device=device if scaling is None else "cpu")
@@ -193,7 +194,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Autograd function of `split_and_rotate`; saves only the tables of cosines and sines."""
+    """Autograd function that splits the fused query-key-value projection and rotates queries and keys. It saves only
+    the tables of cosines and sines."""
 
     @staticmethod
     def forward(ctx: Any, mixed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -207,7 +209,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """Autograd function of `rotate`; saves only the tables of cosines and sines."""
+    """Autograd function that rotates heads. It saves only the tables of cosines and sines."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -232,5 +234,5 @@ def split_and_rotate(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate heads `[s, b, n, d]` by cosines and signed sines from `tables`."""
+    """Rotate heads `[s, b, n, d]` by the cosines and signed sines (first half negated) of their rotary angles."""
     return _Rotate.apply(x.unsqueeze(3), cos, sin).flatten(2, 3)

@@ -27,7 +27,8 @@ def logical_shapes(config: Config, vocab_size: int) -> dict[str, tuple[int, ...]
 
 
 def wrong_cover(boxes: Iterable[Box], num_rows: int, num_columns: int) -> str | None:
-    """Return an error text if boxes do not cover each element of a matrix exactly once, else None."""
+    """Return an error text if boxes (rectangles of a matrix) do not cover each of its elements exactly once, else
+    None."""
     active: list[Box] = []
     covered = 0
     for box in sorted(box for box in boxes if box[0] < box[2] and box[1] < box[3]):

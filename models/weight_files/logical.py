@@ -37,8 +37,8 @@ class LogicalTensors:
     def __init__(
         self, folder: Path, weights: Mapping[str, LogicalWeight], expected: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """`expected`: the shape of every weight of the model. Raises ConfigError if a weight is missing, stored twice,
-        incomplete, or of another shape."""
+        """Check that the weights of a folder are those of its model. `expected`: the shape of every weight of the
+        model. Raises ConfigError if a weight is missing, stored twice, incomplete, or of another shape."""
         self.folder = folder
         self._weights = weights
         for name in [*expected, *(name for name in weights if name not in expected)]:
@@ -75,7 +75,7 @@ class LogicalTensors:
 
     def dtype(self, name: str, wanted: torch.dtype | None = None) -> torch.dtype:
         """Return the dtype of a weight after reading and dequantisation. `wanted`: the dtype to which weights are
-        converted; weights of FP32_NAMES keep their own dtype."""
+        converted; weights that stay fp32 in every precision keep their own dtype."""
         own = self._weights[name].dtype
         return own if wanted is None or name.endswith(FP32_NAMES) else wanted
 
@@ -89,11 +89,11 @@ class LogicalTensors:
         return source.path if isinstance(source, ReadOnlyFile) else self.folder
 
     def fill(self, name: str, target: torch.Tensor, at: Sequence[int] | None = None) -> None:
-        """Fill `target`, a host tensor of any strides and float dtype, with the box of a logical weight that begins at
-        index `at` (None: its first number) and has the target's shape.
+        """Fill `target`, a host tensor of any strides and float dtype, with a part of a logical weight. The part begins
+        at index `at` (None: the first number) and has the target's shape.
 
-        Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError if the box is outside
-        the weight.
+        Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError if the part is
+        outside the weight.
         """
         shape = self.shape(name)
         first = tuple(at) if at is not None else (0,) * len(shape)

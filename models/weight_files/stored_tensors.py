@@ -93,7 +93,8 @@ class RowBlock:
     transposed: bool = False
 
     def boxes(self) -> Iterator[Box]:
-        """Yield the boxes of the logical matrix that the block covers."""
+        """Yield the rectangles of the logical matrix that this block covers: first row, first column, end row, end
+        column."""
         for _, first, length in self.runs:
             box = (self.target_row, first, self.target_row + self.num_rows, first + length)
             yield (box[1], box[0], box[3], box[2]) if self.transposed else box
@@ -101,8 +102,8 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """The numbers that a block and a requested box share: stored rows [row, row + num_rows) are copied to `target`
-    [num_rows, ...], with their columns mapped by `runs`."""
+    """The numbers that a stored block and a requested part of a tensor share: stored rows [row, row + num_rows) are
+    copied to `target` [num_rows, ...], with their columns mapped by `runs`."""
 
     stored: StoredMatrix
     row: int
@@ -139,16 +140,16 @@ def bands_of(stored: StoredMatrix) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def fill(target: torch.Tensor, blocks: Iterable[RowBlock], at: tuple[int, int] = (0, 0)) -> None:
-    """Fill `target`, a host matrix of any strides and dtype, with the box of the logical matrix that begins at `at` and
-    has the target's shape.
+    """Fill `target`, a host matrix of any strides and dtype, with a part of the logical matrix. The part begins at row
+    and column `at` and has the target's shape.
 
     Raises ConfigError, in one line with file and tensor, if a file cannot be read; ValueError if the blocks do not
-    cover the box.
+    cover the part.
     """
     overlaps = [overlap for block in blocks if (overlap := _overlap(target, block, at)) is not None]
     found = sum(each.num_rows * sum(length for _, _, length in each.runs) for each in overlaps)
     if found != target.numel():
-        raise ValueError(f"the blocks have only {found} of the {target.numel()} numbers of the box at {list(at)}")
+        raise ValueError(f"the files have only {found} of the {target.numel()} numbers of the region at {list(at)}")
     reader = _BandReader()
     for each in overlaps:
         try:
@@ -172,14 +173,14 @@ def _overlap(target: torch.Tensor, block: RowBlock, at: tuple[int, int]) -> _Ove
 
 
 class _BandReader:
-    """Reader of the parts of stored blocks that a box needs. All reads share one scratch buffer."""
+    """Reader of the parts of stored tensors that a request needs. All reads share one scratch buffer."""
 
     def __init__(self) -> None:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scales: tuple[BlockScale, torch.Tensor] | None = None  # the scales that were read last
 
     def read(self, overlap: _Overlap) -> None:
-        """Read the numbers of an overlap into its target."""
+        """Read the numbers that a stored block and a request share (`overlap`) into their target."""
         stored = overlap.stored
         if stored.scale is None and isinstance(stored.source, ReadOnlyFile) and len(overlap.runs) == 1:
             ((source, column, length),) = overlap.runs

@@ -44,7 +44,7 @@ class Writer:
     def __init__(
         self, folder: Path, specs: Iterable[TensorSpec], max_file_bytes: int = MAX_FILE_BYTES, shown: bool = False
     ) -> None:
-        """`shown`: show a progress bar on standard error."""
+        """Plan the files of a folder, and create the folder. `shown`: show a progress bar on standard error."""
         folder.mkdir(parents=True, exist_ok=True)
         planned: list[list[TensorSpec]] = [[]]
         size = 0

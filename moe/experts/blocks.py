@@ -138,7 +138,8 @@ def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
 
 
 def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
-    """Return a context manager that computes the given blocks, with the compiled kernels if they accept the tensors."""
+    """Return a context manager whose value computes blocks of token-expert pairs, with the compiled kernels if they
+    accept the tensors, else with torch."""
     same = weights.fc1.dtype is source.dtype and weights.fc1.is_contiguous() and weights.fc2.is_contiguous()
     kind = CompiledBlocks if same and kernels.has_blocks(source, source.size(1), weights.fc2.size(2)) else TorchBlocks
     return kind(weights, source, blocks)

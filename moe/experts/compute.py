@@ -223,7 +223,8 @@ class ExpertCompute:
 
 
 def _rest(preactivation: torch.Tensor | None, slab: SlabInputs) -> torch.Tensor | None:
-    """Return the rows of a chunk's preactivations from a slab's first assignment on; None without preactivations."""
+    """Return a chunk's preactivations without the rows before those of a slab (stacked experts); None without
+    preactivations."""
     return None if preactivation is None else preactivation[slab.span.start :]
 
 

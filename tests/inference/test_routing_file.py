@@ -173,7 +173,7 @@ def line(**changes: object) -> str:
         (line(tokens=[[0, 2, 1], [1, 1]]), "has token [0, 2, 1]: it must be a prompt and a position"),
         (line(experts=[[0, 1], [1]]), "has the choice [1]: it must be 2 different experts"),
         (line(experts=[[0, 1], [1, 1]]), "has the choice [1, 1]: it must be 2 different experts"),
-        (line(experts=[[0, 1], [1, 4]]), "has expert 4, but the header declares 4 experts"),
+        (line(experts=[[0, 1], [1, 4]]), "has expert 4, but the header declares experts 0 to 3"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, text: str, said: str) -> None:

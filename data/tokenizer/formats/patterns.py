@@ -30,7 +30,8 @@ KIMI = "|".join((r"\p{Han}+", _words(f"[{_UPPER}{_NO_HAN}]", f"[{_LOWER}{_NO_HAN
 
 @dataclass(frozen=True)
 class Published:
-    """A published tiktoken vocabulary. Special tokens in `specials` get the ids after the ranks; `at` gives ids."""
+    """A published tiktoken vocabulary. `specials`: special tokens whose ids follow those of the ranks. `at`: special
+    tokens with given ids. `pattern`: the regular expression that splits texts."""
 
     pattern: str
     eos: str

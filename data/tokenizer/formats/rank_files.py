@@ -125,7 +125,7 @@ def _converted(
     for i, name in specials.items():
         if name in vocabulary or i in taken:
             raise ConfigError(
-                f"data.tokenizer={file}: the special token {name!r} (id {i}) is in the vocabulary, too. {OTHER}"
+                f"data.tokenizer={file}: special token {name!r} (id {i}) must not be an ordinary token, too. {OTHER}"
             )
         vocabulary[name] = i
     content = spec.tokenizer_spec(

@@ -140,8 +140,8 @@ def bert_normalizer(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(file: Path, settings: dict[str, Any], known: Any, usual: str) -> str:
-    """Return the name of the tokenizer class whose rules apply: from tokenizer_config.json, or `usual`. Raises
-    ConfigError if the class is not in `known`."""
+    """Return the name of the tokenizer class whose rules apply: the class in tokenizer_config.json, by default `usual`.
+    Raises ConfigError if the class is not in `known`."""
     name = str(settings.get("tokenizer_class", usual)).removesuffix("Fast")
     if name in ("PreTrainedTokenizer", "TokenizersBackend"):  # classes without own rules
         name = usual

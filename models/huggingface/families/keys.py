@@ -23,7 +23,8 @@ REQUIRED = object()  # instead of a default: a folder without the key is rejecte
 
 @dataclass(frozen=True)
 class FamilyKey:
-    """A key in a family's table: the kind of its value, its default, and the values and spellings that are allowed."""
+    """A key that config.json may have in one family: the kind of its value, its default, and the values and spellings
+    that are allowed."""
 
     kind: Kind
     default: Any = None  # of a folder without the key
@@ -36,23 +37,23 @@ ADVICE = "Correct config.json, or choose a different model."  # ends a message
 
 
 def carried(kind: Kind, default: Any = REQUIRED, also: tuple[str, ...] = ()) -> FamilyKey:
-    """Return a table entry for a key that our config also has, or that is compared with other keys."""
+    """Describe a config.json key that our config also has, or that is compared with other keys."""
     return FamilyKey(kind, default, also=also)
 
 
 def irrelevant(kind: Kind = kinds.ANYTHING) -> FamilyKey:
-    """Return a table entry for a key that does not change the model's numbers."""
+    """Describe a config.json key that does not change the model's numbers."""
     return FamilyKey(kind)
 
 
 def only(*values: Any) -> FamilyKey:
-    """Return a table entry for a key that must have one of `values`. The first is the default if the key is absent."""
+    """Describe a config.json key that must have one of `values`. The first is the default if the key is absent."""
     return FamilyKey(kinds.ANYTHING, values[0], only=values)
 
 
 def read_keys(hf: HfConfig, model_type: str, table: Keys) -> HfConfig:
-    """Return the value of every key in the table, under the table's spelling. Raises ConfigError if a key is missing or
-    has a value that the table does not allow."""
+    """Return the value of every config.json key that a family knows (`table`), under the table's spelling. Raises
+    ConfigError if a key is missing or has a value that the table does not allow."""
     values: HfConfig = {}
     for key, row in table.items():
         given = {spelling: hf[spelling] for spelling in (key, *row.also) if spelling in hf}

@@ -55,5 +55,5 @@ SPREAD = Kind("a number from 0 to 1 with a decimal point", lambda value: REAL.fi
 
 
 def or_null(kind: Kind) -> Kind:
-    """Return a kind that also accepts null."""
+    """Return a kind of JSON value that accepts null in addition to `kind`."""
     return Kind(f"{kind.rule}, or null", lambda value: value is None or kind.fits(value))

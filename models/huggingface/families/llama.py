@@ -39,8 +39,9 @@ QKV_PROJECTIONS = " ".join(f"self_attn.{name}_proj" for name in "qkv")
 def layer_rule(
     ours: str, theirs: str, shape: str | tuple[str, ...], layout: Layout = SAME, kind: str = "weight", **limits: Any
 ) -> Rule:
-    """Return the rule for the weight or bias (`kind`) of a module in every layer. `ours` and `theirs` name modules
-    within a layer; spaces separate several. `limits`: the rule's `only` and `when`."""
+    """Return the tensor rule for the weight or bias (`kind`) of a module in every layer. `ours` and `theirs` name
+    modules within a layer; spaces separate several. `limits`: the layers (`only`) and models (`when`) that have the
+    module."""
     names = tuple(f"model.layers.{{l}}.{name}.{kind}" for name in theirs.split())
     return Rule(f"decoder.layers.{{l}}.{ours}.{kind}", names, shape, layout, **limits)
 
@@ -71,7 +72,8 @@ OTHER_BIAS_RULES = (
 
 
 def expert_rules(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return the tensor rules of the router and the experts, with a family's names of its block and projections."""
+    """Return the tensor rules of an MoE layer's router and experts. `block`, `gate`, `up` and `down` are the family's
+    names of the MoE block and of the experts' projections."""
     expert = f"{block}.experts.{{e}}"
     return (
         layer_rule("mlp.router", f"{block}.gate", "experts hidden", only="moe"),
@@ -84,7 +86,8 @@ EXPERT_RULES = expert_rules("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def qk_norm_rules(query: str, key: str) -> tuple[Rule, ...]:
-    """Return the tensor rules of the query norm and the key norm; `query` and `key` name their lengths."""
+    """Return the tensor rules of the query norm and the key norm. `query` and `key` are the names of their
+    dimensions."""
     return (
         layer_rule("self_attention.q_layernorm", "self_attn.q_norm", query),
         layer_rule("self_attention.k_layernorm", "self_attn.k_norm", key),
@@ -137,8 +140,8 @@ def head_dim(keys: HfConfig) -> int:
 
 
 def read_common(keys: HfConfig, theta: float = 10000.0) -> Overrides:
-    """Return the config overrides of every family derived from Llama. `theta` is the family's default rotary base;
-    models/huggingface/rotary.py describes how a family with its own rotary keys calls this. Raises ConfigError."""
+    """Return the config overrides of every family derived from Llama. `theta` is the family's default rotary base.
+    Raises ConfigError."""
     heads, groups = keys["num_attention_heads"], keys["num_key_value_heads"] or keys["num_attention_heads"]
     must(heads % groups == 0, "num_key_value_heads", groups, f"divide num_attention_heads ({heads})")
     check_padding(keys)

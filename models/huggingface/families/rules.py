@@ -101,9 +101,9 @@ class Rule:
     """A mapping between tensor names: our weight `ours` consists of the Hugging Face tensors `theirs`, in the order of
     `layout`. In names, {l} is the number of a layer and {e} the number of an expert.
 
-    `shape`: dimensions of their tensors, as keys of `sizes`; one text for all tensors, or one for each. `only` limits a
-    rule with {l} to "dense" or "moe" layers. `when` returns whether a model has the weight. An `unread` tensor is
-    exported for other programs; an import ignores it.
+    `shape`: dimensions of their tensors by name, such as "ffn hidden"; one text for all tensors, or one for each.
+    `only` limits a rule with {l} to "dense" or "moe" layers. `when` returns whether a model has the weight. An `unread`
+    tensor is exported for other programs; an import ignores it.
     """
 
     ours: str
@@ -115,7 +115,8 @@ class Rule:
     unread: bool = False
 
     def shapes(self, lengths: dict[str, int]) -> list[tuple[int, ...]]:
-        """Return the shape of each Hugging Face tensor of the rule; `lengths` comes from `sizes`."""
+        """Return the shape of each Hugging Face tensor of the rule. `lengths`: the length of every dimension by its
+        name."""
         named = (self.shape,) * len(self.theirs) if isinstance(self.shape, str) else self.shape
         return [tuple(lengths[name] for name in shape.split()) for shape in named]
 

@@ -161,7 +161,7 @@ class _Problem:
 
     @property
     def far(self) -> int:
-        """The cost of a replica between nodes; -1 if replicas between nodes are not allowed."""
+        """Cost of a replica on another node than its primary, in assignments; -1 if such replicas are not allowed."""
         return -1 if self.costs.replica_between is None else self.costs.replica_between
 
     @functools.cached_property
