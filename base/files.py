@@ -321,8 +321,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return the content of a regular YAML file, within the limits of `parse_yaml`. Raises OSError, YAMLError,
-    ValueError."""
+    """Return the content of a regular YAML file of limited size. Raises OSError, YAMLError, ValueError."""
     return parse_yaml(read_regular(path))
 
 

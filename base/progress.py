@@ -17,8 +17,9 @@ def begin(text: str) -> None:
 
 
 def bar(total: int, what: str, done: int = 0, shown: bool = True) -> tqdm[Any]:
-    """Return a tqdm progress bar over `total` bytes, of which `done` are already finished. If stderr is not a terminal,
-    it prints a line at the start, every LOG_EVERY_SECONDS, and at the end."""
+    """Return a tqdm progress bar over `total` bytes, labelled `what`. `done`: bytes that are already finished; `shown`:
+    whether to draw the bar. If stderr is not a terminal, the bar prints a line at the start, every LOG_EVERY_SECONDS,
+    and at the end."""
     from tqdm import tqdm
 
     look: dict[str, Any] = {"dynamic_ncols": True, "mininterval": 0.5}

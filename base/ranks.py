@@ -71,7 +71,7 @@ def use_fewer(world_size: int) -> None:
 
 def label() -> str:
     """Return the prefix of a printed line, such as `[rank 3] `, if a launcher started several ranks, else an empty
-    string. Works even if `launched` would reject the launcher's variables."""
+    string. Works even with wrong environment variables of the launcher."""
     rank = os.environ.get("RANK")
     return f"[rank {rank}] " if rank is not None and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 

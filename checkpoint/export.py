@@ -81,7 +81,8 @@ def _checked(source: Path) -> tuple[Path, Path | None]:
 
 
 def _write_tokenizer(path: Path | None, good: Path, folder: Path) -> dict[str, int | None] | None:
-    """Write a checkpoint's tokenizer, if it has one, and return its special token ids under Hugging Face's names."""
+    """Write the tokenizer at `path` to `folder`, and return its special token ids under Hugging Face's names; None
+    without a tokenizer. good: the checkpoint's folder."""
     if path is None:
         return None
     family = load(good / manifest.CONFIG).model.family

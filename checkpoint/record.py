@@ -32,7 +32,7 @@ SAME_START = 2.0  # seconds by which two readings of a process's start may diffe
 
 @dataclass(frozen=True)
 class Record:
-    """The content of run.json."""
+    """A run's record, stored in run.json: how it started, its newest checkpoint, and the process that works on it."""
 
     id: str  # 8 hexadecimal digits
     resume: str  # checkpoint.resume of the run's first start: auto, never, or an absolute path

@@ -147,8 +147,8 @@ def newest(run_dir: Path, passed_over: Callable[[Path, str], None]) -> Path | No
 
 
 def _with_checks(work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 while the other ranks help to verify checkpoints (`_check_together`), and return its result
-    on every rank. Raises ConfigError on every rank."""
+    """Run `work` on rank 0, while the other ranks help to verify the checkpoints that it checks. Returns its result on
+    every rank. Raises ConfigError on every rank."""
     answer, problem = None, None
     if dist.get_rank() == 0:
         try:
@@ -164,8 +164,8 @@ def _with_checks(work: Callable[[], Any]) -> Any:
 
 
 def _check_together(folder: Path) -> str | None:
-    """Return the first problem of a checkpoint, or None. Called on rank 0; the other ranks verify a share of the files
-    in `_with_checks`."""
+    """Return the first problem of a checkpoint, or None, after every rank verified a share of its files. Called only on
+    rank 0; the other ranks wait for files to verify."""
     problem = manifest.problem_with(folder)
     if problem is not None or dist.get_world_size() == 1:
         return problem or manifest.verify(folder)

@@ -53,7 +53,8 @@ class GrowingFiles:
 
 
 def changed(run_dir: Path, sums: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a clause for each file that does not begin with the content of which a checkpoint recorded `sums`."""
+    """Return a clause for each file whose first bytes differ from those that the file had when a checkpoint recorded
+    `sums`."""
     found = []
     for name, entry in sums.items():
         path = run_dir / name

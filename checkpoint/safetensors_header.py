@@ -37,7 +37,8 @@ class Entry:
 
     @property
     def box_shape(self) -> tuple[int, ...]:
-        """The shape of the box with all dimensions of the global tensor."""
+        """The shape of the stored box, with as many dimensions as the global tensor: leading dimensions that `shape`
+        lacks are 1."""
         return (1,) * (len(self.global_shape) - len(self.shape)) + self.shape
 
 

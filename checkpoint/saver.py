@@ -96,7 +96,8 @@ class Saver:
     ) -> Saved | None:
         """Take a snapshot and start to write it to `folder`. First waits for an earlier save, and returns the earlier
         checkpoint. `state`: content of state.json, with the step in the folder's name. When the checkpoint is complete,
-        manifest.prune deletes older checkpoints. Raises SaveError if the earlier save failed."""
+        older checkpoints are deleted, except for the newest `keep` (0: all) and steps divisible by `keep_every` (0:
+        none). Raises SaveError if the earlier save failed."""
         named = folder.name.removeprefix("step_")
         step = state["step"]
         assert not named.isdigit() or int(named) == step, f"{folder} is no name for step {step}"

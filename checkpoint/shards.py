@@ -64,8 +64,8 @@ class ShardWriter:
         return self._body.numel()
 
     def take(self, tensors: Sequence[ShardedTensor], offloaded: StateSnapshot | None = None) -> None:
-        """Copy the current values of the tensors, which may change afterwards. `offloaded`: the snapshot that keeps the
-        buckets of StoredTensors (offloaded state) unchanged until they are written."""
+        """Copy the current values of the tensors to the host, so that the tensors may change afterwards. Offloaded
+        state is not copied: the snapshot `offloaded` keeps it unchanged until it is written."""
         self._offloaded = offloaded
         # Wide elements first, so that each tensor starts at a multiple of its element size.
         order = sorted(tensors, key=lambda tensor: -tensor.data.element_size())
@@ -167,7 +167,8 @@ def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview)
 
 
 class ShardReader:
-    """Fills boxes of global tensors from the files of a checkpoint. Raises ConfigError if an element is missing."""
+    """Reader that fills blocks of global tensors from the files of a checkpoint. Raises ConfigError if an element is
+    missing."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -188,8 +189,9 @@ class ShardReader:
 
     @torch.no_grad()
     def fill(self, tensor: ShardedTensor) -> None:
-        """Read the box that `tensor` describes into its data, which may be strided and of another dtype. Padding that
-        depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros if the files lack it."""
+        """Read the box (block of a global tensor) that `tensor` describes into `tensor.data`, which may be strided and
+        of a different dtype. Padding that depends on the layout (Megatron's allow_shape_mismatch) is filled with zeros
+        if the files lack it."""
         boxes = self._boxes.get(tensor.key)
         if boxes is None:
             raise ConfigError(
@@ -245,7 +247,8 @@ class ShardReader:
 def _read_box(
     file: ReadOnlyFile, start: int, shape: Sequence[int], inside: Sequence[slice], found: torch.Tensor
 ) -> None:
-    """Read a box of a row-major tensor that starts at byte `start` of a file into the dense tensor `found`."""
+    """Read the block `inside` (a slice per dimension) of a row-major tensor into the dense tensor `found`. The tensor
+    has shape `shape`, and starts at byte `start` of the file."""
     size = found.element_size()
     if not shape or all(each == slice(0, n) for each, n in zip(inside[1:], shape[1:])):  # one run of bytes
         first = inside[0].start * math.prod(shape[1:]) if shape else 0

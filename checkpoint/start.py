@@ -39,7 +39,8 @@ BY_CONTENT = ("data.corpus", "data.validation_corpora", "data.text_key", "data.t
 
 @dataclass(frozen=True)
 class Start:
-    """The decision how a command starts. `checkpoint`: the checkpoint to load; None for a fresh start."""
+    """The decision whether a command starts or continues a run, and from which checkpoint. `checkpoint`: the checkpoint
+    to load; None for a fresh start."""
 
     record: Record
     checkpoint: Path | None
@@ -53,7 +54,8 @@ class Start:
         return None if source is None else Path(source).parent.parent
 
     def line(self, step: int) -> str:
-        """Return a line that describes the start. `step`: of the checkpoint; 0 without one."""
+        """Return a line that says how the run started, and whether it starts or continues at `step`: the checkpoint's
+        step, or 0 without a checkpoint."""
         run = f"run {self.record.id}"
         if not self.is_new:
             again = "was stopped before its first checkpoint, and starts again"
@@ -64,8 +66,9 @@ class Start:
 
 
 def find(config: Config, check: manifest.Check = manifest.verify) -> Start:
-    """Decide how the command of `config` starts in its run_dir. `check` returns the problem of a checkpoint; the
-    default reads every byte. Raises ConfigError if the command must not start."""
+    """Decide whether a command starts a new run or continues the run in config.run_dir, and from which checkpoint.
+    `check` returns a checkpoint's problem, or None; the default reads every byte. Raises ConfigError if the command
+    must not start."""
     run_dir = Path(config.run_dir)
     held = record.read(run_dir) or _adopted(run_dir)
     if held is None:
@@ -228,8 +231,8 @@ def documents_in_text(config: Config, start: Start) -> str:
 
 
 def check_model(config: Config, vocab_size: int | None, folder: Path) -> None:
-    """Raise ConfigError if the checkpoint's model or precision differs from the config's. `vocab_size`: None, if not
-    known yet, stands for the checkpoint's."""
+    """Raise ConfigError if the checkpoint's model or precision differs from the config's. `vocab_size`: of the config;
+    None, if not known yet, is not compared."""
     saved = read_state(folder)
     theirs, size = saved["architecture"], vocab_size or saved["vocab_size"]
     fitting, keys = to_architecture(config, theirs, size)
@@ -278,8 +281,8 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
 
 
 def _changed_since(path: Path, config: Config) -> list[Change]:
-    """Return the settings that affect the run and differ from a config.yaml, except those of the architecture, which
-    `check_model` compares."""
+    """Return the settings that affect the run and differ from the config.yaml at `path`. The settings of the
+    architecture are not compared."""
     return [
         change
         for change in changes(load(path), config)
@@ -323,7 +326,8 @@ def check_tokenizer(config: Config, start: Start) -> None:
 
 
 def describe_changes(settings: Iterable[Change], data: Iterable[Difference]) -> str:
-    """Return a short paragraph that describes the differences, each key once; empty if there are none."""
+    """Return a short paragraph that describes how settings and data differ from the checkpoint's, each key once; empty
+    if nothing differs."""
     sentences = {change.key for change in data}
     others = (change for change in settings if change.key not in sentences)
     values = [f"{change.key} {' -> '.join(show_both(change.before, change.after))}" for change in others]

@@ -44,9 +44,9 @@ def tensors_to_save(chunks: list[DistributedDataParallel], optimizer: MegatronOp
 def load(
     chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer, folder: Path, layout: dict[str, Any]
 ) -> dict[str, Any]:
-    """Load a checkpoint into model chunks and optimizer, and return its state.json. Restores random number states only
-    if `layout` draws like the checkpoint's layout. A collective call, also allowed after steps were taken. Raises
-    ConfigError on every rank if any rank cannot read its boxes."""
+    """Load a checkpoint into model chunks and optimizer, and return its state.json. Random number states are restored
+    only if each rank draws numbers for the same rows and layers in `layout` as in the checkpoint's layout. A collective
+    call, also allowed after steps were taken. Raises ConfigError on every rank if any rank cannot read its tensors."""
     with raised_together():
         state, reader = read_state(folder), ShardReader(folder)
         optimizer_state.allocate(optimizer, chunks, state["optimizer_steps"])
@@ -75,8 +75,8 @@ def load_weights(chunks: list[torch.nn.Module], folder: Path) -> None:
 
 
 def sharded_weights(chunks: list[torch.nn.Module]) -> dict[str, Any]:
-    """Return Megatron's sharded state dict of the weights, with one key per model chunk. Its boxes refer to global
-    tensors, which do not depend on the layout."""
+    """Return Megatron's sharded state dict of the weights, with one key per model chunk. Each entry is a block of a
+    global tensor, whose shape does not depend on the layout."""
     return {f"model{i}": with_boxes(chunk.sharded_state_dict()) for i, chunk in enumerate(chunks)}
 
 
@@ -87,7 +87,8 @@ def _model_tensors(chunks: list[DistributedDataParallel], optimizer: MegatronOpt
 
 
 def _weight_tensors(weights: dict[str, Any], chunks: list[torch.nn.Module]) -> list[ShardedTensor]:
-    """Return the boxes of all weights on the device, as views of the parameters and buffers of the chunks."""
+    """Return a ShardedTensor for each weight on the device, whose data are views of the parameters and buffers of the
+    chunks."""
     sharded = [value for value in nested_values(load_preprocess(weights)[0]) if isinstance(value, ShardedTensor)]
     offloaded = [value for chunk in chunks for value in chunk.parameters() if is_off_device(value)]
     stand_ins = {value.untyped_storage().data_ptr() for value in offloaded}

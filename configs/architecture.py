@@ -48,8 +48,8 @@ def architecture(config: Config, vocab_size: int) -> dict[str, dict[str, Any]]:
 
 
 def for_use(config: Config) -> Config:
-    """Return the configuration with which a trained model is opened: the model's own values of all keys that belong to
-    it (`Key.of_the_model`), and defaults for the keys that only concerned its training."""
+    """Return the configuration with which a trained model is opened: the model's own values of the keys that belong to
+    it, and defaults for the keys that only concerned its training."""
     opened = Config()
     for name, key in KEYS.items():
         if key.of_the_model:
@@ -61,10 +61,11 @@ def for_use(config: Config) -> Config:
 def to_architecture(
     config: Config, theirs: dict[str, dict[str, Any]], vocab_size: int
 ) -> tuple[Config, dict[str, Any]]:
-    """Return a copy of `config` whose architecture is `theirs`, with as few changed keys as possible, and the changed
-    keys with their values. Keys that determine other keys are first.
+    """Copy `config`, and change as few keys as possible so that its architecture is `theirs`. Returns the copy, and the
+    changed keys with their values; keys that determine other keys are first.
 
-    vocab_size: the vocabulary size of `config`. With rotary positions, the sequence length may differ.
+    theirs: the values of the sections model and moe. vocab_size: the vocabulary size of `config`. With rotary
+    positions, the sequence length may differ.
     """
     changed, keys = copy.deepcopy(config), dict[str, Any]()
     while True:

@@ -65,7 +65,8 @@ def window_pattern(config: Config) -> list[int]:
 
 
 def attended_share(config: Config) -> float:
-    """Return the share of token pairs that remains with the sliding window, averaged over the layers."""
+    """Return the number of token pairs that attend to each other with the sliding window, divided by the number without
+    it, averaged over the layers."""
     length, window = config.model.sequence_length, config.model.sliding_window
     if window is None or window >= length:
         return 1.0
@@ -82,7 +83,8 @@ def pipeline_degrees(config: Config) -> tuple[int | None, int | None]:
 
 
 def least_pipeline_degree(config: Config) -> int:
-    """Return the fewest chunks of an MoE layer such that none exceeds `moe.token_budget`. It is equal on all ranks."""
+    """Return the smallest number of chunks per MoE layer with which no chunk exceeds `moe.token_budget` tokens. It is
+    equal on all ranks."""
     budget = config.moe.token_budget
     return 1 if budget is None else math.ceil(tokens_per_call(config) / budget)
 
@@ -101,7 +103,7 @@ def places_experts(config: Config) -> bool:
 
 
 def replays_plans(config: Config) -> bool:
-    """Return whether each call repeats the expert placement that an earlier run recorded."""
+    """Return whether each call of an MoE layer repeats the expert placement that an earlier run recorded."""
     return places_experts(config) and config.moe.placement.replay is not None
 
 
@@ -209,8 +211,9 @@ def heads_of_tensor_rank(config: Config) -> tuple[int, int]:
 
 
 def _sent_by_context(config: Config, heads: int) -> float:
-    """Estimate the number of elements that a rank sends in the forward pass of one layer if `heads` context-parallel
-    ranks exchange heads and each sample is sharded over as few ranks as possible."""
+    """Estimate the number of elements that a rank sends for context parallelism in the forward pass of one layer.
+    `heads`: number of context-parallel ranks that exchange attention heads for sequence rows. Each sample is sharded
+    over as few ranks as possible."""
     model, training, context = config.model, config.training, config.parallel.context
     queries, keys = heads_of_tensor_rank(config)
     cp_size = context // heads
@@ -345,9 +348,9 @@ def device_connections(config: Config) -> int | None:
 
 
 def is_reduced_at_step_end(name: str, *, alike: bool, shared: bool, tensor: int, pipeline: int) -> bool:
-    """Return whether Megatron-core 0.16.1 all-reduces a gradient again after the data-parallel reduction: over
-    tensor-parallel ranks that replicate the parameter (`alike`), or over pipeline stages that share an embedding
-    (`shared`)."""
+    """Return whether Megatron-core 0.16.1 all-reduces the gradient of parameter `name` again after the data-parallel
+    reduction: over tensor-parallel ranks that replicate the parameter (`alike`), or over pipeline stages that share an
+    embedding (`shared`). tensor, pipeline: the parallel sizes."""
     over_tensor = tensor > 1 and (alike or "layernorm" in name or ".router." in name)
     over_pipeline = pipeline > 1 and (shared or "embedding" in name or "output_layer" in name)
     return over_tensor or over_pipeline

@@ -9,7 +9,7 @@ from configs.schema import Config
 
 @dataclass(frozen=True)
 class Job:
-    """A training to plan, time or build: the config, and the ranks, vocabulary and device that it does not name.
+    """A training job to plan, time or build: its configuration, and facts that the configuration does not contain.
 
     `world_size`: number of ranks. `vocab_size`: token ids of the tokenizer, without padding. `device`: type of the
     device of every rank as torch names it, "cuda" or "cpu" (`training.device` may be "auto").

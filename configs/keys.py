@@ -61,7 +61,7 @@ class Key:
 
     @property
     def of_the_model(self) -> bool:
-        """Return whether the value belongs to a trained model, not only to its training."""
+        """Return whether the key's value belongs to a trained model, not only to its training."""
         return self.architecture or self.stays_with_model
 
     @property
@@ -135,7 +135,8 @@ def one_of(choices: tuple[Any, ...]) -> str:
 
 
 def _key(on_resume: OnResume, default: Any, meaning: str, **more: Any) -> Any:
-    """Return a dataclass field for a configuration key. `more`: other fields of its `Key`."""
+    """Return a dataclass field for a configuration key. `more`: further properties of the key, such as its choices and
+    limits."""
     metadata = {"meaning": meaning, "on_resume": on_resume, **more}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -155,7 +156,8 @@ def table(schema: type) -> dict[str, Key]:
 
 
 def get(config: Any, key: str) -> Any:
-    """Return the value of a dotted key of a configuration. The last names may be keys of a mapping that is a value."""
+    """Return the value of a dotted key of a configuration. If a value is a mapping, the rest of the dotted key may be a
+    key in it."""
     value: Any = config
     for name in key.split("."):
         value = value[name] if isinstance(value, dict) else getattr(value, name)

@@ -53,7 +53,8 @@ def parse(text: str) -> Override:
 
 
 def _example(key: str, wish: Any = None) -> str:
-    """Return `key=value` with a value that the key or group accepts, if possible `wish`."""
+    """Return an example `key=value`, with a value that the key or group accepts: `wish`, a value close to it, or any
+    legal value."""
     if choices := presets_by_group().get(key):
         return f"{key}={wish if isinstance(wish, str) and wish in choices else choices[0]}"
     return as_typed(key, suggest(KEYS[key], wish)) if key in KEYS else f"{key}=value"

@@ -23,8 +23,9 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Item:
-    """The rule for one key of a `rotary_scaling` mapping. `rule` completes "must be" in an error message. null means
-    the default, unless the key has no default or `nullable` is false."""
+    """The rule for the value of one key of a `rotary_scaling` mapping. `rule` completes "must be" in an error message;
+    `fits` tells whether a value is legal; `usual` is a legal value for messages. null means the default, unless the key
+    has no default or `nullable` is false."""
 
     rule: str
     fits: Callable[[Any], bool]
@@ -88,7 +89,7 @@ NAMES = ", ".join(KINDS)
 
 class Fault(NamedTuple):
     """An error in a `rotary_scaling` mapping: the wrong key (an empty string for the mapping itself), the rule that
-    follows the value in an error message, and the corrected mapping, if there is one."""
+    follows the value in an error message, and `mended`, the corrected mapping, if there is one."""
 
     key: str
     rule: str

@@ -21,7 +21,7 @@ def show(value: Any, width: int | None = 60) -> str:
 
 
 def show_both(one: Any, other: Any) -> tuple[str, str]:
-    """Return two different values as texts, unshortened if the shortened texts would be equal."""
+    """Return two different values as texts, which are shortened only if they then still differ."""
     shown = show(one), show(other)
     return shown if shown[0] != shown[1] else (show(one, None), show(other, None))
 

@@ -107,7 +107,8 @@ def _class_in(folder: Path) -> str:
 
 
 def tokenizer_files(path: Path) -> dict[str, Path]:
-    """Return the files of the tokenizer at `path` (a file or a folder), by the name that readers expect."""
+    """Return the files of the tokenizer at `path` (a file or a folder), by the standard names under which tokenizers
+    are opened, such as vocab.json for NAME-vocab.json."""
     core = core_file(path)
     folder = path if path.is_dir() else path.parent
     kind = JSON if core is None else format_of(core)

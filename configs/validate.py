@@ -62,7 +62,8 @@ def validate_for_use(config: Config, world_size: int) -> None:
 
 
 def usable_world_size(config: Config, world_size: int) -> int:
-    """Return how many started processes a run uses: all, or with `training.elastic` the most that are legal."""
+    """Return the number of started processes that a run uses: all, or with `training.elastic` the largest number that
+    is legal."""
     if config.training.elastic:
         for size in range(world_size, 0, -1):
             if first_problem(config, size) is None:
@@ -88,8 +89,9 @@ def _fewest(config: Config) -> int:
 
 
 def _advice(config: Config, world_size: int, problem: Problem, section: str) -> str:
-    """Return "Try ..." with the first change of the configuration, and the first change of the number of processes,
-    after which no rule is broken; an empty string if there is none."""
+    """Return advice, "Try ...", on how to solve a problem: a change of the configuration, a different number of
+    processes, or both as alternatives; an empty string if no fix is known. section: if not empty, the only section
+    whose keys may change."""
     fixes = _settable(problem, section)
     if section:
         defaults = {name: key.default for name, key in KEYS.items() if name.startswith(section)}
@@ -119,7 +121,9 @@ def _apply(config: Config, world_size: int, fix: Fix) -> tuple[Config, int]:
 
 
 def _working(config: Config, world_size: int, fixes: list[Fix], section: str, more: int = 1) -> Fix | None:
-    """Return the first fix after which no rule is broken, else the first that works with a fix of the next problem."""
+    """Return the first of `fixes` after which no rule is broken, else the first that works together with at most `more`
+    fixes of the next problems; None if there is none. section: if not empty, the only section whose keys these further
+    fixes may change."""
     left: list[tuple[Fix, Problem]] = []
     for fix in fixes[:MAX_FIXES]:
         problem = first_problem(*_apply(config, world_size, fix))

@@ -100,7 +100,8 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unreadable(composed: DictConfig, name: str, written: Any) -> str | None:
-    """Return the reason why the value of a key cannot be resolved, as the end of an error message; None if it can."""
+    """Return the reason why the value `written` of a key, such as a reference, cannot be resolved, as the end of an
+    error message; None if it can."""
     if written == MISSING:
         return "but has no value yet"
     if not refers(written):
@@ -144,7 +145,8 @@ def _reason(error: BaseException) -> str:
 
 
 def converted(key: Key, value: Any) -> Any:
-    """Return a value converted to the type of a key; a reference unchanged. Raises ValueError for another type."""
+    """Return a value converted to the type of a key; a reference is returned unchanged. Raises ValueError if the value
+    cannot be converted."""
     if value == MISSING:
         raise ValueError("must have a value")
     if key.type is Any or (value is None and key.nullable) or (isinstance(value, str) and refers(value)):
@@ -168,8 +170,8 @@ def _scalar(kind: Any, value: Any) -> Any:
 def wrong_value(key: Key, written: str, reason: str, wish: Any, usual: Any = None) -> str:
     """Return the error message for an illegal value of a key, with a legal value to try.
 
-    reason: text to append to the rule. wish: the illegal value, if a legal one may resemble it. usual: a known legal
-    value.
+    written: the illegal value as the user wrote it. reason: text to append to the rule. wish: the illegal value, if a
+    legal one may resemble it. usual: a known legal value.
     """
     shown = written if len(written) <= 60 else f"{written[:50]}..."
     return f"{key.name} ({shown}) must be {key.rule()}{reason}. Try {as_typed(key.name, suggest(key, wish, usual))}."

@@ -66,7 +66,7 @@ def check_files(folder: Path, weights: slice | None = None) -> None:
     """Raise ConfigError if files of a folder of logical weights were changed since the folder was written. A folder
     without checksums passes.
 
-    weights: the weight files to read, as a slice of their sorted names; None reads all files except weight files.
+    weights: the weight files to read, as a slice of the list sorted by name; None reads all files except weight files.
     """
     try:
         sums = checksums.read_folder_sums(folder)
@@ -147,16 +147,17 @@ def _adopt_model(config: Config, theirs: dict[str, dict[str, Any]], named: set[s
 
 
 def means_nothing(config: Config, name: str, one: Any, other: Any) -> bool:
-    """Return whether weights of a model with one value of a key also fit the other value: rotary positions have no
-    weights that depend on the sequence length, and both sentence heads have the same weights."""
+    """Return whether a model's weights stay valid if the key `name` changes from `one` to `other`: rotary positions
+    have no weights that depend on the sequence length, and both sentence heads have the same weights."""
     if name == "model.sequence_length":
         return config.model.position_embedding == "rope"
     return name == "model.sentence_head" and "none" not in (one, other)
 
 
 def _adopt_again(config: Config, named: set[str]) -> bool:
-    """Set the model from the run's own config.yaml if the folder of weights is missing and the run already started from
-    it. Returns whether it did."""
+    """If the run started from the folder of weights, which is now missing, set the model and the tokenizer from the
+    run's config.yaml, and return True; else return False. named: keys and sections of the command line, which are
+    kept."""
     path = Path(config.run_dir) / "config.yaml"
     try:
         kept = files.read_yaml(path)

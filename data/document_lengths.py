@@ -155,7 +155,7 @@ def attended_pairs(config: Config, positions: Any) -> int:
 
 
 def share_of(config: Config, pairs: float) -> float:
-    """Return the number of attended token pairs of a global batch, `pairs`, divided by the number that the batch would
+    """Return `pairs`, the number of attended token pairs of a global batch, divided by the number that the batch would
     have if each sample were one document."""
     length, samples = config.model.sequence_length, config.training.global_batch_size
     return pairs / (config.model.num_layers * samples * length * (length + 1) / 2)

@@ -130,8 +130,8 @@ class Cause(NamedTuple):
 
 
 def _cause(failures: Mapping[int, Any], ended: Collection[int] = ()) -> Cause:
-    """Return the root cause among the failures, which are given by rank. `ended`: the ranks that had ended before torch
-    ended the rest."""
+    """Return the root cause of a failed attempt. `failures`: torch's records of the failed ranks, by rank; `ended`: the
+    ranks that had ended before torch ended the rest."""
 
     def precedence(item: tuple[int, Any]) -> tuple[int, bool, int, float]:
         """Return the sort key of a failure. Order: a wrong config; killed ranks; ranks with a message, by time, because
@@ -181,7 +181,8 @@ def _has_ended(pid: int) -> bool:
 
 
 def _watch_attempts(causes: list[Cause], mark: Path) -> None:
-    """Record why each attempt ended, and prevent restarts after a stop on purpose or a wrong config."""
+    """Make torch's launcher record in `causes` why each attempt ended, and prevent restarts after a stop on purpose or
+    a wrong config. `mark`: the file that a rank creates when it stops early."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousStateError
     from torch.distributed.launcher import api
@@ -212,7 +213,8 @@ def _watch_attempts(causes: list[Cause], mark: Path) -> None:
 
 
 def _report(cause: Cause, log_dir: Path | None) -> int:
-    """Print the cause's line, store it in LOG_DIR for scripts that start several nodes, and return the exit status."""
+    """Print the cause's line, store it in the folder `log_dir` for scripts that start several nodes, and return the
+    exit status."""
     print(cause.line, file=sys.stderr, flush=True)
     if log_dir is not None:
         with contextlib.suppress(OSError):
@@ -256,7 +258,8 @@ def _forward_signals(forwarded: list[signal.Signals]) -> None:
 
 
 def _answers(pid: int, signum: signal.Signals) -> bool:
-    """Return whether a process has a handler for a signal. Without a handler it would ignore the signal or die."""
+    """Return whether a process has a handler for a signal. Without a handler, the signal would be ignored or end the
+    process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -73,7 +73,7 @@ def _quote(text: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the run's folder and the overrides to add, and return the exit status."""
+    """Print the run's folder and the overrides that the scheduler's script must add, and return the exit status."""
     parser = argparse.ArgumentParser(prog="launch.job", description=__doc__, allow_abbrev=False)
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--array-task", type=int)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Print the missing wheels, sorted by name."""
+    """Print the wheels in a folder whose packages this Python lacks, sorted by name."""
     for wheel in sorted(Path(sys.argv[1]).glob("*.whl")):
         try:
             metadata.version(wheel.name.partition("-")[0])

@@ -18,7 +18,8 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # s
 
 
 def main(mark: str, log_dir: str) -> None:
-    """Run train.py with the rest of the command line; after an early stop, create the file `mark` and exit with 0."""
+    """Run train.py on this rank with the rest of the command line; after an early stop, create the file `mark` and exit
+    with 0. `log_dir`: the folder for links to this rank's output; "" for none."""
     exit_handler.log_exceptions()
     # Slurm signals every process of a job. A rank without handlers ignores signals: the agent sends them again once it
     # has handlers. So signals that are pending since the agent blocked them are discarded here, and later ones ignored

@@ -36,8 +36,8 @@ BACKEND = "loopback"  # among torchrun's rendezvous backends
 
 
 def secure(options: Namespace) -> Namespace:
-    """Return torchrun's options with a safe rendezvous: `--standalone` uses the loopback, and c10d's state is stored as
-    JSON."""
+    """Change torchrun's options to a safe rendezvous: `--standalone` uses the loopback address, and the state of the
+    c10d rendezvous is stored as JSON. Returns the options."""
     if options.standalone:
         rendezvous_handler_registry.register(BACKEND, OneNode)
         options.standalone, options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = (
@@ -55,7 +55,7 @@ def secure(options: Namespace) -> Namespace:
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a single launcher: always rank 0 of 1, with a store that listens on the loopback."""
+    """Rendezvous of a launcher that runs alone (rank 0 of 1), with a store that listens on the loopback address."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         assert parameters.max_nodes == 1
@@ -114,8 +114,7 @@ class JsonState:
 
     @staticmethod
     def loads(content: bytes) -> _RendezvousState:
-        """Return the rendezvous state in `content`. Raises RendezvousStateError for bytes that `dumps` did not
-        write."""
+        """Return the rendezvous state in `content`. Raises RendezvousStateError for bytes that are not such a state."""
         try:
             fields = json.loads(content)
             state = _RendezvousState()

@@ -31,7 +31,8 @@ def constraints(lines: list[str], torch_version: str, torch_requires: list[str])
 
 
 def main() -> int:
-    """Print the constraints; for a torch version that Mixtrain does not support, print one line and return 1."""
+    """Print constraints with which pip keeps the installed torch, and return 0. For a torch version that Mixtrain does
+    not support, print one line and return 1."""
     version = metadata.version("torch")
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if not OLDEST <= numbers < NEWEST_EXCLUDED:

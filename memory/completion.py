@@ -117,7 +117,10 @@ class Users:
         self.last = 0.0  # time of the last `add`
 
     def add(self, done: Completion, size: int = 0) -> None:
-        """Add a job that uses the buffer, by its completion handle. `size`: what it adds to `waiting`."""
+        """Add a job to those that use the buffer. done: its completion handle.
+
+        size: its amount of work, such as bytes, which counts as waiting until the job is launched.
+        """
         self._given.append((done, size))
         if len(self._given) > MOST_USERS:
             self.all()
@@ -132,12 +135,12 @@ class Users:
 
     @property
     def waiting(self) -> int:
-        """Sum of the sizes of the jobs that have neither run nor been launched yet."""
+        """Amount of work, such as bytes, of the buffer's jobs that have neither run nor been launched yet."""
         return sum(size for done, size in self._given if not done.is_issued)
 
 
 def soonest_free(users: Sequence[Users]) -> int:
-    """Return the index of the buffer that is expected to be free first; `users` has the jobs that use each buffer."""
+    """Return the index of the buffer that is expected to be free first. users: the jobs that use each buffer."""
     return min(range(len(users)), key=lambda index: (users[index].waiting, users[index].last))
 
 

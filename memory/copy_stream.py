@@ -43,7 +43,11 @@ class CopyStream:
     """
 
     def __init__(self, name: str, device: torch.device, on_device: bool = False, timeout: float = TIMEOUT):
-        """on_device: the jobs run on the device; if it is a GPU, the thread launches them on CUDA streams."""
+        """Prepare a copy stream, whose thread starts with the first job.
+
+        on_device: whether the jobs run on the device; if it is a GPU, the thread launches them on CUDA streams.
+        timeout: seconds to wait for a job.
+        """
         self.name = name
         self.num_bytes = 0  # of all jobs so far
         self.busy_seconds = 0.0  # of the thread, without waits
@@ -67,11 +71,11 @@ class CopyStream:
         free: Sequence[Completion] = (),
         priority: int = UPDATES,
     ) -> Completion:
-        """Queue `work` to run after all of `after` and `free`. It must neither allocate device memory nor wait for
-        jobs.
+        """Queue `work` to run in the thread after all jobs of `after` and `free`; return its completion.
 
-        If a job of `after` fails, `work` does not run and fails with the same error. `free`: earlier users of the
-        memory that `work` uses; whether they failed does not matter.
+        `work` must neither allocate device memory nor wait for jobs. If a job of `after` fails, `work` does not run and
+        fails with the same error. free: earlier users of the memory that `work` uses; whether they failed does not
+        matter.
         """
         with self._lock:
             if self._thread is None:
@@ -99,8 +103,10 @@ class CopyStream:
     def issue(
         self, work: Callable[[], object], after: Sequence[Completion] = (), num_bytes: int = 0, priority: int = PASSES
     ) -> Completion:
-        """Launch `work` from the calling thread, after `after` and its current CUDA stream. On a CPU it is done on
-        return."""
+        """Launch `work` from the calling thread, to run after the jobs `after` and the current CUDA stream's work.
+
+        On a CPU, `work` is done on return.
+        """
         done = Completion()
         if self._streams is None:
             for before in after:
@@ -179,7 +185,10 @@ class CopyStream:
         return event
 
     def _wait(self, item: _Item) -> None:
-        """Wait for the jobs that a queued job depends on, on a GPU through its stream. Raises a failed job's error."""
+        """Wait until the jobs that a queued job depends on are done; on a GPU, let the job's CUDA stream wait instead.
+
+        Raises the error of a failed job.
+        """
         free = [done for done in item.free if not isinstance(done.error, Cancelled)]
         if self._streams is None:
             free = free[-1:]  # the last user of the memory has waited for the earlier ones

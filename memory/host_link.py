@@ -29,7 +29,10 @@ class StepMemory:
     """
 
     def __init__(self, allocate: Callable[[int], torch.Tensor | None], headroom: Callable[[], float]):
-        """allocate: returns a uint8 tensor of the given size, or None. headroom: returns the bytes it may allocate."""
+        """Create empty memory, which `begin` enlarges.
+
+        allocate: returns a uint8 tensor of the given bytes, or None. headroom: returns the bytes it may allocate.
+        """
         self._allocate, self._headroom = allocate, headroom
         self.size = 0  # bytes
         self.stayed = 0  # bytes that did not fit in this step
@@ -46,7 +49,7 @@ class StepMemory:
             self.size += num_bytes
 
     def take(self, num_bytes: int) -> Space:
-        """Return space for `num_bytes`, until it is freed or garbage-collected; its `memory` is None if none fits."""
+        """Return space for `num_bytes`, reserved until it is freed or deleted; its `memory` is None if nothing fits."""
         size = padded(num_bytes, ALIGNMENT)
         for memory, ranges in self._free:
             for index, (start, end) in enumerate(ranges):
@@ -67,7 +70,7 @@ class StepMemory:
 
 
 class Space:
-    """A range of StepMemory. Its owner returns it with `free`, or by dropping the last reference."""
+    """A range of host memory for one offloaded tensor. The owner returns it with `free`, or by dropping it."""
 
     def __init__(self, memory: torch.Tensor | None, give: Callable[[], None]):
         self.memory = memory  # uint8
@@ -93,7 +96,7 @@ class HostLink:
     """
 
     def __init__(self, device: torch.device, timeout: float = TIMEOUT):
-        """timeout: seconds that one job may take."""
+        """Create the copy streams of a rank. timeout: seconds that one job may take."""
         self.device, self.pins = device, device.type == "cuda"
         self.num_allocated = 0  # number of allocations of host memory
         self.up = CopyStream("to device", device, on_device=True, timeout=timeout)
@@ -121,8 +124,10 @@ class HostLink:
         return memory
 
     def allocate(self, num_bytes: int, in_blocks: bool = False) -> torch.Tensor:
-        """Return pinned (on a GPU) uint8 host memory that the caller has reserved. in_blocks: aligned to disk
-        blocks."""
+        """Return uint8 host memory, pinned on a GPU machine. The caller has already reserved it in the host's budget.
+
+        in_blocks: whether to align it to whole disk blocks, for direct I/O.
+        """
         self.num_allocated += 1
         if in_blocks:
             return aligned(num_bytes, self.pins)

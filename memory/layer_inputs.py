@@ -56,10 +56,13 @@ class Counts:
 
 
 class LayerInputs:
-    """Saves one rank's layer inputs for the backward pass, on the host where buffers are free, without device waits."""
+    """Storage of one rank's layer inputs until the backward pass, on the host where buffers are free.
+
+    No call makes the host wait for the device.
+    """
 
     def __init__(self, link: HostLink, buffers: Sequence[torch.Tensor]):
-        """buffers: host memory from the link, each for one layer's input."""
+        """Create the storage for layer inputs. buffers: host memory from the link, each for one layer's input."""
         self.memory = buffers
         self.host_bytes = sum(buffer.numel() for buffer in buffers)
         self._link = link
@@ -113,8 +116,11 @@ class LayerInputs:
         return kept
 
     def take(self, *wanted: _Input, again: bool = False, then: Sequence[_Input] = ()) -> list[torch.Tensor]:
-        """Return the stored tensors that a pass reads, valid until the next call. again: a later pass reads them too.
-        then: stored tensors that the next pass reads, which are prefetched."""
+        """Return the stored tensors that a pass reads. They are valid until the next call.
+
+        again: whether a later pass reads them too, so that they must be kept. then: stored tensors that the next pass
+        reads, which are prefetched to the device.
+        """
         self._drop_used()
         was_away = sum(self._bring(kept) for kept in wanted)
         found = [_tensor(kept) for kept in wanted]

@@ -95,7 +95,10 @@ class ReadOnlyFile:
     """A file that several threads may read at once, at any offset. Raises UnreadableFile if it cannot be opened."""
 
     def __init__(self, path: Path, bounce: BounceBuffers | None = None):
-        """bounce: buffers for direct reads, used if the file system supports them. None: use the page cache."""
+        """Open the file for reading. bounce: buffers for direct reads, used if the file system supports them.
+
+        Without them, reads use the page cache.
+        """
         self.path = path
         self._bounce = bounce
         direct = None if bounce is None else _open_direct(path)

@@ -42,7 +42,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class Checkout:
-    """A checked-out record. Read it from `source` after `there`; write it to `target` after `change_after` and `free`.
+    """A checked-out record: read `source` once `there` is done; write `target` once `change_after` and `free` are done.
 
     `source` and `target` are the same memory, unless the record will be put to another location in host memory.
     """
@@ -69,9 +69,12 @@ class Store:
         offsets: Sequence[int],
         for_passes: int = 0,
     ):
-        """host: memory of each record, or None for a record on the disk, which then starts at its entry of `offsets`.
+        """Create the store without reading or writing records.
+
+        host: memory of each record, or None for a record on the disk, which then starts at its entry of `offsets`.
         stages: host buffers that are as large as the largest record on the disk; the first `for_passes` of them serve
-        reads that forward and backward passes wait for, the others serve updates."""
+        reads that forward and backward passes wait for, the others serve updates.
+        """
         self.link, self.sizes = link, sizes
         self._locations = [_Location(memory, offset) for memory, offset in zip(host, offsets, strict=True)]
         made = [_Stage(memory, LAYERS if i < for_passes else UPDATES) for i, memory in enumerate(stages)]
@@ -84,10 +87,10 @@ class Store:
     def fetch(
         self, index: int, to: int | None = None, priority: int = UPDATES, after: Sequence[Completion] = ()
     ) -> Checkout:
-        """Check out record `index`, to be changed and put as record `to` (by default itself). `put` or `release` ends
-        it.
+        """Check out record `index` to change it, until `put` stores it or `release` ends the checkout unchanged.
 
-        priority: of a read from the disk (memory/copy_stream.py). after: jobs that a read from the disk waits for.
+        to: the record that `put` stores it as, by default the same. priority: of a read from the disk. after: jobs that
+        a read from the disk waits for.
         """
         location, target = self._locations[index], self._locations[index if to is None else to]
         if location.memory is not None:
@@ -109,8 +112,10 @@ class Store:
         return Checkout(record, record, there, (), target, stage)
 
     def overwrite(self, index: int, priority: int = UPDATES) -> Checkout:
-        """Check out record `index` for new contents, without a read. `put` ends the checkout. priority: of the
-        write."""
+        """Check out record `index` to write new contents, without reading the old ones. `put` ends the checkout.
+
+        priority: of the write to the disk.
+        """
         location = self._locations[index]
         if location.memory is not None:
             memory, after = location.memory, (*self._unreleased(location), location.written)
@@ -127,7 +132,10 @@ class Store:
         return stage
 
     def put(self, checkout: Checkout, after: Completion) -> Completion:
-        """Store a checkout's target as the record, once job `after` is done. Returns the completion of the write."""
+        """Store the new contents of a checked-out record once the job `after` is done; this ends the checkout.
+
+        Returns the completion of the write.
+        """
         if checkout.stage is None:
             checkout.to.written = after
             return after
@@ -147,7 +155,7 @@ class Store:
         return written
 
     def release(self, checkout: Checkout, after: Completion) -> None:
-        """End a checkout without a change. Its memory is in use until the job `after` is done."""
+        """End the checkout of a record that was not changed. Its memory is in use until the job `after` is done."""
         if checkout.stage is not None:
             checkout.stage.users.add(after, checkout.target.numel())
             checkout.stage.is_checked_out = False
@@ -158,12 +166,14 @@ class Store:
         self._locations[one], self._locations[other] = self._locations[other], self._locations[one]
 
     def last_write(self, index: int) -> Completion:
-        """Return the completion of the last write to a record."""
+        """Return the completion of the last write to record `index`."""
         return self._locations[index].written
 
     def snapshot(self, indices: Sequence[int], buffer: torch.Tensor | None) -> Snapshot:
-        """Return a view of records that cannot change until a save releases them. buffer: host memory for reads of the
-        disk."""
+        """Return a snapshot of records for a save. The records cannot change until the save releases them.
+
+        buffer: host memory into which records on the disk are read.
+        """
         locations = [self._locations[index] for index in indices]
         for location in locations:
             assert location.released.is_issued, "an earlier save has not released this record"
@@ -198,7 +208,10 @@ class Snapshot:
         self._written = [location.written for location in locations]
 
     def read(self, index: int) -> torch.Tensor:
-        """Return a record's bytes, valid until the next `read` or its `release`. Raises the error of its last write."""
+        """Return the bytes of a record for the save, valid until the next `read` or the record's `release`.
+
+        Raises the error of the record's last write.
+        """
         location, size, written = self._locations[index], self._sizes[index], self._written[index]
         written.result()
         if location.memory is not None:
@@ -208,7 +221,7 @@ class Snapshot:
         return self._buffer[:size]
 
     def release(self, index: int) -> None:
-        """Allow a record to change again, after the save has read it."""
+        """Allow record `index` of the snapshot to change again, because the save has read it."""
         self.released[index].finish()
 
     def close(self) -> None:

@@ -36,8 +36,9 @@ SOURCES = {
 
 
 def import_folder(source: Path, target: Path, max_file_bytes: int | None = None, head_seed: int | None = None) -> None:
-    """Convert a Hugging Face folder to a folder of logical weights, in files of at most `max_file_bytes` (None: 2 GB).
-    With `head_seed`, a model without an output layer gets a random one. Raises ConfigError."""
+    """Convert a Hugging Face folder to a folder of logical weights (whole weights under Megatron's names), in files of
+    at most `max_file_bytes` (None: 2 GB). With `head_seed`, a model without an output layer gets a random one. Raises
+    ConfigError."""
     from models import folder as folders  # imports torch, which takes seconds that --help need not wait for
     from models.huggingface import special_tokens, tensors, unknown_keys
 
@@ -63,8 +64,8 @@ def import_folder(source: Path, target: Path, max_file_bytes: int | None = None,
 
 
 def export_folder(source: Path, target: Path, max_file_bytes: int | None = None) -> None:
-    """Convert a folder of logical weights to a Hugging Face folder, in files of at most `max_file_bytes` (None: 2 GB).
-    Raises ConfigError if no Hugging Face family fits the model."""
+    """Convert a folder of logical weights (whole weights under Megatron's names) to a Hugging Face folder, in files of
+    at most `max_file_bytes` (None: 2 GB). Raises ConfigError if no Hugging Face family fits the model."""
     from models import folder as folders
     from models.huggingface import special_tokens, translate
     from models.weight_files.expected import logical_shapes

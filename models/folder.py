@@ -135,8 +135,8 @@ class Reader:
         return stored.rows_from(tensor.first_row, as_matrix(tensor.kind.shape)[0])
 
     def split_rows(self, name: str, named_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Replace a tensor, viewed as a matrix, by several tensors that share its rows in order. `named_shapes`: their
-        names and shapes. Raises ConfigError if a name is already in use."""
+        """Replace a tensor by several tensors that hold its rows in order. `named_shapes`: their names and shapes.
+        Raises ConfigError if a name is already in use."""
         tensor, first = self._tensors.pop(name), 0
         assert tensor.first_row is None
         for new, shape in named_shapes:
@@ -295,7 +295,8 @@ def save_logical_folder(
 
 @dataclass(frozen=True)
 class LogicalFolder:
-    """An open folder of logical weights: its configuration, the location of each weight, and a reader of its files."""
+    """An open folder of logical weights (whole weights under Megatron's names): its configuration, the location of each
+    weight, and a reader of its files."""
 
     config: Config
     vocab_size: int

@@ -38,7 +38,8 @@ FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter of this rank (or a buffer, or one expert of a stack), described as a slice of a logical weight."""
+    """A parameter of this rank (or a buffer, or one expert of a stack), described as a slice of a logical weight (the
+    whole weight, as with one process)."""
 
     name: str
     # Storage of the model: writing to it changes the model. Has the slice of `main_grad`, if its parameter has one.

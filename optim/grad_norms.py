@@ -45,7 +45,10 @@ def component_of(name: str) -> str:
 
 
 def digits(values: torch.Tensor) -> torch.Tensor:
-    """Split fp64 values [n] into summands [n, len(DIGITS) + 1]: a multiple of each power in DIGITS, and the rest."""
+    """Split fp64 values [n] into summands [n, len(DIGITS) + 1] that can be added without rounding.
+
+    Each is a multiple of a power of two in DIGITS; the last is the remainder.
+    """
     columns = []
     for power in DIGITS:
         columns.append(torch.trunc(values / power) * power)
@@ -140,10 +143,10 @@ def rounded(norm: float) -> float:
 
 
 def _counts(held: HeldShard, parameter: torch.nn.Parameter, topology: Topology) -> bool:
-    """Return whether this rank adds a shard's gradient to the norm, as one of the ranks with the same gradient must.
+    """Return whether this rank adds a shard's gradient to the norm; of the ranks with the same gradient, one must.
 
     The gradients of some parameters are equal on tensor-parallel ranks and, unless the optimizer is sharded, on
-    data-parallel ranks (Megatron-core's get_main_grads_for_grad_norm). For an owned parameter, its owner decides.
+    data-parallel ranks (Megatron-core's get_main_grads_for_grad_norm). A parameter's owner object, if any, decides.
     """
     if not param_is_not_shared(held.main):
         return False

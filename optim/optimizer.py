@@ -104,7 +104,7 @@ def learning_rate(config: OptimizerConfig, total_steps: int, step: int) -> float
 
 
 def begin_step(optimizer: MegatronOptimizer, passive: bool = False) -> None:
-    """Prepare offloaded optimizer state for the passes of a step. passive: no update follows the passes."""
+    """Prepare offloaded optimizer state for the passes of a step. passive: whether no update follows the passes."""
     if (offload := offload_of(optimizer)) is not None:
         scaler = scaler_of(optimizer)
         offload.begin_step(None if scaler is None else scaler.inv_scale, passive)

@@ -35,15 +35,17 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass
 class StoredTensor(ShardedTensor):
-    """A box (a rectangular range) of a parameter's optimizer state in a bucket. `data`: meta view of the bucket's flat
-    tensor."""
+    """A box (a rectangular range) of a parameter's optimizer state that is stored in a bucket.
+
+    `data`: meta view of the bucket's flat tensor. `kind`: such as master or exp_avg.
+    """
 
     bucket: int = 0
     kind: str = ""
 
     @classmethod
     def of(cls, box: ShardedTensor, bucket: int, kind: str) -> StoredTensor:
-        """Return a box of a parameter's state as elements of a bucket's flat tensor of one kind."""
+        """Return a box (rectangular range) of a parameter's state as elements of a bucket's flat tensor of one kind."""
         return cls(**{field.name: getattr(box, field.name) for field in fields(box)}, bucket=bucket, kind=kind)
 
     def within(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -72,12 +74,12 @@ def _held(
 def sharded_state(
     optimizer: MegatronOptimizer, chunks: list[torch.nn.Module], model_state: dict[str, Any]
 ) -> list[ShardedTensor]:
-    """Return this rank's optimizer state as boxes of the parameters' state: views of state on the device, and
-    StoredTensors without data for offloaded state. Copies and communicates nothing.
+    """Return this rank's optimizer state as boxes (rectangular ranges) of the parameters' state.
 
-    `model_state` is the sharded state dict of the same model chunks. A sharded optimizer has a range of a parameter's
-    elements, which is cut into a few boxes. As each element is on one rank, each box is the main replica among the
-    data-parallel ranks. Before the first step there are no moments.
+    Boxes are views of state on the device, or StoredTensors without data for offloaded state. Nothing is copied or
+    communicated. `model_state` is the sharded state dict of the same model chunks. A sharded optimizer has a range of a
+    parameter's elements, which is cut into a few boxes. As each element is on one rank, each box is the main replica
+    among the data-parallel ranks. Before the first step there are no moments.
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))
@@ -120,7 +122,10 @@ def _stored_state(
 
 
 def _bucket_kinds(offload: OffloadedOptimizer, index: int) -> dict[str, torch.dtype]:
-    """Return a bucket's kinds of state and their dtypes: no moments before the first step, weights only of experts."""
+    """Return the kinds of state that a bucket has, with their dtypes.
+
+    Before the first step there are no moments. Only buckets of offloaded experts have weights.
+    """
     is_expert = offload.experts is not None and offload.buckets[index].expert_bucket is not None
     weights = {WEIGHT: offload.experts.dtype} if offload.experts is not None and is_expert else {}
     kinds = {kind: dtype for kind, dtype in offload.layout.kinds.items() if kind == "master" or offload.steps > 0}
@@ -130,7 +135,11 @@ def _bucket_kinds(offload: OffloadedOptimizer, index: int) -> dict[str, torch.dt
 def _state_boxes(
     whole: list[ShardedTensor], shape: torch.Size, kind: str, span: tuple[int, int], value: torch.Tensor, sharded: bool
 ) -> Iterator[ShardedTensor]:
-    """Yield the elements `span` of a parameter's state (`value`) as boxes with the names that checkpoints use."""
+    """Yield a range of a parameter's state as boxes (rectangular ranges) with the names that checkpoints use.
+
+    `span`: [start, end) in the flattened parameter. `value`: its state there. `whole`: the parameter's shards in the
+    checkpoint. `sharded`: whether the optimizer is sharded over data-parallel ranks.
+    """
     for shard in whole:
         replica_id = (*shard.replica_id[:-1], 0) if sharded else shard.replica_id
         key = shard.key if kind == WEIGHT else f"optimizer.{kind}.{shard.key}"
@@ -139,7 +148,7 @@ def _state_boxes(
 
 
 def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) -> list[ShardedTensor]:
-    """Return the boxes into which the model's checkpoint splits a parameter, as views into a meta tensor."""
+    """Return the boxes (rectangular ranges) into which a checkpoint splits a parameter, as views into a meta tensor."""
     shadow = torch.empty(shape, dtype=torch.float32, device="meta")
     if isinstance(sharded, ShardedTensorFactory):
         return list(nested_values(sharded.build_fn(sharded.key, shadow, sharded.replica_id, None)))
@@ -149,7 +158,11 @@ def _shards(sharded: ShardedTensor | ShardedTensorFactory, shape: torch.Size) ->
 def _owned_boxes(
     shard: ShardedTensor, shape: torch.Size, span: tuple[int, int], value: torch.Tensor
 ) -> Iterator[ShardedTensor]:
-    """Yield the boxes of `value` (the elements `span` of a parameter) that lie within one shard of the parameter."""
+    """Yield a range of a parameter's state as boxes (rectangular ranges), without elements outside one shard.
+
+    `shard`: the part of the parameter in the model's checkpoint. `span`: [start, end) in the flattened parameter.
+    `value`: its state there.
+    """
     view = shard.data
     strides = torch.empty(shape, device="meta").stride()
     assert view.dim() == len(shape) and view.stride() == strides, (
@@ -279,7 +292,10 @@ def state_bytes(optimizer: MegatronOptimizer, chunks: list[torch.nn.Module]) -> 
 def fill_stored(
     optimizer: MegatronOptimizer, tensors: Sequence[ShardedTensor], read: Callable[[ShardedTensor], None]
 ) -> None:
-    """Load offloaded optimizer state bucket by bucket: `read` fills each StoredTensor. Other elements become zero."""
+    """Load offloaded optimizer state bucket by bucket; `read` fills each StoredTensor.
+
+    State that none of the tensors covers becomes zero.
+    """
     if (offload := offload_of(optimizer)) is None:
         return
     boxes: dict[int, list[StoredTensor]] = {}
@@ -299,7 +315,7 @@ def fill_stored(
 
 @dataclass(frozen=True)
 class StateSlice(Generic[Tag]):
-    """The elements [start, end) of a flattened parameter, with a tag of the caller."""
+    """Elements [start, end) of a flattened parameter, with a tag that the caller gets back with their state."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -313,7 +329,7 @@ def change_state(
     slices: Sequence[StateSlice[Tag]],
     change: Callable[[list[tuple[torch.Tensor, Tag]]], None],
 ) -> None:
-    """Call `change` to modify this rank's masters and moments of these slices in place, as flat tensors with tags.
+    """Call `change` to modify this rank's masters and moments of some slices in place, as (flat tensor, tag) pairs.
 
     Ranks with the same parameters that pass the same ranges get the same calls, with tensors of the same sizes in the
     same order. Call it between two steps, while no save is in flight.

@@ -30,7 +30,7 @@ _sms_left = 0  # multiprocessors that matmuls leave free during collectives
 
 
 def set_environment(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set environment variables that CUDA reads when it starts, unless the user has set them. Call it before that."""
+    """Set environment variables that CUDA reads at its start, unless the user has. Call it before CUDA starts."""
     if config.training.device == "cpu":
         return
     connections = derived.device_connections(config)
@@ -48,7 +48,7 @@ def _torch_release() -> tuple[int, ...]:
 
 
 def leave_to_exchanges(sms: int) -> None:
-    """Set the number of multiprocessors that matmuls leave free within `exchanges_under_way`."""
+    """Set how many multiprocessors the GPU's matmuls leave free for NCCL while exchanges are in flight."""
     global _sms_left
     _sms_left = sms
 
@@ -88,7 +88,10 @@ def describe(config: Config, environment: MutableMapping[str, str] = os.environ)
 
 
 def refuse_missing(device: str, key: str) -> None:
-    """Raise ConfigError, naming `key`, for device "cuda" on a machine without a GPU. In doubt, leave it to torch."""
+    """Raise ConfigError if `device` is "cuda" and this machine certainly has no GPU.
+
+    key: config key or option to name in the message. In doubt nothing is raised, and torch reports the problem later.
+    """
     if device == "cuda" and not _may_have_gpu():
         option = f"{key}{' ' if key.startswith('--') else '='}cpu"
         raise ConfigError(f"{key} (cuda) needs a CUDA GPU, but this machine has none. Try {option}.")

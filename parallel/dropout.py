@@ -60,6 +60,9 @@ class Dropout:
 
 
 def seed_of(seed: int, step: int, layer: int, micro_batch: int, row_key: str) -> int:
-    """Return a layer's dropout seed in one pass, in [0, 2^63). Layer 0 is the embedding; row_key names the tokens."""
+    """Return the seed of a layer's dropout in one forward pass, in [0, 2^63).
+
+    layer: 0 for the embedding. row_key: text that identifies the tokens, so that others get another seed.
+    """
     digest = hashlib.blake2b(f"{seed} {step} {layer} {micro_batch} {row_key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -127,7 +127,7 @@ class _LayerWiseStep:
         return self._results
 
     def _read(self, now: LayerPass | None) -> list[Any]:
-        """Return the stored tensors that a pass will read, if they exist already."""
+        """Return the stored layer inputs and gradients that the pass `now` will read, if they are stored already."""
         if now is None:
             return []
         kept = [self._inputs] if now.is_forward else [self._gradients, self._inputs]

@@ -61,7 +61,7 @@ class OwnedParameter:
         return self.group is None or self.group.rank() == 0
 
     def wait_with(self, gate: Callable[[torch.nn.Parameter], None]) -> None:
-        """Call `gate` before a step first writes the gradient, which the last step's update may still read."""
+        """Register `gate`, to be called before a step first writes the gradient, which an update may still read."""
         self._gate = gate
 
     def begin(self) -> None:

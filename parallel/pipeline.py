@@ -66,8 +66,11 @@ def layer_visits(config: Config, num_micro_batches: int, stage: int, forward_onl
 
 @dataclass(frozen=True)
 class PlannedFill:
-    """A planned copy of a layer's weights to a device slot. It starts after visit `after`, the last that uses the old
-    contents of the slot (-1: immediately), and must end before visit `visit`."""
+    """A planned copy of a layer's weights to a device slot, for one visit of the layer (numbered in the step's order).
+
+    It starts after visit `after`, the last that uses the old contents of the slot (-1: immediately), and must end
+    before visit `visit`.
+    """
 
     layer: int
     slot_index: int
@@ -122,7 +125,10 @@ def layer_passes(num_layers: int, num_micro_batches: int) -> Iterator[LayerPass]
 
 
 def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequence[int]) -> int:
-    """Return the most units that a stage stores for backward passes, if a pass of chunk i adds of_chunk[i] units."""
+    """Return the most units (layer inputs, for example) that a pipeline stage stores for backward passes at once.
+
+    of_chunk: the units that a forward pass of each model chunk adds, and its backward pass frees.
+    """
     held = most = 0
     for is_forward, chunk in passes(config, derived.num_micro_batches(config, world_size), stage):
         held += of_chunk[chunk] if is_forward else -of_chunk[chunk]
@@ -131,7 +137,7 @@ def most_in_flight(config: Config, world_size: int, stage: int, of_chunk: Sequen
 
 
 def offloaded_layer_inputs(config: Config, world_size: int, stage: int, headroom: float) -> int:
-    """Return the number of layer inputs that each rank of a stage can store on the host within `headroom` bytes.
+    """Return how many layer inputs each rank of a stage can offload, in `headroom` bytes or the configured MiB.
 
     It is at most the number that wait for their backward pass at once, with gradients in the layer-wise schedule.
     """

@@ -71,7 +71,7 @@ class Topology:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Whether this rank is the one of its pipeline stage that writes or sums values that all its ranks have."""
+        """Whether this rank is the one that writes or sums the values that all ranks of its pipeline stage share."""
         return self.data_context.rank == 0 and self.tensor.rank == 0
 
 
@@ -150,14 +150,16 @@ def initialize(config: Config) -> Topology:
 
 
 def _priority_groups(config: Config) -> list[str]:
-    """Return Megatron-core's names of the groups whose NCCL kernels get high priority, because matmuls wait for
-    them."""
+    """Return Megatron-core's names of the process groups whose NCCL kernels get high priority.
+
+    Matmuls wait for the collectives of these groups.
+    """
     is_nccl = dist.get_backend() == dist.Backend.NCCL
     return ["ep", "pp"] if is_nccl and config.parallel.priority_exchanges else []
 
 
 def megatron_groups() -> ProcessGroupCollection:
-    """Return the existing process groups as Megatron-core's modules take them. Others use `Topology.groups`."""
+    """Return the existing process groups in the form that Megatron-core's modules take."""
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

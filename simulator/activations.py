@@ -41,7 +41,7 @@ Rule = Callable[[Tape, ModelOperation, Held], Sequence[TapeTensor]]
 
 
 class Activations:
-    """Simulates the activation memory of the blueprint's operations on one rank, with a rule per kind of operation."""
+    """Simulates the activation memory of a model's operations on one rank, with a rule per kind of operation."""
 
     def __init__(self, config: Config, vocab_size: int, device: str, plan: Plan | None = None) -> None:
         self.config, self.vocab_size, self.on_gpu = config, vocab_size, device == "cuda"
@@ -125,7 +125,10 @@ class Activations:
         return held[operations[-1].outputs[-1].name]
 
     def _apply(self, tape: Tape, operation: ModelOperation, held: Held, takes: OperationBytes) -> list[TapeTensor]:
-        """Record one operation on the tape, with the tensors that autograd saves and the gradients that it makes."""
+        """Record one operation on the tape, with the tensors that autograd saves and the gradients that it makes.
+
+        `held`: tensors by name. `takes`: the operation's other bytes.
+        """
         name = operation.output.name
         inputs, passes = ([held[each] for each in names] for names in (operation.inputs, operation.passes))
         keeps = [held[each] for each in operation.saved if each != name]
@@ -168,8 +171,11 @@ class Activations:
         return [output]
 
     def _tiled(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Compute the feed-forward layer in tiles of a rank's sequence rows. The backward pass recomputes each tile and
-        keeps all weight gradients until they are added to the gradient buffers."""
+        """Compute the feed-forward layer in tiles of a rank's sequence rows.
+
+        The backward pass recomputes each tile, and keeps all weight gradients until they are added to the gradient
+        buffers.
+        """
         (name,) = operation.inputs
         whole, tile = self.sizes, derived.feed_forward_tile(self.config)
         assert tile is not None, "a layer in tiles"
@@ -238,7 +244,7 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
     def _token_loss(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Compute logits and all gradients tile by tile in the forward pass, which keeps that of the hidden states."""
+        """Compute the loss and all gradients tile by tile in the forward pass; keep the hidden states' gradient."""
         sizes, matrix = self.sizes, operation.weights[0]
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
         tile_rows = min(self.tile, sizes.predicted)
@@ -271,10 +277,10 @@ class Activations:
         return self._apply(tape, operation, held, takes)
 
     def _with_leaving(self, takes: OperationBytes) -> OperationBytes:
-        """Return `takes` plus the key and value rows in flight, which are freed at the end of the next backward pass.
+        """Return `takes` (an operation's bytes) plus key and value rows in flight, freed by the next backward pass.
 
-        With full recomputation, that is the same layer's backward pass. Otherwise `profile` counts the rows of one
-        layer for the whole micro-batch, and nothing is added.
+        With full recomputation, that is the same layer's backward pass. Otherwise one layer's rows are counted for the
+        whole micro-batch, so nothing is added here.
         """
         if self.config.training.recompute != "full":
             return takes
@@ -306,7 +312,7 @@ class Activations:
             return held[-1]
 
         def replace(x: TapeTensor) -> TapeTensor:
-            """Return a new tensor of the same size and free `x`; the gradient passes through unchanged."""
+            """Apply an operation whose output has the size and the gradient of its input `x`, and free `x`."""
             output = tape.apply(x.bytes, passes=[x])
             tape.drop(x)
             return output
@@ -343,7 +349,7 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(kept=extra, during=gathered, weight=weight))
 
     def _experts(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Apply the routed experts; their bytes are computed by moe/planning/footprint.py."""
+        """Apply the routed experts; their bytes depend on the number of chunks and memory strategy of MoE layers."""
         load, plan, element = self.load, self.plan, self.sizes.element
         assert load is not None, "a model with experts"
         strategy, weight = STRATEGIES[plan.memory_strategy], self._weight_bytes(operation.weights)

@@ -27,7 +27,10 @@ CLOSE = 1.05  # multiple of the fastest measured step up to which a choice count
 
 
 def result(steps: list[MeasuredStep], seconds: list[float]) -> dict[str, Any]:
-    """Return errors in percent, rank correlations, and the slowdown of predicted-best over measured-best layouts."""
+    """Compare predicted seconds with measured ones: errors in percent, rank correlations, quality of choices.
+
+    `worst_choice` is the measured time of the predicted-best layout, divided by that of the measured-best one.
+    """
     errors = [100 * abs(each / step.seconds - 1) for step, each in zip(steps, seconds, strict=True)]
     groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
     for step, each in zip(steps, seconds, strict=True):

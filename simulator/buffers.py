@@ -21,7 +21,10 @@ BUCKET_SIZE, BUCKET_SIZE_PER_RANK = 40_000_000, 1_000_000  # elements: Megatron-
 
 @dataclass(frozen=True)
 class OwnedShare:
-    """Elements [start, end) of a parameter whose optimizer state one rank owns."""
+    """Elements [start, end) of a parameter whose optimizer state one rank owns.
+
+    `index`: of the parameter, in module order. `bucket`: index of Megatron-core's bucket.
+    """
 
     index: int  # of the parameter, in module order
     bucket: int  # index of Megatron-core's bucket
@@ -43,7 +46,7 @@ class Buffer:
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
     def owned(self, rank: int) -> Iterator[OwnedShare]:
-        """Yield the slices of parameters whose optimizer state is on this rank."""
+        """Yield the ranges of parameters whose optimizer state is on this rank."""
         start = first = 0
         for bucket, end in enumerate(self.bucket_ends):
             share = (end - start) // self.num_ranks
@@ -57,7 +60,7 @@ class Buffer:
 
 
 def make_buffer(local: Sequence[Parameter], num_ranks: int, distributed: bool, bucket_size: float) -> Buffer:
-    """Return the gradient buffer of these parameters, laid out as by Megatron-core's _ParamAndGradBuffer."""
+    """Return the gradient buffer of the parameters `local`, laid out as by Megatron-core's _ParamAndGradBuffer."""
     multiple = math.lcm(num_ranks, BUCKET_MULTIPLE)
     ranges, ends = list[tuple[int, int]](), list[int]()
     end = bucket_start = 0

@@ -177,7 +177,8 @@ def _expert_call_bytes(config: Config, load: LayerLoad, forwards: int) -> Counte
 def _replica_bytes(config: Config, device: str, micro_batches: int) -> float:
     """Return the bytes that replicas of experts send per MoE layer in a step that fills every replica slot once.
 
-    Weights are sent once. Gradients are sent once, or in each call as blocks for an expert's even share of tokens.
+    Weights are sent once per step. Gradients are sent once per step or, if replicas return them per block of rows, once
+    per block and micro-batch under an even load.
     """
     if not derived.places_experts(config):
         return 0.0

@@ -50,7 +50,7 @@ def predicted(step: MeasuredStep, hardware: Hardware) -> float:
 
 
 def fit(hardware: Hardware, steps: Sequence[MeasuredStep], source: str) -> Hardware:
-    """Return the hardware with figures fitted to the steps, starting from the stated figures, not an earlier fit.
+    """Fit the hardware's figures to measured steps, starting from their sources' values instead of an earlier fit.
 
     Raises ConfigError if there are no steps.
     """

@@ -59,7 +59,7 @@ def has_fused_attention(config: Config, device: str) -> bool:
 
 
 def computes_slices(config: Config, device: str) -> bool:
-    """Return whether attention runs in slices (models/attention/slice_attention.py), not in torch's function."""
+    """Return whether attention is computed in slices (blocks of its mask) instead of by torch's function."""
     model = config.model
     if model.attention_dropout > 0:
         return False
@@ -77,9 +77,9 @@ def _is_padded(config: Config, device: str) -> bool:
 
 
 def forward_operations(config: Config, vocab_size: int) -> dict[str, float]:
-    """Return the forward FLOPs per token by category, with the full attention square, without the sentence head.
+    """Return the FLOPs per token of a forward pass by category, counting the full square of attention.
 
-    Raises ValueError for an unknown operation.
+    BERT's sentence head does not count. Raises ValueError for an unknown operation.
     """
     result = dict.fromkeys(_categories(config), 0.0)
     for category, operation, _ in _counted(config, vocab_size):
@@ -152,7 +152,7 @@ def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperat
 
 
 def _times(config: Config, kind: str, device: str) -> float:
-    """Return the FLOPs of a forward and a backward pass, divided by those of the forward pass."""
+    """Return the FLOPs of an operation's forward and backward pass, divided by those of its forward pass."""
     if kind in ATTENTION and has_fused_attention(config, device):
         return 3.5
     if kind == "expansion":
@@ -165,7 +165,7 @@ def _times(config: Config, kind: str, device: str) -> float:
 
 
 def _computed_share(config: Config, device: str, attended_share: float | None) -> float:
-    """Return the token pairs that attention computes, divided by the full square of one-document samples."""
+    """Return the share of the full attention square that a device computes, with zero padding of keys or values."""
     share = 1.0
     if computes_slices(config, device):
         share = derived.attended_share(config) if attended_share is None else attended_share
@@ -176,8 +176,10 @@ def _computed_share(config: Config, device: str, attended_share: float | None) -
 
 
 def _padded_rows(config: Config) -> float:
-    """Return the rows that experts compute in half precision on a CPU, divided by the rows of an even load, because
-    rows are padded to blocks (`padded` in moe/experts/blocks.py)."""
+    """Return the rows that experts compute in half precision on a CPU, divided by the rows without padding.
+
+    Each expert's rows are padded to blocks; the load is even.
+    """
     moe, degree = config.moe, derived.pipeline_degrees(config)[0] or 1
     kept = moe.top_k * derived.kept_share(config)  # of a token's assignments
     expert_rows = derived.tokens_per_call(config) * kept * config.parallel.expert / (moe.num_experts or 1) / degree

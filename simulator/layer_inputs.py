@@ -44,7 +44,7 @@ class _PlannedInput:
 
 
 class _Step:
-    """Counts the layer inputs on the device and the copies of a step, with the rules of memory/layer_inputs.py."""
+    """Simulates the layer inputs of a step: counts those on the device, and their copies to and from the host."""
 
     def __init__(self, buffers: int):
         self.free = buffers
@@ -53,7 +53,10 @@ class _Step:
         self._in_use: list[_PlannedInput] = []
 
     def forward(self, layers: int, before: _PlannedInput | None) -> list[_PlannedInput]:
-        """Count a chunk's forward pass. `before`: input of the chunk's first layer in the previous micro-batch."""
+        """Simulate a model chunk's forward pass, and return the inputs of its layers.
+
+        `before`: input of the chunk's first layer in the previous micro-batch.
+        """
         inputs: list[_PlannedInput] = []
         for _ in range(layers):
             kept = self.put()
@@ -64,7 +67,7 @@ class _Step:
         return inputs
 
     def backward(self, inputs: list[_PlannedInput]) -> None:
-        """Count a backward pass through the layers with these inputs."""
+        """Simulate a backward pass through the layers that have these inputs."""
         for kept in reversed(inputs):
             self._drop_used()
             self._stay(kept)
@@ -74,7 +77,7 @@ class _Step:
                 self._fetch(kept.next)
 
     def put(self) -> _PlannedInput:
-        """Count the output of a pass that a later pass reads."""
+        """Simulate the output of a pass, which is copied to the host if a buffer is free, and read by a later pass."""
         self._drop_used()
         self._leave()
         self._add()
@@ -86,7 +89,10 @@ class _Step:
         return kept
 
     def take(self, wanted: Sequence[_PlannedInput], again: bool, then: Sequence[_PlannedInput]) -> None:
-        """Count the reads of `wanted` in a pass, and the prefetches of `then` for the next pass."""
+        """Simulate a pass that reads the tensors `wanted`, and the prefetch of `then`, which the next pass reads.
+
+        `again`: whether a later pass reads `wanted` once more.
+        """
         self._drop_used()
         for kept in wanted:
             self._stay(kept)
@@ -150,7 +156,7 @@ def layer_inputs(config: Config, world_size: int, stage: int, capacity: float | 
 
 
 def _micro_batch_wise(step: _Step, layers: Sequence[int], order: Iterable[tuple[bool, int]]) -> list[int]:
-    """Count all passes in Megatron-core's order; return the number of inputs that each forward pass copies out."""
+    """Simulate all passes in Megatron-core's order; return the number of inputs that each forward pass copies out."""
     leaving = []
     waiting: list[deque[list[_PlannedInput]]] = [deque() for _ in layers]
     first: dict[int, _PlannedInput] = {}
@@ -166,7 +172,7 @@ def _micro_batch_wise(step: _Step, layers: Sequence[int], order: Iterable[tuple[
 
 
 def _layer_wise(step: _Step, layers: int, micro_batches: int) -> list[int]:
-    """Count all passes of a step in layer-wise order; return the number of tensors on the device during each pass."""
+    """Simulate all passes in layer-wise order; return the number of tensors on the device during each pass."""
     inputs: dict[tuple[int, int], _PlannedInput] = {}
     gradients: dict[tuple[int, int], _PlannedInput] = {}
     found: list[int] = []

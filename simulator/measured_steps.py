@@ -54,7 +54,7 @@ class MeasuredStep:
     figures: tuple[tuple[str, float], ...] = ()  # figures of the hardware that had other values in this step
 
     def on(self, hardware: Hardware) -> Hardware:
-        """Return the hardware with the values that figures had during this step."""
+        """Return the hardware with those figures replaced whose values during this step are known."""
         return hardware.with_values(dict(self.figures), "of this step") if self.figures else hardware
 
     @property
@@ -65,7 +65,7 @@ class MeasuredStep:
 
 
 def read_rows(path: Path) -> list[MeasuredStep]:
-    """Return the measured steps of a CSV file with the columns COLUMNS; other columns are ignored.
+    """Read measured steps from a CSV file with a line per step; columns other than COLUMNS are ignored.
 
     Raises ConfigError with file, line and column.
     """
@@ -142,7 +142,7 @@ def _base() -> Config:
 
 
 def read_run(run_dir: Path) -> MeasuredStep:
-    """Return a run as one measured step: the median of its steps from FIRST_STEP on.
+    """Read the folder of a run as one measured step: the median of its steps from the third (FIRST_STEP) on.
 
     Raises ConfigError if the folder lacks a file or such steps.
     """

@@ -108,9 +108,10 @@ def first_arrangements(config: Config, memory: Sequence[RankMemory]) -> list[Arr
 
 
 def rank_memory(job: Job, plan: Plan | None = None, capacity: Capacity = UNLIMITED) -> list[RankMemory]:
-    """Return the memory of every rank.
+    """Return the planned memory of every rank in bytes.
 
-    `plan`: chunk plan of the MoE layers, by default the config's. `capacity`: of device, host and disk, per rank.
+    `plan`: numbers of chunks and memory strategy of the MoE layers, by default the config's. `capacity`: bytes of
+    device, host and disk per rank.
     """
     config, world_size = job.config, job.world_size
     element = derived.element_size(config)
@@ -184,8 +185,8 @@ def staying_bytes(config: Config, stage: int) -> int:
 def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
     """Return the bytes that reducing and clipping gradients allocate; 0 on a GPU, where nothing is copied.
 
-    On a CPU, gloo's reduce-scatter and, in fp32, the optimizer of a single rank (`alone`) copy all gradients. Clipping
-    copies one parameter's gradient at a time.
+    `of_stage`: the gradient buffers. On a CPU, gloo's reduce-scatter and, in fp32, the optimizer of a single rank
+    (`alone`) copy all gradients. Clipping copies one parameter's gradient at a time.
     """
     if device != "cpu":
         return 0
@@ -278,7 +279,10 @@ def _block_profile(activations: Activations, block: Block, state: int) -> Memory
 
 @dataclass(frozen=True)
 class NeededBudgets:
-    """Budgets of host and disk that are large enough, and the error message about the present ones."""
+    """Budgets of host and disk that are large enough, and the error message about the present ones.
+
+    `memory`: of each rank with these budgets. `keys`: overrides that set them.
+    """
 
     capacity: Capacity
     memory: list[RankMemory]  # with these budgets
@@ -287,7 +291,10 @@ class NeededBudgets:
 
 
 def budgets_of_node(config: Config, world_size: int) -> tuple[Budget, Budget]:
-    """Return the budgets of host and disk memory, opened as a run does on its node."""
+    """Return the budgets of host and disk memory, with the limits that they have in the run.
+
+    For a plan of ranks that are not running, free bytes are unlimited.
+    """
     host, disk, memory = Budget("memory.host_budget"), Budget("memory.disk_budget"), config.memory
     if world_size == launched().world_size:
         folder = memory.disk_dir
@@ -365,7 +372,7 @@ def needed_budgets(
 
 
 def _least_host_bytes(job: Job, memory: Sequence[RankMemory], capacity: Capacity) -> float:
-    """Return host bytes that suffice for every rank. state_device=auto fills the device and the disk first."""
+    """Return host bytes with which every rank fits. With state_device=auto, device and disk are filled first."""
     if job.config.optimizer.state_device != "auto":
         return max(rank.host for rank in memory)
     offload, found = OffloadPlan(job, capacity), dict[tuple[int, ...], float]()

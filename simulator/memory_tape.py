@@ -22,7 +22,11 @@ class TapeTensor:
 
 @dataclass(frozen=True)
 class OperationBytes:
-    """Bytes that an operation needs in addition to its inputs and outputs."""
+    """Bytes that an operation needs in addition to its inputs and outputs.
+
+    `kept`: until the backward pass. `during`: temporary in the forward pass. `work`: peak of the backward pass.
+    `weight`, `made`: gradients of weights that the backward or the forward pass computes.
+    """
 
     kept: int = 0  # of its own, for the backward pass
     during: int = 0  # temporary, in the forward pass
@@ -105,7 +109,7 @@ class Tape:
         """Apply an operation and return its output of `output` bytes, which the caller must drop.
 
         In the backward pass the `inputs` get gradients of their own, and `passes` share the output's gradient; `keeps`
-        stay allocated until then. Gradients of `makes` are computed already in the forward pass.
+        stay allocated until then. The forward pass already computes the gradients of `makes`. `takes`: all other bytes.
         """
         kept = [self.hold(tensor) for tensor in keeps] if self.keeps else []
         if takes.kept and self.keeps:
@@ -191,7 +195,7 @@ Function = Callable[..., TapeTensor]
 
 
 def recomputed(tape: Tape, function: Function, *inputs: TapeTensor) -> TapeTensor:
-    """Apply `function(tape, *inputs)` under activation checkpointing: keep the inputs, and run it again backward."""
+    """Apply `function(tape, *inputs)` under activation checkpointing: keep the inputs, and recompute it in backward."""
     first = Tape(keeps=False)
     output = function(first, *(first.new(tensor.bytes) for tensor in inputs))
     there = sum(tensor.bytes for tensor in inputs)

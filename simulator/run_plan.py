@@ -168,7 +168,7 @@ def make_plan(
         documents: lengths of the documents in some micro-batches, one list per micro-batch, if known.
         hardware: machine for which the step time is predicted.
 
-    Raises ConfigError if no chunk plan of the MoE layers fits their memory budget.
+    Raises ConfigError if no number of chunks of the MoE layers fits their memory budget.
     """
     config, step = job.config, None
     if hardware is not None and job.device == "cuda" and device_memory is None:
@@ -284,7 +284,10 @@ def refuse_what_the_host_cannot_hold(plan: RunPlan) -> None:
 
 
 def out_of_memory(plan: RunPlan, limit: float, keys: str = "") -> str:
-    """Return the error message about a plan over `limit` bytes, with overrides that fit together with `keys`."""
+    """Return the error message about a plan that needs more than `limit` bytes per device, with overrides that fit.
+
+    `keys`: overrides of the budgets, without which the others do not fit.
+    """
     worst, config = plan.worst, plan.job.config
     kinds = ", ".join(f"{kind} {format_bytes(getattr(worst, kind))}" for kind in KINDS if getattr(worst, kind))
     what = "training.memory_limit_gib" if config.training.memory_limit_gib is not None else "the device's memory"

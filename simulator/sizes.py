@@ -13,10 +13,10 @@ FP32, INT64 = 4, 8
 
 
 class Sizes:
-    """Counts elements and bytes of tensors on one rank. Raises ValueError for an unknown row kind, axis or dtype."""
+    """Counts elements and bytes of tensors on one rank. Raises ValueError for an unknown kind of row, axis or dtype."""
 
     def __init__(self, config: Config, tile: int | None = None) -> None:
-        """`tile`: count only this many of the rank's sequence rows; None: count all."""
+        """Derive the sizes of a rank from a config. `tile`: count only so many of its sequence rows; None: all."""
         parallel = config.parallel
         self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
         self.tokens = derived.rank_sequence_rows(config)  # of all tensor ranks of one context rank

@@ -301,7 +301,7 @@ def _describe_sharing(plan: RunPlan, shared: SharedRows, tokens: int) -> list[st
 
 
 def _describe_sizes(plan: RunPlan, sizes: Sequence[ContextSize]) -> list[str]:
-    """Return a table of context sizes, and the size that exchanges the fewest bytes per FLOP."""
+    """Return a table of context-parallel sizes, and the size that exchanges the fewest bytes per FLOP, as lines."""
     timed = sizes[0].seconds is not None
     headings, table_rows = ["parallel.context", "heads", "rows", "sent a layer", "B/kFLOP", "a rank needs"], []
     fits = [each.context for each in sizes if each.memory <= plan.capacity.device]

@@ -129,7 +129,7 @@ class Engine:
 
     @property
     def job(self) -> Job:
-        """The config, number of ranks, vocabulary size and device type that this engine was built for."""
+        """Config, number of ranks, vocabulary size and device type that this engine was built for."""
         return Job(self.config, self.topology.world_size, self.vocab_size, self.topology.device.type)
 
     def load_weights(self, folder: Path) -> None:

@@ -28,8 +28,8 @@ def bucket_sums(losses: torch.Tensor, mask: torch.Tensor, values: torch.Tensor, 
 
 
 class LossBuckets:
-    """Accumulates an evaluation's losses and token counts in `sums`, float64 [2, 2, n]. The axes are: position or
-    length (BY); loss sum or token count; bucket."""
+    """Accumulates an evaluation's losses and token counts per bucket in `sums`, float64 [2, 2, n]. The axes are:
+    position or segment length (BY); loss sum or token count; bucket."""
 
     def __init__(self, sequence_length: int, device: torch.device):
         self.num_buckets = sequence_length.bit_length() + 1

@@ -13,8 +13,8 @@ from training.engine import Engine
 
 @dataclass
 class Progress:
-    """Progress of a run: its finished optimizer steps, the training samples that they consumed, the state of step
-    validation (training/resilience/health.py), and each callback's state by the callback's name."""
+    """Progress of a run: finished optimizer steps, consumed training samples, `health` (recent losses and counts of
+    rejected steps, which decide whether later steps are good), and each callback's state by the callback's name."""
 
     step: int = 0
     consumed_samples: int = 0
@@ -32,8 +32,8 @@ def state(engine: Engine, progress: Progress, facts: dict[str, Any]) -> dict[str
 
 def load(engine: Engine, folder: Path) -> Progress:
     """Load a checkpoint's weights and optimizer state into the engine, and return the progress. Random number states
-    are loaded if the layout is the one of the checkpoint. A collective call, also allowed between steps. Raises
-    ConfigError on every rank if any rank cannot read its shard."""
+    are loaded if the parallel layout is unchanged. A collective call, also allowed between steps. Raises ConfigError on
+    every rank if any rank cannot read its shard."""
     layout = layout_of(engine.config, engine.topology.world_size)
     saved = checkpoint_state.load(engine.chunks, engine.optimizer, folder, layout)
     return Progress(saved["step"], saved["consumed_samples"], saved["health"], saved.get("callbacks", {}))

@@ -22,9 +22,8 @@ Metrics = dict[str, Any]
 
 @dataclass
 class Run:
-    """The state of one training run on this rank, which callbacks read and change. `make_validation_loaders` maps the
-    name of a validation corpus (or HELD_OUT of data/loader.py) to a function that returns a loader of the corpus from
-    its first sample."""
+    """State of one training run on this rank, which callbacks read and change. `make_validation_loaders` maps the name
+    of a validation corpus, or of the held-out documents, to a function that returns a loader from the first sample."""
 
     config: Config
     topology: Topology
@@ -50,7 +49,7 @@ class Run:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes the run's files."""
+        """Return whether this is rank 0, which prints and writes the run's files."""
         return self.topology.rank == 0
 
     @property
@@ -71,7 +70,7 @@ class Run:
             self.loader = self.make_loader(position)
 
     def take(self, result: StepResult) -> None:
-        """Count a finished step, and add its loss to the losses that step validation compares with."""
+        """Count a finished step, and record its loss, with which later losses are compared."""
         self.progress.step += 1
         self.progress.consumed_samples += self.config.training.global_batch_size
         self.health.taken(result.loss, self.progress.step, result.updated)

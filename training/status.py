@@ -48,7 +48,7 @@ def now(run_dir: Path) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Print the status of the run whose folder the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m training.status", description="Print the state of a run, and whether its process still runs."
     )

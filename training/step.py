@@ -56,7 +56,8 @@ class StepResult:
 
 
 def train_step(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
-    """Take optimizer step `step` (counted from 1) on this rank's micro-batches, without validating it first."""
+    """Take optimizer step `step` (counted from 1) on this rank's micro-batches, without checking first whether the loss
+    is good."""
     result = gradients(engine, batches, step)
     apply(engine, result)
     return result
@@ -64,8 +65,8 @@ def train_step(engine: Engine, batches: Sequence[Batch], step: int) -> StepResul
 
 def gradients(engine: Engine, batches: Sequence[Batch], step: int) -> StepResult:
     """Run the forward and backward passes of optimizer step `step` (counted from 1) on this rank's micro-batches, and
-    return the results over all ranks. The weights do not change until `apply`. `Engine.snapshot` copies the other state
-    that the passes change."""
+    return the results over all ranks. The weights are not updated. Other state changes, such as random number states
+    and the routers' token counts."""
     for chunk in engine.chunks:
         chunk.train()
     _clear_gradients(engine)
@@ -241,8 +242,8 @@ def _loss(
 
 
 def _loss_grad(engine: Engine, scale: torch.Tensor, num_micro_batches: int) -> torch.Tensor:
-    """Return the gradient of the step's loss with respect to a micro-batch's loss sum: the scale factors of Megatron's
-    schedule and of `_loss`, multiplied in the order of the backward pass."""
+    """Return the gradient of the step's loss with respect to a micro-batch's loss sum: the product of all scale
+    factors, multiplied in the order of the backward pass. `scale`: the factor of the loss sum."""
     one = engine.scale_loss(torch.ones((), device=scale.device)).reshape(())
     return one / num_micro_batches * engine.topology.context.size * scale
 

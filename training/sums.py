@@ -37,7 +37,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Split a flat tensor that `pack` made into views with the shapes of `tensors`."""
+    """Split a flat tensor into views with the shapes of `tensors`, in order."""
     sizes = [tensor.numel() for tensor in tensors]
     assert flat.numel() == sum(sizes)
     return [view.view(tensor.shape) for view, tensor in zip(flat.split(sizes), tensors, strict=True)]

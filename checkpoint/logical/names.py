@@ -28,7 +28,8 @@ LAYER = re.compile(r"(?P<block>decoder|encoder)\.layers\.((?P<number>\d+)\.)?(?P
 
 @dataclass(frozen=True)
 class GlobalName:
-    """The parsed name of a global tensor: the logical weights in it, and the axes along which they are stacked."""
+    """The parsed name of a global tensor: one logical weight, or logical weights stacked along an axis of layers, of
+    experts, or both."""
 
     prefix: str  # "decoder.layers."; the number of a layer, a point and `rest` follow
     rest: str
@@ -64,7 +65,8 @@ def parse(key: str) -> GlobalName:
 
 @dataclass(frozen=True)
 class WeightBlock:
-    """A block of a logical weight that is stored in a checkpoint, as a row-major matrix."""
+    """A block of a logical weight that a checkpoint stores as a row-major matrix. `start`: its byte offset in the
+    stored tensor."""
 
     name: str
     shape: tuple[int, ...]  # of the whole weight, with the vocabulary's padding
@@ -73,7 +75,8 @@ class WeightBlock:
 
 
 def blocks_of(entry: Entry) -> Iterator[WeightBlock]:
-    """Yield the blocks of logical weights that a stored tensor consists of; none for a tensor that is no weight."""
+    """Yield the blocks of logical weights (weights of one layer and one expert) that a stored tensor contains; none if
+    the tensor is no weight."""
     known = parse(entry.key)
     axes, box = known.num_axes, entry.box_shape
     inner, offset, shape = box[axes:], entry.offset[axes:], entry.global_shape[axes:]

@@ -42,8 +42,8 @@ def open_checkpoint(folder: Path, direct: bool = False) -> LogicalReader:
 
 
 class LogicalReader(LogicalTensors):
-    """Reads the tensors of a trained model, and describes the model with the attributes of ModelSource. `folder`: the
-    folder with the tensors; for a run, the folder of its checkpoint."""
+    """Reader of the tensors, config, tokenizer and end tokens of a trained model. `folder`: the folder with the
+    tensors; for a run, the folder of its checkpoint."""
 
     def __init__(self, source: ModelSource) -> None:
         super().__init__(source.folder, source.weights, logical_shapes(source.config, source.vocab_size))

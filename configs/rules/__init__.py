@@ -36,7 +36,8 @@ RULES: list[Callable[[Config, int], Iterator[Problem]]] = [
 
 
 def first_problem(config: Config, world_size: int) -> Problem | None:
-    """Return the first broken rule, or None. A rule may assume that all earlier rules hold."""
+    """Return the first problem of a configuration, or None if it breaks no rule. The rules are checked in a fixed
+    order; a rule may assume that all earlier rules hold."""
     for rules in RULES:
         for problem in rules(config, world_size):
             return problem

@@ -17,7 +17,8 @@ from configs.show import show
 
 
 class Needs(NamedTuple):
-    """Keys that have an effect only if a condition holds. `otherwise` is the reason why they have none."""
+    """Keys that have an effect only if a condition holds: `holds` checks the condition in a configuration, and
+    `otherwise` is the reason why the keys have no effect without it."""
 
     keys: tuple[str, ...]
     holds: Callable[[Config], bool]
@@ -183,7 +184,8 @@ READY = [
 
 
 def _idle(config: Config, table: list[Needs]) -> dict[str, str]:
-    """Return each key of `table` that has no effect although its value is not the default, with the first reason."""
+    """Return the keys in `table` that have no effect in this configuration although their values are not the defaults,
+    each with the first reason why."""
     found: dict[str, str] = {}
     for keys, holds, otherwise in table:
         if not holds(config):
@@ -193,7 +195,8 @@ def _idle(config: Config, table: list[Needs]) -> dict[str, str]:
 
 
 def idle(config: Config, world_size: int) -> Iterator[Problem]:
-    """Yield a problem for each key of NEEDS whose value has no effect. The fix resets all of these keys."""
+    """Yield a problem for each key that must keep its default, because it has no effect in this configuration. The fix
+    resets all of these keys."""
     found = _idle(config, NEEDS)
     back: Fix = {key: KEYS[key].fresh_default() for key in found}
     for key, otherwise in found.items():

@@ -37,8 +37,8 @@ def set_to(key: str, values: Iterable[Any]) -> list[Fix]:
 
 
 def must_divide(divisor: tuple[str, int], number: tuple[str, int], *other_fixes: Fix) -> Iterator[Problem]:
-    """Yield a problem if the value of the first key does not divide the value of the second. The candidate fixes are
-    other values of the first key, then `other_fixes`, then other values of the second key."""
+    """Yield a problem if `divisor` does not divide `number`; both are given as (key, value). The candidate fixes are
+    other values of the divisor's key, then `other_fixes`, then other values of the number's key."""
     (key, small), (other_key, large) = divisor, number
     if large % small:
         fixes = [*set_to(key, divisors(large, small)), *other_fixes, *set_to(other_key, multiples(small, large))]

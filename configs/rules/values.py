@@ -18,7 +18,7 @@ CORPUS_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 def values(config: Config, world_size: int) -> Iterator[Problem]:
-    """Check the value of each key by the rule that the schema states."""
+    """Yield a problem for each key whose value breaks the rule that the schema states for the key."""
     for name, key in KEYS.items():
         value = get(config, name)
         if isinstance(value, str) and not key.choices and not value.strip():
@@ -55,7 +55,8 @@ def wrong_validation_corpora(value: Any) -> str | None:
 
 
 def _accepted(config: Config, name: str) -> Iterator[Problem]:
-    """Check that an entry of checkpoint.accept_changes is a key whose change a resume refuses but may accept."""
+    """Yield a problem if the entry `name` of checkpoint.accept_changes is not a key whose change a resume refuses
+    unless it is accepted."""
     key = "checkpoint.accept_changes"
     acceptable = [other for other in KEYS if KEYS[other].acceptable]
     if name in acceptable:
@@ -74,7 +75,7 @@ def _accepted(config: Config, name: str) -> Iterator[Problem]:
 
 
 def loose_values(config: Config, world_size: int) -> Iterator[Problem]:
-    """Check the few keys whose values may have several types."""
+    """Yield the problems of the few keys whose values may have several types."""
     yield from _corpora(config)
     profile, steps = config.training.profile, config.training.steps
     if any(not 1 <= step <= steps for step in profile.steps):
@@ -129,7 +130,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _plan(config: Config) -> Iterator[Problem]:
-    """Check the keys that concern a plan: plan, plan_world_size and hardware."""
+    """Yield the problems of the keys that concern a plan: plan, plan_world_size and hardware."""
     if not isinstance(config.plan, bool) and config.plan not in ("json", "search"):
         close = nearest(str(config.plan), ("json", "search"))
         yield Problem("plan", "must be true, false, json or search", *([close] if close else []), True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes [start, end) of the file `path`, which are read at once; for Parquet, row groups [start, end). `shown`: the
+    """A span of the corpus file `path`: bytes [start, end), or row groups [start, end) of a Parquet file. `shown`: the
     file's name in messages."""
 
     path: str

@@ -50,8 +50,8 @@ class TextSegment(NamedTuple):
 
 
 def next_border(content: Any, position: int, rule: str) -> int:
-    """Return the byte offset, at or after `position`, at which to cut a large text: preferably after an empty line or a
-    line, else before a space."""
+    """Return the byte offset, at or after `position`, at which to cut a large text: after an empty line or a line if
+    possible, else before a space."""
     stop = min(position + REACH_BYTES, len(content))
     for pattern in BORDERS[rule]:
         found = pattern.search(content, position - (pattern is not BEFORE_SPACE), stop)

@@ -129,8 +129,7 @@ class DecoderRotary:
     def at(
         self, length: int, positions: slice | torch.Tensor, lengths: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return fp32 cosines and signed sines of token positions: `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` if texts
-        differ.
+        """Return fp32 cosines and signed sines of positions: `[s, 1, 1, d]`, or `[b, s, 1, 1, d]` if the texts differ.
 
         positions: a slice for all texts or int64 `[b, 1]`, all below `length`. lengths: tokens per text, which select
         the frequencies.

@@ -224,8 +224,8 @@ class Decoder(Transformer):
     ) -> torch.Tensor | None:
         """Return `mask` restricted to the sliding window that ends at each text's new token.
 
-        Returns `mask` itself if no text is longer than the window. counts: cached tokens of each text. positions:
-        `counts` on the device, if the texts have different counts.
+        Returns `mask` itself if there is no window, or no text is longer. counts: cached tokens of each text.
+        positions: `counts` on the device, if the texts have different counts.
         """
         longest = max(counts)
         if self._window is None or longest < self._window:

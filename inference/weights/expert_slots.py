@@ -20,7 +20,7 @@ LoadExpert = Callable[[ExpertKey, torch.Tensor, list[Completion], int], Completi
 
 @dataclass
 class ExpertSlot:
-    """A memory slot for one expert. `there`: completion of its load. `made`: callable that applies it, if used."""
+    """A memory slot for one expert. `there`: completion handle of its load. `made`: the callable that applies it."""
 
     memory: torch.Tensor
     there: Completion = field(default_factory=Completion.already)
@@ -107,7 +107,7 @@ class ExpertSlots:
             order.append(key)
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Prefetch experts that are not loaded, the most probable first, at a lower priority than chosen ones."""
+        """Prefetch experts that are not loaded, the most probable first, at a lower priority than chosen experts."""
         for key in ((layer, expert) for expert in experts):
             if len(self._expected) >= self._most_expected:
                 break

@@ -308,7 +308,7 @@ class FileWeights(WeightSource):
             self._kept[unit.key] = self._named(unit, memory)
 
     def _keep_words(self, plan: StreamPlan) -> None:
-        """Load the token embedding if it stays; a tied output layer becomes views of its rows."""
+        """Load the token embedding if it stays in memory; the rows of a tied output layer become views of it."""
         words, head = self.held.words, self.held.head
         if words is None:
             return
@@ -343,7 +343,10 @@ class FileWeights(WeightSource):
         return {self.name_in_unit(name): each for name, each in self.loader.views(unit, memory).items()}
 
     def _describe(self, plan: StreamPlan, is_first: bool) -> str:
-        """Return a line that says how many MiB of the model stay in memory and how many are streamed."""
+        """Return a line that says how many MiB of the model stay in memory and how many are streamed.
+
+        is_first: whether `plan` is the first one, instead of one for a larger request.
+        """
         sizes = self.sizes
         kept = sum(size for key, size in sizes.units if key in plan.kept)
         on_gpu = self.device.type == "cuda"

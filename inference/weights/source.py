@@ -178,8 +178,10 @@ class TensorWeights(WeightSource):
 
 
 class SlotWeights(TensorWeights):
-    """Weights of a model in training with offloaded experts. One layer at a time is transferred to the training's
-    device buffers. Every rank transfers every layer, because several ranks may store shards of it."""
+    """Weights of a model in training with offloaded experts, one layer at a time in the device buffers of training.
+
+    Every rank loads every layer into its buffers, because several ranks may store shards of it.
+    """
 
     def __init__(
         self,

@@ -229,8 +229,8 @@ class ExchangeSchedule:
         return round_of_unit[unit]
 
     def _arriving(self, cp_rank: int, number: np.ndarray, count: int) -> tuple[_Keys, list[dict[int, int]]]:
-        """Return the table of a rank's own and received key rows in segments held by several ranks, and a list with the
-        number of received rows by owner, for each of `count` rounds."""
+        """Return a table of the key rows that a rank has or receives in segments held by several ranks, and for each of
+        `count` rounds a dict from owner to number of received rows. `number`: the round of each transfer."""
         here = np.flatnonzero(self._transfers.cp_rank == cp_rank)
         here = here[np.lexsort((self._transfers.begin[here], self._transfers.owner[here], number[here]))]
         coming, number = _only(self._transfers, here), number[here]
@@ -251,7 +251,8 @@ class ExchangeSchedule:
         return _only(keys, order), receives
 
     def _sends(self, cp_rank: int, number: np.ndarray, count: int) -> list[dict[int, np.ndarray]]:
-        """Return the indices of the rows that a rank sends, as one dict per round from receiving rank to indices."""
+        """Return the indices of the rows that a rank sends, as one dict per round from receiving rank to indices.
+        `number`: the round of each transfer."""
         here = np.flatnonzero(self._transfers.owner == cp_rank)
         here = here[np.lexsort((self._transfers.own[here], self._transfers.cp_rank[here], number[here]))]
         going, number = _only(self._transfers, here), number[here]

@@ -1,8 +1,8 @@
-"""Communication of context parallelism in attention. Key and value rows are sent between cp_ranks; within a cp_rank,
-ranks exchange their rows of all heads for all rows of some heads.
+"""Communication of context parallelism in attention. Key and value rows are sent between groups of ranks; within a
+group, ranks exchange their rows of all heads for all rows of some heads.
 
-A cp_rank is a group of neighbouring ranks of the context group, which is ordered cp_rank x heads. Shapes: r rows of
-this rank, R rows of its cp_rank (after heads are exchanged, each rank has all of them), n query heads, g key/value
+A group, which the code calls a cp_rank, is a number of neighbouring ranks of the context-parallel group. Shapes: r rows
+of this rank, R rows of its group (after heads are exchanged, each rank has all of them), n query heads, g key/value
 heads, d channels of a key, v of a value.
 """
 
@@ -201,8 +201,8 @@ class _ToRows(torch.autograd.Function):
 
 
 def _joined(chunks: list[torch.Tensor], heads: list[slice]) -> torch.Tensor:
-    """Concatenate the gradients of all ranks' heads, `[r, 1, heads, ...]`. If several ranks have the same head, its
-    gradients are summed in fp32."""
+    """Concatenate the gradients of all ranks' heads: one `[r, 1, heads, ...]` per rank, in `chunks`. If several ranks
+    have the same head, its gradients are summed in fp32."""
     if len({of.start for of in heads}) == len(heads):
         return torch.cat(chunks, dim=2)
     by_head: dict[int, list[torch.Tensor]] = {}

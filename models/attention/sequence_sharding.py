@@ -43,8 +43,8 @@ CRUMB = 16  # a segment of at most 1 / CRUMB of a rank's rows is not cut while r
 
 @dataclass(frozen=True, eq=False)
 class SequenceSharding:
-    """Assignment of a micro-batch's rows to ranks, as runs of rows. Rows are numbered through the micro-batch: sample x
-    s + row in the sample.
+    """Assignment of a micro-batch's rows to ranks, as runs of rows. Rows are numbered through the micro-batch: row i of
+    sample k is row k * s + i.
 
     cp_rank: int64 [m], the rank of each run, ascending. first: int64 [m], the first row of each run, ascending within a
     rank. length: int64 [m], the number of rows per run. Adjacent runs of one rank are merged.
@@ -149,8 +149,8 @@ def window_work(slides: Sequence[int], window: int | None, longest: int) -> np.n
 
 
 class _Packing:
-    """Queue of the spans (runs of rows) that are not assigned to a rank yet, heaviest first, with cumulative work of
-    the lightest rows among them.
+    """Queue of the spans (runs of rows) that are not assigned to a rank yet, heaviest first. It also knows the
+    cumulative work of the lightest of their rows.
 
     Ranks that already have enough work reserve the lightest unassigned rows to reach their number of rows.
     """

@@ -112,8 +112,8 @@ SliceRows = RowRuns | RowIndex
 def row_numbers(
     first: np.ndarray, lengths: np.ndarray, sample: np.ndarray, flips: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row and the sample of each row in runs of rows, one run after the other. `flips`: list each run from
-    its last row to its first."""
+    """Return the row and the sample of each row in several runs of rows, one run after the other. `flips`: list each
+    run from its last row to its first."""
     within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if flips:
         within = np.repeat(lengths, lengths) - 1 - within
@@ -147,7 +147,7 @@ class RowCoverage:
 
     @property
     def is_written(self) -> bool:
-        """True if a buffer may start uninitialized, because each row is written before it is read."""
+        """True if an output buffer may start uninitialized, because each of its rows is written before it is read."""
         return not self.is_mixed and bool((self.counts > 0).all())
 
 

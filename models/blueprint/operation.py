@@ -32,7 +32,7 @@ MODEL, FLOAT32, BOOLEAN = "model", "float32", "boolean"
 
 @dataclass(frozen=True)
 class Split:
-    """A split of dimension `dim` of a weight over the ranks of `axis`."""
+    """A split of dimension `dim` of a weight over the ranks of a parallel `axis` (tensor, expert, ...)."""
 
     dim: int
     axis: str
@@ -121,7 +121,8 @@ class ModelOperation:
 @dataclass(frozen=True)
 class Block:
     """The embedding, a transformer layer or the head, as operations from the tensor `INPUT` to the last operation's
-    output. `prefix`: the common beginning of its weights' names."""
+    output. `prefix`: the common beginning of its weights' names. `slides`: True for a layer with sliding-window
+    attention."""
 
     prefix: str
     operations: tuple[ModelOperation, ...]
@@ -327,7 +328,7 @@ def residual_sum(
 
 
 def changed_copy(name: str, x: str, output: Tensor, frees: tuple[str, ...] = ()) -> ModelOperation:
-    """Return a copy operation from `x` to `output`, which has a different layout or something added. The gradient of
+    """Return the operation that copies `x` to `output`, in a different layout or with something added. The gradient of
     `x` equals the gradient of `output`."""
     return ModelOperation("copy", name, outputs=(output,), passes=(x,), frees=frees)
 

@@ -69,7 +69,8 @@ def rotary_fraction(keys: HfConfig) -> float:
 
 
 def renamed(keys: HfConfig, names: dict[str, str]) -> HfConfig:
-    """Return the rotary sections of config.json with types of scaling renamed according to `names`."""
+    """Return the rotary sections of a config.json, with each type of scaling that is in `names` replaced by its new
+    name there."""
     return {
         section: {key: names.get(str(value), value) if key in TYPES else value for key, value in keys[section].items()}
         for section in SECTIONS

@@ -277,7 +277,8 @@ class ExportedTensor:
     runs: list[Run]
 
     def make(self, fill_box: FillBox, dtype: torch.dtype) -> torch.Tensor:
-        """Assemble the tensor as `dtype` with calls of `fill_box(logical name, target, index of its first number)`."""
+        """Assemble the tensor to export, as `dtype`, with calls of `fill_box(logical name, target, index of its first
+        number)`."""
         result = torch.empty(self.shape, dtype=dtype)
         matrix_rows = result.t() if self.layout.transposed else result
         for there, ours, length in self.runs:

@@ -226,7 +226,8 @@ def listed(keys: HfConfig) -> str:
 
 
 def to_text(keys: HfConfig) -> str | None:
-    """Return `model.config_json` for these keys, without dollar signs, which a config treats as references."""
+    """Return the value of `model.config_json` for these keys: JSON text with escaped dollar signs, because a config
+    takes a dollar sign for a reference. None for no keys."""
     return json.dumps(keys, sort_keys=True).replace("$", "\\u0024") if keys else None
 
 

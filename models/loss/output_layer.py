@@ -44,7 +44,8 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def become_output_layer(layer: torch.nn.Module, vocab_size: int, chosen_tile: int | None) -> None:
-    """Turn the output layer that Megatron-core built into an OutputLayer. `vocab_size` is without padding."""
+    """Turn the output layer that Megatron-core built into an OutputLayer. `vocab_size` is without padding.
+    `chosen_tile`: training.token_tile."""
     assert type(layer) is ColumnParallelLinear, type(layer)
     layer.__class__ = OutputLayer  # Megatron's models build the layer themselves, and take no class for it
     group, num_rows = layer.tp_group, layer.output_size_per_partition

@@ -12,7 +12,8 @@ BLOCK_NUMBERS = 2**20  # elements of a half-precision weight's gradient that are
 
 
 def token_tile(tokens: int, chosen: int | None = None) -> int:
-    """Return the number of tokens in a tile of the loss, over all tensor ranks. `chosen`: training.token_tile."""
+    """Return the number of tokens in a tile of the loss, over all tensor ranks, for a micro-batch of `tokens` tokens.
+    `chosen`: training.token_tile."""
     if chosen is not None:
         return min(chosen, tokens)
     return tokens if tokens <= FEW_TOKENS else max(LEAST_TILE, tokens // MOST_TILES)

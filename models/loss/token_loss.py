@@ -172,7 +172,7 @@ class _Tiles:
         self.factor: torch.Tensor | None = None  # for this rank's exponentials
 
     def slices(self) -> list[slice]:
-        """Return the slice of this rank's rows for each tile."""
+        """Return this rank's rows of each tile, as slices."""
         end = len(self.hidden)
         return [slice(start, min(start + self.own_tile, end)) for start in range(0, end, self.own_tile)]
 
@@ -189,8 +189,9 @@ class _Tiles:
         return self.logits[:num_rows], self.hidden[own] if self.gathered is None else self.gathered[:num_rows]
 
     def softmax(self, own: slice, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return for a tile, whose rows on this rank are `own`: exp(logit - largest logit of the row), fp32 `[t, V]`;
-        the label's logit minus the largest logit, and the sum of exponentials, both `[t]` and over all ranks."""
+        """Compute the parts of a tile's softmax: exp(logit - largest logit of the row), fp32 `[t, V]`; the label's
+        logit minus the largest logit, and the sum of exponentials, both `[t]` and over all ranks. `own`: this rank's
+        rows of the tile."""
         shard = self.shard
         if self.is_full:
             self.own = slice(own.start, own.start)

@@ -31,8 +31,8 @@ class LogicalWeight:
 
 
 class LogicalTensors:
-    """Reader of a model's weights by their logical names (models/weights.py). Several threads may read at once. Files
-    stay open, so that a file that is deleted meanwhile can still be read."""
+    """Reader of a model's weights by their logical names (Megatron's names, as with one process). Several threads may
+    read at once. Files stay open, so that a file that is deleted meanwhile can still be read."""
 
     def __init__(
         self, folder: Path, weights: Mapping[str, LogicalWeight], expected: Mapping[str, tuple[int, ...]]

@@ -113,7 +113,7 @@ class _Overlap:
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a tensor of this shape, treated as a matrix."""
+    """Return the numbers of rows and columns of a tensor of this shape as a matrix; a vector has one column."""
     return (math.prod(shape), 1) if len(shape) < 2 else (math.prod(shape[:-1]), shape[-1])
 
 

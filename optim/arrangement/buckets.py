@@ -30,7 +30,7 @@ BucketEngine = Literal["device", "device_stream", "host", "record"]
 
 
 class Slice(Protocol):
-    """A rank's slice of a parameter, as a protocol; see OwnedSlice in parallel/megatron/offloaded.py."""
+    """Elements [start, end) of a parameter whose optimizer state a rank owns, as a protocol."""
 
     @property
     def start(self) -> int: ...
@@ -50,7 +50,10 @@ class Slice(Protocol):
 
 @dataclass(frozen=True)
 class SliceSpan:
-    """Elements [start, end) of the parameter of slice `index`, stored in a bucket's record from element `offset` on."""
+    """Elements [start, end) of a parameter, which a bucket stores from its element `offset` on.
+
+    `index`: of the parameter's slice among the slices of the rank.
+    """
 
     index: int
     start: int
@@ -60,10 +63,10 @@ class SliceSpan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A run of slices whose optimizer state is stored and updated together. `order`: position by first use in a pass.
+    """A run of parameter slices whose optimizer state is stored and updated together.
 
-    For offloaded experts, `expert_bucket` is (MoE layer on this rank, number of the bucket in the layer's shard; see
-    experts.py), and `run_numel` is the length of the run with the padding between its spans.
+    `order`: position by first use in a pass. For offloaded experts, `expert_bucket` is (MoE layer on this rank, number
+    of the bucket in the layer's shard), and `run_numel` is the length of the run with the padding between its spans.
     """
 
     slice_spans: tuple[SliceSpan, ...]
@@ -78,7 +81,10 @@ class Bucket:
 
 
 def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
-    """Cut slices of parameters into buckets of at most max(`limit`, CUT) elements, sorted by first use."""
+    """Cut slices of parameters into buckets, sorted by first use.
+
+    A bucket has at most `limit` elements, rounded down to a multiple of CUT (4096), or CUT elements if that is 0.
+    """
     limit = max(limit // CUT, 1) * CUT
     runs: dict[Hashable, list[int]] = {}
     for index, owned in enumerate(slices):
@@ -98,7 +104,7 @@ def cut(slices: Sequence[Slice], limit: int) -> list[Bucket]:
 
 
 def largest(slices: Sequence[Slice], bucket_parameters: int) -> int:
-    """Return the most elements that a bucket may have: `bucket_parameters`, but at most a share MOST of the rank's."""
+    """Return the most elements that a bucket may have: `bucket_parameters`, or an eighth of the rank's if fewer."""
     return min(bucket_parameters, int(MOST * sum(owned.end - owned.start for owned in slices)))
 
 
@@ -140,35 +146,35 @@ class Arrangement:
 
     @property
     def new_weights(self) -> list[bool]:
-        """For each bucket, whether it has host memory for the new weights of an early update."""
+        """For each bucket, whether it has host memory for the new weights of an update during the backward pass."""
         return [early and engine != "record" for early, engine in zip(self.early, self.engines, strict=True)]
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each bucket's record of optimizer state."""
+        """Bytes of optimizer state of each bucket."""
         return [numel * self.bytes_per_element for numel in self.numels]
 
     def staging(self, engine: BucketEngine) -> Staging:
-        """Return the reused buffers for buckets that this engine updates or may update; sizes in parameters."""
+        """Return the reused buffers for the buckets that this engine updates or may update; sizes in elements."""
         may = (own == engine or (self.flexible and own not in ("device", "record")) for own in self.engines)
         return Staging.of([numel for numel, passes in zip(self.numels, may, strict=True) if passes])
 
     @property
     def disk_staging(self) -> Staging:
-        """Host buffers for reading and writing records of the disk; sizes in bytes of whole disk blocks."""
+        """Host buffers for reading and writing optimizer state on the disk; sizes in bytes of whole disk blocks."""
         targets = zip(self.sizes, self.targets, strict=True)
         return Staging.of([padded(size) for size, target in targets if target == "disk"])
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory: records stored there, and buffers through which other records are streamed."""
+        """Bytes of device memory: optimizer state stored there, and buffers through which other state is streamed."""
         residents = sum(size for size, target in zip(self.sizes, self.targets, strict=True) if target == "device")
         each = self.bytes_per_element + (self.weight_bytes if any(self.new_weights) else 0)
         return residents + self.staging("device_stream").total * each
 
     @property
     def saved(self) -> int:
-        """Bytes of device memory that are saved because records are stored elsewhere."""
+        """Bytes of device memory that are saved because optimizer state is stored elsewhere."""
         return sum(self.sizes) - self.device_bytes
 
     @property
@@ -194,7 +200,10 @@ class Arrangement:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the scratch file on the disk: records, and their shadows for early updates."""
+        """Bytes of the scratch file on the disk.
+
+        It has the optimizer state, and second copies (shadows) for updates during the backward pass.
+        """
         records = zip(self.sizes, self.targets, self.early, strict=True)
         return sum(padded(size) * (1 + early) for size, target, early in records if target == "disk")
 
@@ -208,7 +217,10 @@ class Arrangement:
 
 @dataclass(frozen=True)
 class ArrangementRequest:
-    """Input of `arrange`: the buckets, sorted by first use in the forward pass, and the config's settings."""
+    """The buckets of optimizer state to store, sorted by first use in the forward pass, and the config's settings.
+
+    `arrange` chooses where each is stored and updated.
+    """
 
     numels: Sequence[int]
     reduced_at_step_end: Sequence[bool]  # whether a bucket's gradient is not final when DDP has reduced it
@@ -230,7 +242,7 @@ def state_bytes_per_weight(config: Config) -> int:
 def arrangement_request(
     config: Config, numels: Sequence[int], reduced_at_step_end: Sequence[bool], is_offloaded: Sequence[bool] = ()
 ) -> ArrangementRequest:
-    """Return the input of `arrange` for buckets of these sizes under a config."""
+    """Return the buckets, of `numels` elements each, to store on device, host or disk, with the config's settings."""
     settings = config.optimizer
     return ArrangementRequest(
         numels=numels,
@@ -259,10 +271,11 @@ class Capacity:
 
 
 def arrange(request: ArrangementRequest, capacity: Capacity) -> Arrangement | None:
-    """Choose where each bucket of optimizer state is stored and updated. Returns None if the state does not fit.
+    """Choose where each bucket of optimizer state is stored and updated; return None if the state does not fit.
 
-    Updates and gradient copies start during the backward pass if the config allows it and no record has to be stored on
-    a slower target for them. With state_device=auto, whole buckets in the order of first use fill device, host, disk.
+    Updates and gradient copies start during the backward pass if the config allows it and the memory that this needs
+    moves no bucket to a slower target. With state_device=auto, whole buckets in the order of first use fill device,
+    host, disk.
     """
     early, leaves = request.overlaps and request.early_update != "never", request.overlaps
     choices = [(early, leaves), (False, leaves), (False, False)]

@@ -49,8 +49,11 @@ class ElementBytes:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of the passes that updates overlap with. early: both passes, else forward; leaving: gradients leave in
-    backward."""
+    """Seconds of a step's passes that optimizer updates overlap with.
+
+    `early`: whether updates overlap with both passes, instead of only forward. `leaving`: whether gradients are copied
+    to the host in the backward pass.
+    """
 
     forward: float = 0.0  # seconds
     backward: float = 0.0
@@ -60,7 +63,11 @@ class Passes:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds that updates keep each resource busy; those of reused buffers are divided by the number of buffers."""
+    """Seconds for which optimizer updates keep each resource busy.
+
+    `leaving`: the part of `down` for gradients. `device_stages`, `host_stages`, `disk_stages`: use of reused buffers,
+    divided by the number of buffers.
+    """
 
     up: float = 0.0
     down: float = 0.0
@@ -93,7 +100,7 @@ class Work:
 
     @property
     def filling(self) -> float:
-        """Seconds that one bucket takes on all resources except the slowest."""
+        """Start-up seconds of the update pipeline: those of one bucket on all resources except the slowest."""
         resources = (self.up, self.down, self.host, self.device, self.disk)
         return sum(resources) - max(resources)
 
@@ -140,7 +147,10 @@ def _total(
     rates: Bandwidths,
     early: bool,
 ) -> tuple[Work, float]:
-    """Return (seconds of all buckets per resource, largest seconds of one bucket on all resources but its slowest)."""
+    """Return the seconds of all buckets' updates per resource, and the longest start-up of the update pipeline.
+
+    The start-up is the seconds that one bucket takes on all resources but its slowest.
+    """
     own = [
         work(by, target == "disk", numel, element, rates, early)
         for by, numel, target in zip(engines, numels, targets, strict=True)
@@ -179,7 +189,10 @@ def choose(
     rates: Bandwidths,
     passes: Passes = Passes(),
 ) -> list[BucketEngine]:
-    """Return the engine that updates each bucket. engine="auto" takes the setting with the shortest predicted step."""
+    """Choose the engine that updates each bucket.
+
+    `engine`: the setting optimizer.engine; "auto" takes the setting with the shortest predicted step.
+    """
     if engine == "auto":
         seconds = predictions(numels, targets, element, rates, passes)
         engine = min(ENGINES, key=seconds.__getitem__)
@@ -208,7 +221,7 @@ def _shared(numels: Sequence[int], targets: Sequence[str], share: float) -> list
     """Choose engines such that the host updates at least `share` of the offloaded elements.
 
     The host's buckets are spread over the order of use, so that link and host work at the same time. The first bucket
-    is always the host's: streaming a record takes longer than the copies of a host update.
+    is always the host's: streaming its state takes longer than the copies of a host update.
     """
     engines: list[BucketEngine] = []
     seen = streamed = 0

@@ -27,7 +27,10 @@ MASTER_BYTES = 4  # of a weight in fp32, which is its own master
 
 @dataclass(frozen=True)
 class ExpertRecords:
-    """Sizes of one rank's offloaded experts: records of a layer's flat range, and bytes on device, host and disk."""
+    """Planned sizes of one rank's offloaded experts, in elements, and in bytes on device, host and disk.
+
+    All weights of a layer form a flat range of elements. It is cut into shards, and a shard into buckets.
+    """
 
     num_layers: int  # MoE layers of this rank
     numels: tuple[int, ...]  # parameters of one layer's experts on this rank, by kind
@@ -43,17 +46,17 @@ class ExpertRecords:
 
     @property
     def kind_offsets(self) -> list[int]:
-        """First element of each kind of weight (first matrices, second matrices, biases) in a layer's flat range."""
+        """First element of each kind of weight (first matrices, second matrices, biases) in a layer's flat weights."""
         return list(accumulate((padded(numel, CUT) for numel in self.numels[:-1]), initial=0))
 
     @property
     def padded_numel(self) -> int:
-        """Elements of a layer's flat range of weights, padded to equal shards."""
+        """Number of elements of a layer's flat weights, padded to equal shards."""
         return padded(sum(padded(numel, CUT) for numel in self.numels), CUT * self.num_shards)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of a layer's flat range of weights that one rank stores."""
+        """Number of elements of a layer's flat weights that one rank stores."""
         return self.padded_numel // self.num_shards
 
     @property
@@ -74,8 +77,7 @@ class ExpertRecords:
 
     @property
     def grad_slot_bytes(self) -> int:
-        """Bytes per element of a device buffer for gradients: the weights' bytes if the host alone sums them, else
-        4."""
+        """Bytes per element of a device buffer for gradients: those of a weight if only the host sums them, else 4."""
         return self.weight_bytes if self.sums_on_host and self.data_parallel_size == 1 else GRAD_BYTES
 
     @property
@@ -95,24 +97,27 @@ class ExpertRecords:
 
     @property
     def weights_kept(self) -> int:
-        """Bytes of the weights' records on the host or disk, with their shadows for early updates."""
+        """Bytes of the weights on the host or disk.
+
+        They include second copies (shadows) for updates during the backward pass.
+        """
         each = sum(padded((end - first) * self.weight_bytes) for first, end in self.buckets)
         return self.num_layers * each * (1 + self.has_shadows)
 
     @property
     def grads_kept(self) -> int:
-        """Bytes of the gradients' records on the host or disk, for all shards that this rank sums."""
+        """Bytes of the gradients on the host or disk, for all shards that this rank sums."""
         each = sum(padded((end - first) * GRAD_BYTES) for first, end in self.buckets)
         return self.num_layers * each * (self.sum_numel // self.shard_numel)
 
     @property
     def largest_record(self) -> int:
-        """Bytes of a host buffer that can hold any record of the disk."""
+        """Bytes of a host buffer that can hold any weights or gradient of one bucket on the disk."""
         return padded(max((end - first for first, end in self.buckets), default=0) * max(self.weight_bytes, GRAD_BYTES))
 
     @property
     def staging(self) -> int:
-        """Bytes of reused host buffers: for records of the disk, one bucket of a save, and micro-batches' gradients."""
+        """Bytes of reused host buffers: for reads and writes of the disk, saves, and micro-batches' gradients."""
         disk_stages = (PASS_STAGES + UPDATE_STAGES) * self.largest_record if self.target == "disk" else 0
         each = self.padded_numel * self.weight_bytes + self.arrived_numel * GRAD_BYTES
         leaving = GRAD_SLOTS * each if self.sums_on_host else 0
@@ -145,7 +150,7 @@ class ExpertRecords:
 
 
 def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRecords | None:
-    """Return the record sizes of a rank with this number of MoE layers, or None if experts are stored on the device."""
+    """Return the planned sizes of a rank with this number of MoE layers, or None if experts stay on the device."""
     if not derived.streams_experts(config) or not num_layers:
         return None
     assert config.moe.num_experts is not None
@@ -169,7 +174,7 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
 
 
 def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecords | None:
-    """Return the record sizes for the ranks of a pipeline stage, or None if the stage has no offloaded experts."""
+    """Return the planned sizes for the ranks of a pipeline stage, or None if the stage has no offloaded experts."""
     is_moe = derived.moe_layer_pattern(config)
     layers = [layer for chunk in layers_of_stage(config, stage) for layer in chunk]
     return expert_records(config, world_size, sum(bool(is_moe[layer]) for layer in layers))
@@ -180,9 +185,11 @@ def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecor
 
 @dataclass(frozen=True)
 class BytesMoved:
-    """Bytes of offloaded experts that one rank transfers: `up` to the device and `down` from it, `read` and `written`
-    on disk; `gathered` and `reduced` over all ranks with the same experts; `host`: in host memory by additions and
-    updates."""
+    """Bytes of offloaded experts that one rank moves, by resource.
+
+    `up` to the device and `down` from it; `read` and `written` on disk; `gathered` and `reduced` over all ranks with
+    the same experts; `host`: in host memory by additions and updates.
+    """
 
     up: int = 0
     down: int = 0
@@ -202,7 +209,7 @@ class BytesMoved:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """Bytes that one rank transfers for a layer's offloaded experts. `state_bytes`: optimizer state per parameter."""
+    """Planned bytes that a rank moves for a layer's offloaded experts. `state_bytes`: optimizer state per parameter."""
 
     records: ExpertRecords
     state_target: str
@@ -220,7 +227,10 @@ class LayerTraffic:
         return BytesMoved(up=shard, read=shard * self.on_disk, gathered=whole if self.records.num_shards > 1 else 0)
 
     def gradient(self, is_first: bool, is_last: bool) -> BytesMoved:
-        """Return the bytes of copying out a layer's gradient: one micro-batch's, for the host to add up, or the sum."""
+        """Return the bytes of copying a layer's gradient off the device: a micro-batch's, to be added up, or the sum.
+
+        `is_first`, `is_last`: whether it is the step's first or last micro-batch.
+        """
         of, disk = self.records, int(self.on_disk)
         kept, whole = of.shard_numel * GRAD_BYTES, of.padded_numel * GRAD_BYTES
         reduced = whole if of.data_parallel_size > 1 else 0
@@ -232,7 +242,7 @@ class LayerTraffic:
         return BytesMoved(down=own, read=earlier * disk, written=whole * disk, host=own + earlier + whole)
 
     def update(self) -> BytesMoved:
-        """Return the bytes of the optimizer's update of this rank's shard of a layer, if the host runs the update."""
+        """Return the bytes moved by the optimizer's update of this rank's shard of a layer, if the host runs it."""
         of, state = self.records, self.state_bytes
         weights, disk = of.weight_bytes, int(self.on_disk)
         state_disk = state * (self.state_target == "disk")
@@ -260,7 +270,10 @@ class LayerTraffic:
 
 @dataclass(frozen=True)
 class ExpertTraffic:
-    """Bytes that one rank transfers for offloaded experts in a step. `fills`: copies of weights to device buffers."""
+    """Planned bytes that one rank moves for offloaded experts in a step.
+
+    `visits`: MoE layers in the order of use. `fills`: copies of a layer's weights to a device buffer.
+    """
 
     layer: LayerTraffic
     visits: Sequence[int]

@@ -26,7 +26,7 @@ REPEATS = 3
 
 @dataclass(frozen=True)
 class _TimedWork:
-    """A job that is timed on its copy stream. It can start once `ready` is done."""
+    """A copy or update on a copy stream, whose bandwidth is measured. It can start once `ready` is done."""
 
     stream: CopyStream
     call: Callable[[], object]
@@ -38,7 +38,7 @@ class _TimedWork:
 def measure(memory: OffloadMemory) -> Bandwidths:
     """Measure this rank's bandwidths, and return the minimum over all ranks, so that all choose the same engines.
 
-    A collective call, while no update and no save is in flight. It overwrites the reused buffers for records.
+    A collective call, while no update and no save is in flight. It overwrites the reused buffers for optimizer state.
     """
     works = _link_and_updates(memory) if memory.device_stages and memory.host_stages else [None] * 4
     rates = [*(_rate(memory.link.device, work) for work in works), *_disk_rates(memory)]
@@ -54,7 +54,7 @@ def _least(numbers: Sequence[float], device: torch.device) -> list[float]:
 
 
 def _link_and_updates(memory: OffloadMemory) -> list[_TimedWork]:
-    """Return four jobs to time on one record: copies to and from the device, updates on the host and on the device."""
+    """Return four jobs to time on one bucket: copies to and from the device, updates on the host and on the device."""
     link, device_stage, host_stage = memory.link, memory.device_stages[0], memory.host_stages[0]
     for users in (*(stage.users for stage in memory.device_stages), *(stage.users for stage in memory.host_stages)):
         for done in users.all():
@@ -114,7 +114,7 @@ def _disk_rates(memory: OffloadMemory) -> list[float]:
 
 
 def _rate(device: torch.device, work: _TimedWork | None) -> float:
-    """Measure the bytes per second of a job that all ranks start together. It is infinite if there is no job."""
+    """Measure the bytes per second of a copy or update that all ranks start together; infinite if `work` is None."""
     if work is not None:
         work.stream.submit(work.call, (work.ready,)).wait()  # the first call touches its memory
     seconds = []

@@ -33,7 +33,10 @@ class UpdateJob:
 
 @dataclass(frozen=True)
 class Early:
-    """An update that runs before it is known whether the step is taken. Cancelling `first`, its first job, stops it."""
+    """An update that runs before it is known whether the step is taken.
+
+    `done`: its end. `first`: its first job; cancelling it stops the update.
+    """
 
     done: Completion
     first: Completion
@@ -79,7 +82,10 @@ class BucketJobs:
         return self._watch(self._link.update.submit(work, (gradients, *self._memory.unread(index))))
 
     def stream(self, index: int, job: UpdateJob, before: Sequence[Completion], early: bool = False) -> Early:
-        """Copy a bucket's state to the device, update it there and copy it back. early: to the bucket's shadow."""
+        """Copy a bucket's state to the device, update it there and copy it back.
+
+        `early`: copy it to the bucket's second record (shadow) instead. `before`: jobs to wait for.
+        """
         stage = self._memory.device_stages[soonest_free([stage.users for stage in self._memory.device_stages])]
         checkout, record = self._borrow(index, early), stage.record[: self._store.sizes[index]]
         source, target, size = checkout.source, checkout.target, record.numel()
@@ -108,8 +114,10 @@ class BucketJobs:
         return Early(there if early else updated, up if checkout.stage is None else checkout.there)
 
     def on_host(self, index: int, job: UpdateJob, before: Sequence[Completion], left: Completion | None) -> Completion:
-        """Update a bucket on the host, and copy its weights back. `left`: the copy of its gradient, if it was
-        started."""
+        """Update a bucket on the host, and copy its weights back to the device.
+
+        `before`: jobs to wait for. `left`: the copy of its gradient to the host, if it was started.
+        """
         numel = self._buckets[index].numel
         stage = self._memory.host_stages[soonest_free([stage.users for stage in self._memory.host_stages])]
         free = stage.users.all()
@@ -128,7 +136,10 @@ class BucketJobs:
         return back
 
     def on_records(self, index: int, job: UpdateJob, before: Sequence[Completion], early: bool = False) -> Early:
-        """Update on the host a bucket of experts whose weights, gradient and state are offloaded. early: in shadows."""
+        """Update a bucket of offloaded experts on the host, where its weights, gradient and state are read and written.
+
+        `early`: write weights and state to the bucket's second records (shadows) instead. `before`: jobs to wait for.
+        """
         experts, expert_bucket = self._experts, self._buckets[index].expert_bucket
         assert experts is not None and expert_bucket is not None
         checkout = self._borrow(index, early)
@@ -166,7 +177,10 @@ class BucketJobs:
         return self._gather(index, area, self._grads[index], final)
 
     def on_host_early(self, index: int, job: UpdateJob, left: Completion) -> Early:
-        """Update a bucket on the host, in its shadow, once its gradient has been copied to the host (`left`)."""
+        """Update a bucket on the host during the backward pass, with the result in its second record (shadow).
+
+        `left`: the copy of its gradient to the host, which the update waits for.
+        """
         grads, weights = self._memory.grad_areas[index], self._memory.weight_areas[index]
         assert grads is not None and weights is not None
         before: tuple[Completion, ...] = (left,)
@@ -175,7 +189,10 @@ class BucketJobs:
         return Early(*self._host_update(index, job, before, grads, weights, [], early=True))
 
     def commit(self, index: int, early: Completion, gradients: Completion) -> Completion:
-        """Make an early update's shadow the bucket's state, and copy its weights to the model. Returns a completion."""
+        """Make the second record (shadow) of an early update the bucket's state, and copy its weights to the model.
+
+        `early`: the update; `gradients`: the device's work on gradients. The copy waits for both. Returns its end.
+        """
         weights, expert_bucket = self._memory.weight_areas[index], self._buckets[index].expert_bucket
         self._store.swap(index, len(self._buckets) + index)
         if expert_bucket is not None:
@@ -213,7 +230,10 @@ class BucketJobs:
         free: Sequence[Completion],
         early: bool,
     ) -> tuple[Completion, Completion]:
-        """Update a bucket on the host. Returns the completions of the update and of its first job."""
+        """Submit the update of a bucket on the host, and return the completions of the update and of its first job.
+
+        `before`: jobs to wait for. `free`: earlier uses of its buffers.
+        """
         checkout = self._borrow(index, early)
         work = self._host_work(index, job, [checkout], grads, weights)
         num_bytes = 2 * checkout.target.numel() + grads.nbytes + weights.nbytes  # that the host reads and writes
@@ -225,7 +245,10 @@ class BucketJobs:
     def _host_work(
         self, index: int, job: UpdateJob, changed: Sequence[Checkout], grads: torch.Tensor, weights: torch.Tensor
     ) -> Callable[[], None]:
-        """Return a job that updates a bucket on the host. changed: checkouts of its state and other changed records."""
+        """Return a job that updates a bucket on the host.
+
+        `changed`: the records that it changes, opened for change: the bucket's state first.
+        """
         has_master, new, split_grads = self._layout.has_master, self._split(index, weights), self._split(index, grads)
         state = self._state(index, changed[0].target, None if has_master else new)
         step, scratch = self._host_step, self._host_scratch
@@ -255,17 +278,23 @@ class BucketJobs:
         before: Sequence[Completion],
         free: Sequence[Completion] = (),
     ) -> Completion:
-        """Copy a bucket's tensors from the device into one flat host tensor."""
+        """Copy a bucket's tensors `sources` from the device into one flat host tensor.
+
+        `before`: jobs to wait for. `free`: earlier uses of the host tensor to wait for.
+        """
         work = partial(_copy_all, self._split(index, flat), sources)
         return self._watch(self._link.down.submit(work, before, num_bytes=flat.nbytes, free=free))
 
     def _scatter(self, index: int, flat: torch.Tensor, before: Sequence[Completion]) -> Completion:
-        """Copy a bucket's new weights from a flat host tensor to the model."""
+        """Copy a bucket's new weights from a flat host tensor to the model, after the jobs `before`."""
         work = partial(_copy_all, self.weights[index], self._split(index, flat))
         return self._watch(self._link.up.submit(work, before, num_bytes=flat.nbytes))
 
     def _state(self, index: int, record: torch.Tensor, masters: list[torch.Tensor] | None = None) -> State:
-        """Return the tensors in a bucket's record. Masters are given, or in the record, or the model's weights."""
+        """Return the masters and moments of a bucket, as views of its record where it has them.
+
+        Masters are `masters` if given, else those of the record, else the model's weights.
+        """
         key = (index, record.data_ptr())
         if key not in self._states:
             kinds = self._layout.split(record, self._buckets[index].numel)
@@ -283,7 +312,7 @@ class BucketJobs:
 
 
 def _views(bucket: Bucket, flats: dict[int, torch.Tensor], slices: Sequence[OwnedSlice]) -> list[torch.Tensor]:
-    """Return a bucket's spans as views of the flat tensors of its slices, or [] for offloaded experts."""
+    """Return a bucket's ranges as views of the flat tensors of its parameter slices; [] for offloaded experts."""
     if bucket.expert_bucket is not None:
         return []
     return [

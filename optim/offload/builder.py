@@ -55,8 +55,7 @@ def build_offload(
 ) -> OffloadedOptimizer:
     """Build the optimizer that has the offloaded state of Megatron's optimizers, and allocate all its memory.
 
-    A collective call. `device_capacity`: bytes of device memory. Raises ConfigError on every rank if state does not
-    fit.
+    A collective call. `device_capacity`: bytes of device memory. Raises ConfigError on every rank if one lacks memory.
     """
     settings, dtype = config.optimizer, DTYPES[config.training.precision]
     experts = _experts(config, topology, chunks, link)
@@ -99,9 +98,9 @@ def build_offload(
 def _experts(
     config: Config, topology: Topology, chunks: Sequence[DistributedDataParallel], link: HostLink
 ) -> OffloadedExperts | None:
-    """Allocate the records of this rank's offloaded experts, filled with zeros, or return None if it has none.
+    """Allocate memory for this rank's offloaded experts, filled with zeros; return None if it has none.
 
-    A collective call. Raises ConfigError on every rank if the records of a rank do not fit.
+    A collective call. Raises ConfigError on every rank if the memory of a rank does not suffice.
     """
     layers = _offloaded_layers(chunks)
     records = expert_records(config, topology.world_size, len(layers))
@@ -190,7 +189,10 @@ def _cut_experts(
 
 
 def _arrange(request: ArrangementRequest, device_capacity: float, config: Config) -> Arrangement:
-    """Decide where buckets are stored, within the budgets, and reserve their bytes. Raises ConfigError."""
+    """Decide where buckets are stored, and reserve their bytes in the budgets.
+
+    Raises ConfigError if they do not fit.
+    """
     on_disk = DISK.headroom if config.memory.disk_dir is not None else 0.0
     found = arrange(request, Capacity(device_capacity, HOST.headroom, on_disk)) or least(request)
     # Reserve the sum first, so that an error names a budget that is enough for all purposes.

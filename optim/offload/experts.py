@@ -36,8 +36,11 @@ Arrived = Sequence[tuple[int, torch.Tensor]]
 
 @dataclass
 class GradStage:
-    """Host buffers for a layer's gradient of one micro-batch (weights' dtype), and for one that a replica sent
-    (fp32)."""
+    """Host buffers for gradients of a layer's offloaded experts.
+
+    `flat`: the layer's gradient of one micro-batch, in the weights' dtype. `record`: a gradient that a replica of an
+    expert sent, in fp32.
+    """
 
     flat: torch.Tensor
     record: torch.Tensor
@@ -48,7 +51,10 @@ class GradStages:
     """Reused host buffers for the gradients of experts from single micro-batches, before the host adds them up."""
 
     def __init__(self, link: HostLink, numel: int, arrived_numel: int, dtype: torch.dtype):
-        """numel: elements of a layer's gradient. arrived_numel: elements of a gradient that a replica sends, or 0."""
+        """Allocate the host buffers for gradients.
+
+        numel: elements of a layer's gradient. arrived_numel: elements of a gradient that a replica sends, or 0.
+        """
         self._link = link
         self.num_bytes = 0  # copied out since the start
         size, arrived_size = numel * dtype.itemsize, arrived_numel * torch.float32.itemsize
@@ -76,8 +82,7 @@ class GradStages:
 
 
 class OffloadedExperts:
-    """Weights and gradients of one rank's offloaded experts, with copies to and from the device. Layers count from
-    0."""
+    """Weights and gradients of one rank's offloaded experts, with copies to and from the device, by layer from 0."""
 
     def __init__(
         self,
@@ -87,8 +92,11 @@ class OffloadedExperts:
         disk: Disk | None,
         group: dist.ProcessGroup | None,
     ):
-        """layers: placeholders of each layer's weights, [experts, ...] for each kind. group: the ranks with the same
-        experts, for collectives of this class only; None if no other rank has these experts."""
+        """Allocate the memory of this rank's offloaded experts on the host or disk, filled with zeros.
+
+        layers: placeholders of each layer's weights, [experts, ...] for each kind. group: the ranks with the same
+        experts, for collectives of this class only; None if no other rank has these experts.
+        """
         self.records, self.layers, self.link, self.disk = records, layers, link, disk
         self.kind_offsets, self.sums_on_host = records.kind_offsets, records.sums_on_host
         self.dtype = layers[0][0].dtype
@@ -128,8 +136,7 @@ class OffloadedExperts:
 
     @property
     def moved(self) -> dict[str, int]:
-        """Bytes of weights and gradients so far: copied to the device (up) and from it (down), read and written on
-        disk."""
+        """Bytes of weights and gradients moved so far: to the device (up), from it (down), read and written on disk."""
         down = self._bytes_down + (0 if self._stages is None else self._stages.num_bytes)
         store = self.store
         return {"up": self._bytes_up, "down": down, "read": store.bytes_read, "written": store.bytes_written}
@@ -146,11 +153,11 @@ class OffloadedExperts:
         return [self._collectively(lambda: dist.all_gather_into_tensor(weight_slot, own, group=self._group), ups)]
 
     def weight_index(self, layer: int, bucket: int) -> int:
-        """Return the index in the store of the record with a bucket's weights."""
+        """Return the index of the stored record with a bucket's weights."""
         return layer * len(self.buckets) + bucket
 
     def grad_index(self, layer: int, bucket: int) -> int:
-        """Return the index in the store of the record with a bucket's gradient, complete after a step's passes."""
+        """Return the index of the stored record with a bucket's gradient, which is complete after a step's passes."""
         return self._num_weights + layer * len(self._sums) + self._own_sums + bucket
 
     @contextmanager
@@ -164,7 +171,7 @@ class OffloadedExperts:
             self.put_weights(self.weight_index(layer, bucket), flat[first:end])
 
     def put_weights(self, index: int, weights: torch.Tensor) -> None:
-        """Overwrite a record with flat weights on the host, and wait until it is stored."""
+        """Overwrite the stored weights of a bucket with flat weights on the host, and wait until they are stored."""
         checkout = self.store.overwrite(index)
         for done in (*checkout.change_after, *checkout.free):
             done.wait()
@@ -188,8 +195,8 @@ class OffloadedExperts:
     ) -> list[Completion]:
         """Add a micro-batch's gradient of a layer to the sum on the host; the first micro-batch overwrites the sum.
 
-        grad_slot: the gradient in a device buffer [padded_numel], in the weights' dtype. arrived: gradients that
-        replicas of its experts have sent. Returns completions after which the device buffer is free.
+        grad_slot: the gradient in a device buffer [padded_numel], in the weights' dtype. arrived: (expert, gradient) of
+        replicas on other ranks. Returns completions after which the device buffer is free.
         """
         stages = self._stages
         assert stages is not None
@@ -218,7 +225,11 @@ class OffloadedExperts:
         is_first: bool,
         is_last: bool,
     ) -> None:
-        """Add a gradient in host memory to the sum. spans: (start in the memory, start in the flat range, elements)."""
+        """Add a gradient in host memory to a layer's sum.
+
+        staged: (buffer, gradient in it, the copy to wait for). spans: (start in the gradient, start in the layer's flat
+        gradient, elements).
+        """
         stage, source, left = staged
         for number, (first, end) in enumerate(self._sums):
             addends = [
@@ -250,8 +261,10 @@ class OffloadedExperts:
         return [self._copy_up(start + i, grad_slot[first:end], free) for i, (first, end) in enumerate(self._sums)]
 
     def finish(self, layer: int, grad_slot: torch.Tensor) -> list[Completion]:
-        """Reduce a layer's complete gradient in a device buffer, and store it. Returns completions after which it is
-        free."""
+        """Reduce a layer's complete gradient in a device buffer over the ranks, and store it on the host or disk.
+
+        Returns completions after which the buffer is free.
+        """
         start = self.shard * self.records.shard_numel
         own = grad_slot[start : start + self.records.shard_numel]
         views = self._views_by_kind(own, start)
@@ -292,12 +305,15 @@ class OffloadedExperts:
         return downs
 
     def call_when_final(self, call: Callable[[int], None]) -> None:
-        """Call `call` with the number of a layer as soon as jobs that complete the layer's gradient are submitted."""
+        """Register a function to call with a layer's number once all jobs that complete its gradient are submitted."""
         self._when_final = call
 
     def squares(self) -> torch.Tensor:
-        """Return the squared norms of this rank's gradients, fp64 [n] on its device: one per layer, kind of weight and,
-        if the host sums gradients, bucket. Empty if another rank counts them."""
+        """Return the squared norms of this rank's gradients, fp64 [n] on its device.
+
+        There is one per layer, kind of weight and, if the host sums gradients, bucket; none if another rank counts
+        them.
+        """
         found = [torch.zeros(0, dtype=torch.float64, device=self.link.device)]
         for _, (squares, done) in sorted(self._squares.items(), key=lambda item: item[0]):
             done.follow()
@@ -308,10 +324,10 @@ class OffloadedExperts:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def borrow(self, layer: int, bucket: int, early: bool, after: Sequence[Completion]) -> tuple[Checkout, Checkout]:
-        """Check out the records of a bucket's weights, to be changed, and of its gradient. `after`: jobs before disk
-        reads.
+        """Open the stored weights of a bucket for change, and its gradient for reading.
 
-        Old weights are read only if they are their own masters. early: changed weights go to the shadow.
+        Old weights are read only if they are their own masters. `early`: changed weights go to a second record
+        (shadow). `after`: jobs to wait for before disk reads.
         """
         index = self.weight_index(layer, bucket)
         to = self._first_shadow + index if early else index
@@ -322,11 +338,14 @@ class OffloadedExperts:
         return weights, self.store.fetch(self.grad_index(layer, bucket), after=after)
 
     def readers(self, layer: int, bucket: int, early: bool) -> list[Completion]:
-        """Return the reads of a bucket's weights, or of their shadow, that must end before an update changes them."""
+        """Return the reads of a bucket's weights that must end before an update overwrites them.
+
+        `early`: the update overwrites the second record (shadow) instead.
+        """
         return self._read[self.weight_index(layer, bucket) + early * self._first_shadow].all()
 
     def commit(self, layer: int, bucket: int) -> None:
-        """Make the shadow that an early update wrote the weights of a bucket."""
+        """Make the second record (shadow), to which an early update wrote, the weights of a bucket."""
         index = self.weight_index(layer, bucket)
         shadow = self._first_shadow + index
         self.store.swap(index, shadow)
@@ -335,14 +354,16 @@ class OffloadedExperts:
     def give_back(
         self, layer: int, bucket: int, checkouts: tuple[Checkout, Checkout], updated: Completion
     ) -> Completion:
-        """Put changed weights back and release the gradient, after `updated`. Returns the completion of the write."""
+        """Store the changed weights of a bucket and release its gradient, once `updated` is done.
+
+        `checkouts`: both as opened for the update. Returns the completion of the write.
+        """
         weights, grads = checkouts
         self._release(self.grad_index(layer, bucket), grads, updated)
         return self._watch(self.store.put(weights, updated))
 
     def snapshot(self, buckets: Sequence[tuple[int, int]]) -> Snapshot:
-        """Return the weights of buckets, each (layer, bucket), for a save. They cannot change until it releases
-        them."""
+        """Return the weights of buckets (layer, bucket) for a save; they cannot change until the save releases them."""
         return self.store.snapshot([self.weight_index(*each) for each in buckets], self.buffer)
 
     def read_weights(self, layer: int, bucket: int) -> torch.Tensor:
@@ -368,7 +389,7 @@ class OffloadedExperts:
         DISK.give(self.records.disk_bytes, PURPOSE)
 
     def _copy_up(self, index: int, target: torch.Tensor, free: Sequence[Completion]) -> Completion:
-        """Copy a record to a range of a device buffer. Returns the completion of the copy."""
+        """Copy the stored weights or gradient of a bucket to a range of a device buffer. Returns the completion."""
         checkout = self.store.fetch(index, priority=LAYERS)
         source, size = checkout.source.view(target.dtype), checkout.source.numel()
         work = lambda: target.copy_(source, non_blocking=True)  # noqa: E731
@@ -388,7 +409,7 @@ class OffloadedExperts:
         self._read[index].add(read)
 
     def _views_by_kind(self, flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-        """Return views of `flat` (elements of the flat range from `start` on), one for each kind of weight in it."""
+        """Return views of `flat`, one per kind of weight. `start`: its first element in the layer's flat range."""
         views = []
         for first, numel in zip(self.kind_offsets, self.records.numels, strict=True):
             low, high = max(first, start), min(first + numel, start + flat.numel())
@@ -409,7 +430,10 @@ def _add_up(
     views: Sequence[torch.Tensor],
     squares: torch.Tensor,
 ) -> None:
-    """Add (addend, its start in `target`) to a record, or overwrite it; then write the squared norms of `views`."""
+    """Add gradients to a flat host tensor, or overwrite it with them; then write the squared norms of `views`.
+
+    `addends`: (gradient, its first element in `target`). `squares`: receives the norms.
+    """
     for addend, start in addends:
         span = target[start : start + addend.numel()]
         span.copy_(addend) if overwrites else span.add_(addend)

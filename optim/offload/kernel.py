@@ -40,8 +40,10 @@ def adamw(
     rates: Sequence[UpdateScalars],
     scratch: torch.Tensor,
 ) -> None:
-    """Update a bucket in place. step: fp32 []; rates: hyperparameters per slice; scratch: fp32 [SCRATCH], if exp_avg is
-    bf16."""
+    """Update a bucket in place.
+
+    step: fp32 []. rates: hyperparameters per slice. scratch: fp32 [SCRATCH], used if exp_avg is bf16.
+    """
     for own in dict.fromkeys(rates):
         chosen = [index for index, each in enumerate(rates) if each == own]
         tensors = [[each[i] for i in chosen] for each in (state.masters, grads, state.exp_avgs, state.exp_avg_sqs)]

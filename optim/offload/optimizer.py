@@ -39,7 +39,7 @@ class Hyperparameters:
 
 
 class OffloadedOptimizer:
-    """Stores and updates one rank's optimizer state. Only the training thread makes calls, without device waits."""
+    """Stores one rank's optimizer state, and updates it in the background. Only the training thread may call it."""
 
     def __init__(self, slices: Sequence[OwnedSlice], memory: OffloadMemory, hyperparameters: Hyperparameters):
         self.slices, self.memory, self.hyperparameters = slices, memory, hyperparameters
@@ -75,8 +75,10 @@ class OffloadedOptimizer:
             self.experts.call_when_final(self.final_records)
 
     def begin_step(self, inverse_scale: torch.Tensor | None, passive: bool = False) -> None:
-        """Prepare a step's passes, and drop early updates. inverse_scale: 1 / the fp16 loss scale. passive: no
-        update."""
+        """Prepare a step's passes, and drop updates that were started early.
+
+        inverse_scale: 1 / the fp16 loss scale. passive: whether no update follows the passes.
+        """
         self.drop()
         if self.experts is not None:
             self.experts.begin_step()
@@ -89,7 +91,7 @@ class OffloadedOptimizer:
             self._found_inf.zero_()
 
     def reduced(self, group: Any) -> None:
-        """Copy out, or update with, the gradients of a DDP bucket group whose reduction has just started."""
+        """Start gradient copies to the host, or early updates, for a DDP bucket group whose reduction has started."""
         if not self._may_leave:
             return
         final: tuple[Completion, ...] = (Completion.so_far(self.device), _Reduction(group.grad_reduce_handle))
@@ -164,7 +166,7 @@ class OffloadedOptimizer:
                 self._back[index] = self.jobs.in_place(index, job, gradients)
 
     def drop(self) -> None:
-        """Drop early copies and updates of this step. Later passes wait until nothing reads its gradients any more."""
+        """Drop this step's early copies and updates. Later passes wait until those that have started are done."""
         self._cancel_ahead()
         self.num_dropped += len(self._early)
         early = {index: update.done for index, update in self._early.items()}
@@ -175,8 +177,8 @@ class OffloadedOptimizer:
     def _cancel_ahead(self, keep: Sequence[int] = ()) -> None:
         """Cancel early copies and updates that have not started, except those of the buckets `keep`.
 
-        The backward pass reaches buckets in the reverse order of the next forward pass, which must not wait for its
-        first.
+        The backward pass reaches last the buckets that the next forward pass needs first. Waiting jobs of other buckets
+        must not delay these.
         """
         for index in [index for index in self._early if index not in keep]:
             if self._early[index].first.cancel():
@@ -205,7 +207,7 @@ class OffloadedOptimizer:
     def choose(self, engine: str) -> bool:
         """Measure bandwidths, and choose device or host to update each bucket. Returns whether any engine changed.
 
-        A collective call between two steps, while no save is in flight. See optim/arrangement/engines.py.
+        A collective call between two steps, while no save is in flight. `engine`: the setting optimizer.engine.
         """
         assert self._snapshot is None or self._snapshot.is_over
         self.synchronize()
@@ -226,16 +228,20 @@ class OffloadedOptimizer:
     # -- saving and loading ------------------------------------------------------------------------------------------
 
     def snapshot(self) -> StateSnapshot:
-        """Return the state for a save, once the last snapshot is released. Buckets cannot change until it releases
-        them."""
+        """Return the state for a save, once the last snapshot is released.
+
+        A bucket cannot change until the save releases it.
+        """
         if self._snapshot is not None:
             self._snapshot.wait()
         self._snapshot = StateSnapshot(self.memory)
         return self._snapshot
 
     def empty(self, index: int) -> dict[str, torch.Tensor]:
-        """Return flat host tensors by kind for a bucket's state, to be filled before `fill`. All buckets share the
-        memory."""
+        """Return flat host tensors by kind, to be filled with a bucket's state and then stored by `fill`.
+
+        All buckets share the memory.
+        """
         bucket = self.buckets[index]
         kinds = self.layout.split(self.memory.buffer, bucket.numel)
         if self.experts is not None and bucket.expert_bucket is not None:
@@ -243,7 +249,7 @@ class OffloadedOptimizer:
         return kinds
 
     def fill(self, index: int) -> None:
-        """Store the tensors of `empty`, which the caller has filled, as a bucket's state, and wait until it is done."""
+        """Store a bucket's state from the host tensors that the caller has filled, and wait until it is stored."""
         expert_bucket = self.buckets[index].expert_bucket
         if self.experts is not None and expert_bucket is not None:
             weights = self.empty(index)[WEIGHT]
@@ -325,7 +331,7 @@ class _Reduction(Completion):
         self._handle = handle
 
     def when_issued(self, call: Callable[[], None]) -> None:
-        """Call the function immediately: `wait` and `order` wait for the reduction."""
+        """Call the function immediately, because DDP has started the reduction; `wait` and `order` wait for its end."""
         call()
 
     def wait(self, timeout: float = 0.0) -> None:
@@ -333,7 +339,7 @@ class _Reduction(Completion):
         self._handle.wait()
 
     def order(self, timeout: float = 0.0) -> None:
-        """Wait for the reduction, on a GPU only with the current CUDA stream."""
+        """Wait for the reduction; on a GPU, only the current CUDA stream waits."""
         self._handle.wait()
 
 

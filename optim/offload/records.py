@@ -21,7 +21,7 @@ WEIGHT = "weight"  # an additional kind of state: the weights of a bucket of off
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """The bytes of a bucket's optimizer state: [master][exp_avg_sq][exp_avg]. An fp32 parameter is its own master."""
+    """Layout of a bucket's optimizer state: [master][exp_avg_sq][exp_avg]. An fp32 parameter is its own master."""
 
     has_master: bool
     moment_dtype: torch.dtype  # of exp_avg
@@ -37,7 +37,7 @@ class RecordLayout:
         return sum(dtype.itemsize for dtype in self.kinds.values())
 
     def split(self, record: torch.Tensor, numel: int) -> dict[str, torch.Tensor]:
-        """Return the kinds of state in a record of `numel` elements, as flat views of its bytes."""
+        """Return the kinds of state in a bucket's stored bytes as flat views of `numel` elements each."""
         views, start = {}, 0
         for kind, dtype in self.kinds.items():
             end = start + numel * dtype.itemsize
@@ -48,7 +48,7 @@ class RecordLayout:
 
 @dataclass
 class DeviceStage:
-    """Device memory through which records from the host or the disk are streamed, one at a time."""
+    """Device memory through which optimizer state of the host or the disk is streamed, one bucket at a time."""
 
     record: torch.Tensor
     weights: torch.Tensor | None  # for new weights of early updates, flat, in the model's dtype
@@ -66,7 +66,7 @@ class HostStage:
 
 @dataclass
 class OffloadMemory:
-    """The buckets of one rank's optimizer state, and all memory for them: their records, and reused buffers."""
+    """The buckets of one rank's optimizer state, and all memory for them: records (stored state), reused buffers."""
 
     arrangement: Arrangement
     layout: RecordLayout
@@ -86,12 +86,12 @@ class OffloadMemory:
     _unread: dict[int, Completion] = field(default_factory=dict)  # records on the device that a save has not read
 
     def unread(self, index: int) -> tuple[Completion, ...]:
-        """Return the completions that a change of a record on the device waits for: a save that has not read it yet."""
+        """Return what a change of a bucket's state on the device waits for: a save that has not read it yet, if any."""
         done = self._unread.get(index)
         return () if done is None or done.is_issued else (done,)
 
     def snapshot_resident(self, index: int) -> Completion:
-        """Make changes of a record on the device wait for the returned completion, which a save finishes."""
+        """Begin a save of a bucket's state on the device; changes wait until the save ends the returned completion."""
         self._unread[index] = Completion()
         return self._unread[index]
 
@@ -113,7 +113,7 @@ def allocate(
     link: HostLink,
     disk: Disk | None,
 ) -> OffloadMemory:
-    """Allocate all memory that an arrangement of buckets counts. Records on device and host are zero."""
+    """Allocate all memory that an arrangement of buckets needs. Optimizer state on device and host starts as zero."""
     device, sizes = link.device, arrangement.sizes
     targets, numels = arrangement.targets, arrangement.numels
 
@@ -169,7 +169,7 @@ class StateSnapshot:
     """The optimizer state at one moment, for one thread that saves it. A bucket cannot change before it is released."""
 
     def __init__(self, memory: OffloadMemory):
-        """Take the snapshot, in the main thread between two steps."""
+        """Begin a save of all buckets' present state, in the main thread between two steps."""
         self._memory, self._buckets, self._experts = memory, memory.buckets, memory.experts
         # The index of each bucket's weights in their snapshot; buckets with only padding have none.
         expert_buckets = dict.fromkeys(b.expert_bucket for b in self._buckets if b.expert_bucket is not None)
@@ -187,8 +187,10 @@ class StateSnapshot:
         ]
 
     def read(self, index: int) -> dict[str, torch.Tensor]:
-        """Return a bucket's state as flat host tensors by kind, valid until the next call. Raises its last change's
-        error."""
+        """Return a bucket's state as flat host tensors by kind, valid until the next call.
+
+        Raises the error of the bucket's last change, if that failed.
+        """
         if index in self._stored_index:
             record = self._records.read(self._stored_index[index])
         else:

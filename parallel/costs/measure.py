@@ -88,7 +88,10 @@ def measure_line(
     group: dist.ProcessGroup | None = None,
     budget: float = 2.0,
 ) -> Line:
-    """Time a cost and fit a line. `make(size)` returns a call that sends, copies or computes. A collective call."""
+    """Time calls of several sizes and fit a line: seconds over size. A collective call.
+
+    `make(size)` returns a call that sends, copies or computes. budget: seconds for the whole measurement.
+    """
     return fit_line(*measure(make, sizes, device, group, budget))
 
 
@@ -99,7 +102,10 @@ def measure_curve(
     group: dist.ProcessGroup | None = None,
     budget: float = 1.0,
 ) -> Curve:
-    """Time a computation and fit a curve to it. `make(size)` returns a call that computes on `size` items."""
+    """Time a computation for several sizes and fit a curve: seconds over size. A collective call.
+
+    `make(size)` returns a call that computes on `size` items. budget: seconds for the whole measurement.
+    """
     return fit_curve(*measure(make, sizes, device, group, budget))
 
 
@@ -131,8 +137,8 @@ def measure_slowdown(
     """Return the factors by which communication slows computation down, and computation slows communication down.
 
     `communicate` starts a transfer and returns a function that waits for it; all ranks call both in the same order.
-    Enough transfers are started to outlast the computation. The others then run at full speed, so their time shows how
-    far communication got during the computation.
+    More transfers are started than fit beside the computation. Those that are left at its end run at full speed, so the
+    total time shows how far communication got meanwhile.
     """
 
     def exchange(count: int) -> None:

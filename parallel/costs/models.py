@@ -27,8 +27,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds as a piecewise linear, monotonic function of a size: constant, then linear, with the last slope
-    continued."""
+    """Seconds as a function of a size: constant up to the first size, then linear between and beyond the sizes."""
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -46,8 +45,8 @@ NOTHING = Line(0.0, 0.0)
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """Fit a line by least squares with weights 1 / seconds^2 and no negative coefficient. Raises ValueError if
-    empty."""
+    """Fit a line with alpha, beta >= 0 by least squares with weights 1 / seconds^2. Raises ValueError without
+    points."""
     if not sizes or len(sizes) != len(seconds):
         raise ValueError(f"A line needs at least one size and a time for each; got {len(sizes)} and {len(seconds)}.")
     weights = [1.0 / max(t, 1e-12) ** 2 for t in seconds]
@@ -70,11 +69,11 @@ def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Fit a curve to points (positive, increasing sizes): time never falls with size, time per item never rises.
+    """Fit a curve to measured times, so that time never falls with size, and time per item never rises.
 
     So a large size never costs more than the sum of its chunks: chunks that were measured to be cheaper are a
     disturbance, or profit from a cache. Neighbouring points that contradict this get their mean time per item. Raises
-    ValueError.
+    ValueError unless sizes are positive and increasing, with one time each.
     """
     if not sizes or len(sizes) != len(seconds) or any(small >= large for small, large in pairwise([0, *sizes])):
         raise ValueError(

@@ -41,7 +41,7 @@ class CollectiveLog:
         self._box: Any = None
 
     def write_to(self, box: Any) -> None:
-        """Write each collective to shared memory of BOX_BYTES, which other processes can read."""
+        """Write each collective to `box`, BOX_BYTES bytes of shared memory that other processes can read."""
         self._box = box
 
     def note_step(self, step: int) -> None:
@@ -60,7 +60,7 @@ class CollectiveLog:
 
 
 def read_box(box: Any) -> tuple[int, str]:
-    """Return (number of finished steps, last collective as text) of another process, from memory that it shares."""
+    """Read another process's shared memory. Returns (number of finished steps, last collective as text)."""
     step, count, index, group_size = _RECORD.unpack_from(box)
     return step, _describe(_STARTERS[index].strip("_"), group_size) if count else "none"
 

@@ -122,7 +122,11 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _gather(store: dist.Store, own: str, world_size: int, timeout: timedelta) -> dict[int, str]:
-    """Return the digests of all ranks, without ranks that are more than LATE seconds later than one unlike `own`."""
+    """Wait for the digests that ranks store of their start facts, and return them by rank.
+
+    After a digest unlike `own`, ranks that are more than LATE seconds later are left out. Raises TimeoutError if ranks
+    are missing and all others have the same digest.
+    """
     found, missing = {0: own}, set(range(1, world_size))
     end = time.monotonic() + timeout.total_seconds()
     while missing and time.monotonic() < end:

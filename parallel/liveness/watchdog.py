@@ -42,7 +42,7 @@ STORE_SECONDS = 10.0  # that an answer of the store may take
 
 @dataclass(frozen=True)
 class Verdict:
-    """The rank because of which the job ends, and the reason."""
+    """The verdict that ends the job: the rank that causes it, the reason, and the rank that found it (`witness`)."""
 
     rank: int
     host: str
@@ -70,7 +70,10 @@ class _RankProcess:
 
 @dataclass(frozen=True)
 class _Beat:
-    """The heartbeat of a rank. `number` grows with each beat; `left` is set when the rank ends normally."""
+    """The heartbeat of a rank, which shows other ranks how far it is in its steps and collectives.
+
+    `number` grows with each beat; `left` is set when the rank ends normally.
+    """
 
     number: int
     step: int
@@ -140,8 +143,10 @@ class Watchdog:
         self._calls_per_step, self._calls_before = self._log.count - self._calls_before, self._log.count
 
     def accuse_myself(self, reason: str, stop: bool = False) -> Verdict:
-        """End the job because of this rank. Returns the verdict that counts, which may be an earlier one of another
-        rank."""
+        """End the job because of this rank. Returns the verdict that counts, which may be another rank's earlier one.
+
+        stop: whether a signal asked the rank to end before it had anything to save.
+        """
         mine = replace(self._about_myself(reason), stop=stop)
         try:
             return self._decide(mine)
@@ -250,7 +255,10 @@ class Watchdog:
         return Verdict(self.rank, self._processes[self.rank].host, self._step, reason, self._log.last, self.rank)
 
     def _who_holds_up(self, now: float) -> Verdict:
-        """Return a verdict on the rank that this rank's collective waits for: it is in none, or behind the others."""
+        """Return a verdict on the rank that holds up the collective that this rank waits for.
+
+        It is a stalled rank outside any collective or, if there is none, the one that is furthest behind.
+        """
         for rank in range(self.world_size):
             if rank != self.rank:
                 self._look_at(rank, now)
@@ -272,7 +280,10 @@ class Watchdog:
         return _Beat(self._number, self._step, calls, share, stalled, waits, where, self._log.last)
 
     def _waits(self, stalled: float) -> bool:
-        """Whether this rank is in a collective. With NCCL, the only sign of that is GPU work that does not end."""
+        """Whether this rank waits in a collective. stalled: seconds since it started the last one.
+
+        With NCCL, the only sign of waiting is GPU work that does not end.
+        """
         if self._log.waiting_since is not None or self._device.type == "cpu":
             return self._log.waiting_since is not None
         return stalled > self._stall / 4 and not torch.cuda.default_stream(self._device).query()
@@ -306,7 +317,10 @@ class Watchdog:
         self._decided.set()
 
     def _watch_the_store(self) -> None:
-        """End the job if the key-value store does not answer, which would block the other thread forever."""
+        """Watch the key-value store in a thread, and end the job if the store does not answer.
+
+        The other thread, which reads and writes the store, would then be blocked forever.
+        """
         while not self._closed.wait(INTERVAL) and self._verdict is None:
             silent = time.monotonic() - self._last_round
             if silent > self.silence:
@@ -322,7 +336,7 @@ class Watchdog:
 
 
 def _open_store() -> tuple[dist.Store, str | None]:
-    """Connect to the job's key-value store. Returns the store, and the launcher's address if it is the launcher's."""
+    """Connect to the job's key-value store. Returns the store, and its address if it is torchrun's, else None."""
     default = dist.distributed_c10d._get_default_store()
     own = default.clone()
     own.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -356,7 +370,7 @@ def _state(rank_process: _RankProcess) -> str | None:
 
 
 def _read_verdict(text: bytes, world_size: int) -> Verdict:
-    """Parse a verdict from the key-value store. Raises ValueError for a text that no rank writes."""
+    """Parse a verdict from the key-value store. Raises ValueError if its fields, types or rank are invalid."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != get_type_hints(Verdict):
         raise ValueError("its fields are not those of a verdict")

@@ -18,9 +18,9 @@ require_version()
 def around_checkpoints(
     chunk: torch.nn.Module, context: Callable[[Callable[[], bool]], AbstractContextManager[None]]
 ) -> None:
-    """Make a model chunk, which must checkpoint all its layers, run these layers within a context.
+    """Make a model chunk run its layers within a context. All its layers must use activation checkpointing.
 
-    The function that is passed to `context` returns whether a checkpointed layer computes with gradients.
+    context: takes a function that returns whether a checkpointed layer computes with gradients.
     """
     (block,) = (module for module in chunk.modules() if isinstance(module, TransformerBlock))
     forward = block._checkpointed_forward
@@ -33,8 +33,10 @@ def around_checkpoints(
 
 
 class CheckpointedCall:
-    """A layer's call under Megatron-core's activation checkpointing, but outside autograd's graph. `run`: [s, b, H] ->
-    same."""
+    """A layer's passes with Megatron-core's activation checkpointing, but outside autograd's graph.
+
+    `run` computes the layer: hidden states [s, b, H] to hidden states [s, b, H].
+    """
 
     def __init__(self, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._run = run
@@ -55,11 +57,11 @@ class CheckpointedCall:
     # The attributes of autograd's context that CheckpointFunction uses.
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None:
-        """Save nothing: the caller already stores the layer's input, from which the backward pass recomputes."""
+        """Save nothing for the backward pass, which recomputes from the layer's input: the caller already stores it."""
 
     @property
     def saved_tensors(self) -> tuple[torch.Tensor, ...]:
-        """The layer's input, which can be read once."""
+        """Return the layer's input for the recomputation. It can be read once."""
         assert self._input is not None
         given, self._input = self._input, None
         return (given,)

@@ -49,7 +49,7 @@ MODULES = (
 
 
 def apply() -> None:
-    """Rewrite the listed modules for a CPU. Called once, by parallel.megatron.apply_patches."""
+    """Rewrite the modules of Megatron-core in MODULES for a CPU. Called once, by parallel.megatron.apply_patches."""
     from megatron.core.tensor_parallel import random
 
     for name in MODULES:

@@ -48,8 +48,10 @@ def _forget_gradients(self: DistributedDataParallel) -> None:
 
 
 def add_with_next(param: torch.Tensor, index: int, grad: torch.Tensor) -> bool:
-    """Add `grad` to the gradient of `param[index]` with autograd's next gradient of `param`, before DDP counts it as
-    ready. Returns False if the parameter has no gradient buffer."""
+    """Store `grad`, to be added to the gradient of `param[index]` when autograd has its next gradient of `param`.
+
+    It is added before DDP counts the gradient as ready. Returns False if the parameter has no gradient buffer.
+    """
     if not hasattr(param, "main_grad"):
         return False
     param.__dict__.setdefault("grad_parts", []).append((index, grad))
@@ -62,7 +64,10 @@ def adds_by_itself(module: torch.nn.Module) -> bool:
 
 
 def zero_if_old(param: torch.nn.Parameter, gate: Gate | None = None) -> None:
-    """Zero a parameter's gradient if it is the last step's. `gate` waits until no update reads it; None: none does."""
+    """Zero a parameter's gradient buffer if it still has the gradient of the last step.
+
+    gate: waits until no optimizer update reads the buffer. None: no update does.
+    """
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -110,7 +115,10 @@ class GradientSum:
 
 
 def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | None) -> None:
-    """Add a micro-batch's gradient to a parameter's buffer; the first overwrites it, after `gate` has waited."""
+    """Add a micro-batch's gradient to a parameter's gradient buffer; the first of a step overwrites the buffer.
+
+    gate: waits, before that, until no optimizer update reads the buffer. None: no update does.
+    """
     if getattr(param, "grad_is_old", False):
         if gate is not None:
             gate(param)
@@ -121,7 +129,10 @@ def add_gradient(param: torch.nn.Parameter, grad: torch.Tensor, gate: Gate | Non
 
 
 def take_gradient(param: torch.nn.Parameter, gate: Gate | None) -> None:
-    """Add the gradient that autograd has computed for a parameter to its gradient buffer, and free it."""
+    """Add the gradient that autograd has computed for a parameter to its gradient buffer, and free it.
+
+    gate: waits until no optimizer update reads the buffer. None: no update does.
+    """
     # A matmul that has added its gradient to the buffer leaves a dummy, except with a tied embedding.
     added = param.grad_added_to_main_grad and not getattr(param, "zero_out_wgrad", False)  # type: ignore[attr-defined]
     if param.grad is not None and not added:
@@ -156,11 +167,14 @@ class _Done:
     """The handle of a collective of a single rank, which is always complete."""
 
     def wait(self) -> None:
-        """Return immediately."""
+        """Return immediately, because a collective of a single rank is always complete."""
 
 
 class _WaitedOnce:
-    """The handle of a gloo collective with several waiters: at each wait, gloo would write the result again."""
+    """The handle of a gloo collective that several callers wait for.
+
+    Only the first one really waits, because at each wait gloo would write the result again.
+    """
 
     def __init__(self, handle: Any) -> None:
         self._handle, self._lock = handle, threading.Lock()

@@ -41,7 +41,7 @@ class ExternalShardedOptimizer(DistributedOptimizer):
         super().__init__(optimizer, config, *rest, **named)
 
     def call_on_reload(self, reload: Callable[[], None]) -> None:
-        """Call `reload` whenever Megatron would copy the weights to their fp32 copies."""
+        """Register `reload`, to be called whenever Megatron would copy the weights to their fp32 copies."""
         self._reload = reload
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
@@ -79,7 +79,7 @@ class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
         return [parameter for parameter in self.get_parameters() if not is_off_device(parameter)]
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """Do nothing, because `reload` of the sharded optimizers copies all weights."""
+        """Do nothing: `reload` of the sharded optimizers already copies all weights to their fp32 copies."""
 
     def step_with_ready_grads(self) -> bool:
         """Do nothing: updates may still be in flight, and a pass that reads a parameter waits for its update."""
@@ -155,7 +155,7 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
 
 
 def is_reduced_at_step_end(name: str, parameter: torch.nn.Parameter, settings: Any) -> bool:
-    """Whether Megatron's `finalize_model_grads` adds to a parameter's gradient after DDP has reduced it."""
+    """Whether Megatron's `finalize_model_grads` reduces a parameter's gradient further, after DDP has reduced it."""
     alike = (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or getattr(
         parameter, "average_gradients_across_tp_domain", False
     )
@@ -169,7 +169,10 @@ def is_reduced_at_step_end(name: str, parameter: torch.nn.Parameter, settings: A
 
 
 def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torch.nn.Parameter], None]) -> None:
-    """Call `gate` with each parameter before a pass reads it, a step first writes its gradient, or it is gathered."""
+    """Register `gate`, to be called with each parameter before the parameter is used.
+
+    That is before a pass reads it, before a step first writes its gradient, and before it is all-gathered.
+    """
 
     def hook(parameters: list[torch.nn.Parameter], adds: bool) -> Callable[..., None]:
         def before_forward(*_: Any) -> None:
@@ -192,7 +195,7 @@ def gate_weights(chunks: Sequence[DistributedDataParallel], gate: Callable[[torc
 
 
 def watch_reduced(chunks: Sequence[DistributedDataParallel], reduced: Callable[[Any], None]) -> None:
-    """Call `reduced` with a group of DDP's buckets when its gradient reduction (`grad_reduce_handle`) starts."""
+    """Register `reduced`, to be called with a group of DDP's buckets when the reduction of their gradients starts."""
     for chunk in chunks:
         for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
             group.reduced = reduced  # Megatron's bucket group has no argument for this.

@@ -30,7 +30,7 @@ Balance = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class RouterRows:
-    """The tokens of this rank's routers if context parallelism shards a micro-batch's tokens in any order."""
+    """The tokens of this rank's routers, if context parallelism shards a micro-batch's tokens in any order."""
 
     ids: torch.Tensor  # int64 [T] on the device, in the order of the hidden states: sample * length + position
     num_samples: int  # of the micro-batch, over all ranks

@@ -86,7 +86,7 @@ def collective(hardware: Hardware, kind: str, group: Group, num_bytes: float) ->
 def exchange(hardware: Hardware, group: Group) -> tuple[float, float]:
     """Return (start-up seconds, seconds per byte) of an all-to-all that sends the same amount to each rank.
 
-    The slower of the links inside the node and its network card determines the rate.
+    The slower of the links inside a node and the node's network cards determines the seconds per byte.
     """
     if group.size == 1:
         return 0.0, 0.0

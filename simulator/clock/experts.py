@@ -33,7 +33,10 @@ TORCH_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torc
 
 
 def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, clock: PassClock) -> LayerCosts:
-    """Return the costs of an MoE layer's operations, derived from the hardware's figures."""
+    """Estimate the seconds of an MoE layer's operations from the hardware's figures, as functions of their size.
+
+    `load`: sizes and assignments of the layer. `clock`: rates of matmuls.
+    """
     matrices = load.hidden_columns + load.width
     element, experts = load.element_size, (config.moe.num_experts or 1) // config.parallel.expert
     rate, each = hardware["device.rate"], hardware["device.operation"]
@@ -42,7 +45,7 @@ def costs_of(config: Config, hardware: Hardware, group: Group, load: LayerLoad, 
     operations = STARTED_PER_CHUNK + experts * STARTED_PER_EXPERT[hardware.kind]
 
     def product(columns: float) -> Curve:
-        """Return the seconds of a matmul with a weight of `columns` columns, as a curve over assignments."""
+        """Return the seconds of a matmul with `columns` weight columns, as a curve over its number of token rows."""
         flops = 2.0 * load.hidden_size * columns / clock.products
         moved = (load.hidden_size + 2 * columns) * element / rate
         fixed = weights * columns / matrices + operations * (each + host)
@@ -88,10 +91,10 @@ class ExpertCalls:
         self.costs = measured or costs_of(config, hardware, self.group, self.load, clock)
 
     def of(self, work: BlockWork, stage: int) -> tuple[Reasons, Reasons]:
-        """Return the seconds of the (forward, backward) pass by reason: computing, and waiting for expert ranks.
+        """Predict the seconds of an MoE layer's (forward, backward) pass by reason.
 
-        `work`: of the MoE layer, whose shared expert overlaps the all-to-alls. Raises ConfigError if no chunk plan fits
-        moe.memory_budget.
+        The reasons are computing and waiting for expert ranks. `work`: of the layer, whose shared expert overlaps the
+        all-to-alls. Raises ConfigError if no number of chunks fits moe.memory_budget.
         """
         costs = self.costs
         if not self.measured:

@@ -64,7 +64,7 @@ FIGURES: dict[str, tuple[str, str, bool]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A hardware figure with its source. `stated`: the source's value, if a fit changed the value."""
+    """A hardware figure with its source. `stated`: the value that the source states, if a fit replaced it."""
 
     value: float
     source: str
@@ -73,7 +73,10 @@ class Figure:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A cluster of equal nodes as figures. `kind`: cuda or cpu; `errors`: results of back-tests with the figures."""
+    """A cluster of equal nodes, described by figures such as FLOP/s, bytes/s and start-up seconds.
+
+    `kind`: cuda or cpu. `errors`: errors of predictions with these figures, found by back-tests.
+    """
 
     name: str
     kind: str
@@ -125,7 +128,10 @@ def file_of_card(name: str) -> str | None:
 
 
 def _parse(content: Mapping[Any, Any], path: Path) -> Hardware:
-    """Return the hardware that a file's mapping describes. Raises ConfigError as `load_hardware` does."""
+    """Return the hardware that a file's mapping describes.
+
+    Raises ConfigError for a wrong key or value, a figure without a source, or a value outside its unit's range.
+    """
     _check_keys(path, "", content, KEYS)
     kind = content.get("kind")
     if kind not in KINDS:

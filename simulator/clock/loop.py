@@ -12,7 +12,10 @@ from simulator.clock.passes import Reasons
 
 @dataclass
 class Task:
-    """A task of one resource. `after`: numbers of the tasks that it waits for; `reasons`: its seconds by reason."""
+    """A simulated task, which uses one resource for some seconds.
+
+    `after`: numbers of the tasks that it waits for. `reasons`: its seconds by reason.
+    """
 
     resource: str
     name: str
@@ -28,7 +31,10 @@ class Task:
 
 
 class Loop:
-    """Simulates resources that run tasks in the order of `add`. A task may wait for a task that is added later."""
+    """Simulates resources, each of which runs its tasks one by one in the order in which they were added.
+
+    A task may wait for a task that is added later.
+    """
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -54,7 +60,7 @@ class Loop:
         self.tasks[task].after = (*self.tasks[task].after, other)
 
     def run(self) -> float:
-        """Start every task, and return the second at which the last task ends that the next step must wait for.
+        """Simulate all tasks; return when the last one ends, in seconds, except tasks that may overlap the next step.
 
         Raises RuntimeError if tasks wait for each other in a cycle.
         """
@@ -90,7 +96,10 @@ class Loop:
         return end
 
     def overlapping(self) -> dict[str, Reasons]:
-        """Return the seconds by reason of resources whose tasks overlap the next step; each sum bounds a step."""
+        """Return the seconds by reason of each resource that has tasks which may run during the next step.
+
+        No step can be shorter than one of the sums.
+        """
         found = {task.resource: Reasons() for task in self.tasks if task.overlaps_next}
         for task in self.tasks:
             if task.resource in found:

@@ -75,7 +75,10 @@ class Product:
 
 @dataclass(frozen=True)
 class Sent:
-    """A collective that the pass waits for. `num_bytes`: of the complete tensor; `overlapped`: simultaneous matmul."""
+    """A collective that a pass waits for.
+
+    `num_bytes`: size of the complete tensor. `overlapped`: a matmul that runs at the same time, if any.
+    """
 
     kind: str
     axis: str
@@ -85,7 +88,11 @@ class Sent:
 
 @dataclass(frozen=True)
 class PassWork:
-    """FLOPs, bytes, launches and collectives of one rank in the forward or backward pass of a block."""
+    """Work of one rank in a block's forward or backward pass: FLOPs, bytes, launched operations and collectives.
+
+    A block is the embedding, a layer or the head. `started`: operations that the host launches. `sent`: collectives.
+    `rounds`: bytes of keys and values that are received while attention computes. `moe`: calls of routed experts.
+    """
 
     products: tuple[Product, ...] = ()
     attention: float = 0.0  # floating-point operations of fused attention
@@ -104,8 +111,11 @@ NO_WORK = PassWork()
 
 @dataclass(frozen=True)
 class BlockWork:
-    """Work of a block in its forward pass, its backward pass and the recomputation (`again`). `shared_expert` is
-    counted separately, forward and backward, because it overlaps the all-to-alls of the routed experts."""
+    """Work of a block (embedding, layer or head) in its forward pass, its backward pass and the recomputation.
+
+    `again`: the recomputation. `shared_expert` is counted separately, forward and backward, because it overlaps the
+    all-to-alls of the routed experts.
+    """
 
     forward: PassWork
     backward: PassWork
@@ -114,7 +124,7 @@ class BlockWork:
 
 
 class Fold:
-    """Sums the FLOPs, bytes and collectives of a block's operations. Raises ValueError for an unknown kind."""
+    """Sums the FLOPs, bytes and collectives of a block's operations. Raises ValueError for an unknown operation."""
 
     def __init__(
         self, config: Config, device: str, shared: SharedRows, attended_share: float | None, recipe: Recipe = MIXTRAIN
@@ -211,7 +221,7 @@ class Fold:
         )
 
     def _edge(self, operation: ModelOperation, flops: float) -> float:
-        """Return `Product.edge`, the sum of the inverse sizes, of an operation's matmul with its weight."""
+        """Return the sum of the inverse sizes (rows, outputs, inputs) of an operation's matmul; 0 if it has none."""
         matrices = [blueprint.local_shape(w, self.sizes.ranks) for w in operation.weights if len(w.shape) == 2]
         if not matrices or not flops:
             return 0.0
@@ -228,7 +238,7 @@ class Fold:
 
 
 class Reasons(dict[str, float]):
-    """Seconds by reason (a key of prediction.REASONS). A missing reason counts as 0."""
+    """Seconds by reason, such as "products" (matmuls) or "bubble" (idle stages). A missing reason counts as 0."""
 
     def __missing__(self, name: str) -> float:
         return 0.0
@@ -270,10 +280,10 @@ class PassClock:
         return max(computing, of.bytes / self.hardware["device.rate"])
 
     def of(self, work: PassWork, call: Reasons | None = None) -> Reasons:
-        """Return the seconds of a pass. `call`: seconds of its routed experts.
+        """Return the seconds of a pass by reason. `call`: seconds of its routed experts.
 
-        The host launches operations while the device runs earlier ones. Of the shorter of launching and computing, the
-        share `launch.exposed` is not hidden.
+        The host launches operations while the device computes. The share `launch.exposed` (a hardware figure) of the
+        shorter of both times is not hidden.
         """
         rate, per_operation = self.hardware["device.rate"], self.hardware["device.operation"]
         result = Reasons()

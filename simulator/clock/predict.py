@@ -34,7 +34,7 @@ _works: OrderedDict[Any, BlockWork] = OrderedDict()
 
 
 class StepClock:
-    """Predicts the step of a job on some hardware. Raises ConfigError if no chunk plan fits moe.memory_budget."""
+    """Predicts the step of a job on some hardware. Raises ConfigError if no number of chunks fits moe.memory_budget."""
 
     def __init__(
         self,
@@ -46,8 +46,12 @@ class StepClock:
         recipe: Recipe = MIXTRAIN,
         measured: LayerCosts | None = None,
     ) -> None:
-        """`attended_share`: as in simulator/flops.py. `shared`: sharding of sequences over context ranks, if known.
-        `recipe`: of the training framework. `measured`: costs of MoE layers measured on this hardware."""
+        """Prepare the prediction of a job's step on some hardware.
+
+        `attended_share`: share of token pairs that attend, of the pairs of one-document samples without a sliding
+        window. `shared`: sharding of sequences over context ranks, if known. `recipe`: properties of the training
+        framework. `measured`: costs of MoE layers measured on this hardware.
+        """
         config = job.config
         self.job, self.config, self.hardware, self.recipe, self._measured = job, config, hardware, recipe, measured
         self.groups = groups(config, job.world_size, int(hardware["ranks_per_node"]))
@@ -74,7 +78,10 @@ class StepClock:
         return result
 
     def _blocks(self, chunk: blueprint.ModelChunk, slides: Sequence[int]) -> Counter[tuple[Any, ...]]:
-        """Return the number of blocks of each kind in a model chunk."""
+        """Return the number of blocks (embedding, layer, head) of each kind in a model chunk.
+
+        `slides`: for each layer of the model, whether it has a sliding window.
+        """
         found: Counter[tuple[Any, ...]] = Counter()
         if chunk.is_first:
             found["embedding", chunk.is_last] += 1
@@ -204,7 +211,7 @@ def predict_step(
     """Return the predicted step of a job with a validated config on hardware, whose `kind` replaces `job.device`.
 
     Args:
-        attended_share: as in simulator/flops.py.
+        attended_share: share of token pairs that attend, of the pairs of one-document samples without a sliding window.
         shared: sharding of sequences over context ranks, if the documents' lengths are known.
         arrangements: arrangement of offloaded optimizer state on one rank of each pipeline stage.
         measured: costs of MoE layers measured on this hardware, if known.

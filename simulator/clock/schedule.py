@@ -23,7 +23,7 @@ COMPUTE, NEXT, PREVIOUS, GRADIENTS = "compute", "to the next stage", "to the sta
 
 @dataclass(frozen=True)
 class StepWork:
-    """Seconds of all work of a step, by pipeline stage, from which `Schedule` makes tasks."""
+    """Seconds of all work of a step by pipeline stage, from which the step's tasks are simulated."""
 
     chunks: Sequence[Sequence[BlockSeconds]]  # passes of each model chunk
     rest: Sequence[StageRest]
@@ -58,7 +58,7 @@ class Schedule:
     def busy(self) -> Reasons:
         """Return the seconds by reason of the resource that offloaded experts use most; a step cannot be shorter.
 
-        The event loop alone misses tasks that share a link but that no pass waits for.
+        The simulated tasks alone do not ensure this: no pass waits for some of the tasks that share a link.
         """
         if not self._streams:
             return Reasons()
@@ -116,7 +116,7 @@ class Schedule:
             self.loop.add(self._name(stage, COMPUTE), "update", rest.update, tail)
 
     def _before(self, stage: int, rest: StageRest) -> tuple[list[list[list[int]]], list[list[int]]]:
-        """Return the tasks that the first forward passes wait for: weight gathers by chunk, and bucket updates."""
+        """Return the tasks that a stage's first forward passes wait for: weight gathers by chunk, bucket updates."""
         jobs = [] if rest.early else self._jobs(stage, rest)
         found, every = list[list[list[int]]](), list[int]()
         for gathers in rest.gathers:
@@ -128,9 +128,10 @@ class Schedule:
         return found, [[number] for number in jobs]
 
     def _jobs(self, stage: int, rest: StageRest, backward: Sequence[int] = ()) -> list[int]:
-        """Add the updates of offloaded optimizer-state buckets; return the tasks that finish their weights.
+        """Add the updates of offloaded optimizer-state buckets; return the task that completes each bucket's weights.
 
-        An update waits for a free staging buffer and, if `backward` has tasks, for the one that computes its gradients.
+        An update waits for a free staging buffer and, if `backward` has tasks (of a backward pass), for the one that
+        computes its gradients.
         """
         ends, weights_ends = list[int](), list[int]()
         jobs = rest.jobs[::-1] if backward else rest.jobs
@@ -156,9 +157,11 @@ class Schedule:
         waits: Sequence[Sequence[int]],
         is_last: bool = False,
     ) -> list[int]:
-        """Add a pass as one task per element of `waits`, or per MoE layer with offloaded experts; return the tasks.
+        """Add a pass as consecutive tasks, and return them.
 
-        `is_last`: whether this is the model chunk's last pass in this direction in the step.
+        There is one task per element of `waits` (the tasks that it waits for), or one per MoE layer with offloaded
+        experts. `key`: (is forward, stage, model chunk, micro-batch). `is_last`: whether this is the model chunk's last
+        pass in this direction in the step.
         """
         name = f"{'forward' if key[0] else 'backward'} {key[3]}"
         name += f" of chunk {key[2]}" if self.num_chunks > 1 else ""
@@ -200,7 +203,7 @@ class Schedule:
         return [queue for name, queue in self.loop.queues.items() if name.endswith(COMPUTE)]
 
     def reasons(self) -> Reasons:
-        """Return the seconds in which the busiest pipeline stage computes or waits, by reason; they add up to `end`."""
+        """Return the seconds for which the busiest stage computes or waits, by reason; their sum is the step's end."""
         tasks = self.loop.tasks
         # The previous task on a task's resource.
         before = {number: earlier for queue in self.loop.queues.values() for earlier, number in pairwise(queue)}
@@ -218,8 +221,11 @@ class Schedule:
     def _add_waiting(
         self, number: int, until: float, since: float, before: Mapping[int, int], result: Reasons, itself: bool = False
     ) -> None:
-        """Add the reasons for waiting between `since` and `until` to `result`, following predecessors back from task
-        `number`. `until` is the start of that task, or its end if `itself` is set."""
+        """Add the reasons why a stage waits between seconds `since` and `until` to `result`.
+
+        They are found by following the tasks that task `number` waited for. `until` is the start of that task, or its
+        end if `itself` is set. `before`: by task, the previous task of its resource.
+        """
         tasks = self.loop.tasks
         while until > since:
             if not itself:
@@ -241,7 +247,7 @@ class Schedule:
 
 
 def _spread(of: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """Distribute lists of awaited tasks over `count` tasks, in order."""
+    """Distribute lists of tasks to wait for over the `count` tasks of a pass, in order."""
     result: list[list[int]] = [[] for _ in range(count)]
     for index, each in enumerate(of):
         result[index * count // len(of)] += each

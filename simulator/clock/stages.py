@@ -40,7 +40,7 @@ class BucketJob:
 
 @dataclass(frozen=True)
 class StageRest:
-    """Seconds of one rank of a pipeline stage for everything besides forward and backward passes."""
+    """Seconds of one rank of a pipeline stage besides passes: reductions, weight gathers, optimizer updates."""
 
     reductions: tuple[tuple[Seconds, ...], ...]  # of each model chunk's gradients, in the order of the backward pass
     gathers: tuple[tuple[Seconds, ...], ...]  # of each model chunk's weights, in the order of use
@@ -57,7 +57,7 @@ def stage_rest(
     recipe: Recipe,
     arrangements: Sequence[Arrangement | None] | None,
 ) -> list[StageRest]:
-    """Return the seconds of each pipeline stage's work besides its passes.
+    """Return the seconds of each pipeline stage's work besides its passes: reductions, weight gathers and updates.
 
     `arrangements`: of offloaded optimizer state on one rank of each stage; None: arranged with unlimited host memory.
     """
@@ -125,7 +125,7 @@ def bucket_ends(job: Job) -> list[dict[str, list[tuple[int, ...]]]]:
 
 
 def _at_most(seconds: Sequence[Seconds]) -> tuple[Seconds, ...]:
-    """Return the seconds merged into at most MOST_TASKS mappings, in order."""
+    """Merge the seconds of consecutive tasks, so that at most MOST_TASKS (8) tasks remain."""
     if len(seconds) <= MOST_TASKS:
         return tuple(seconds)
     size = math.ceil(len(seconds) / MOST_TASKS)
@@ -138,7 +138,7 @@ def _at_most(seconds: Sequence[Seconds]) -> tuple[Seconds, ...]:
 def _tied(
     config: Config, vocab_size: int, hardware: Hardware, groups: Mapping[str, Group], stage: int
 ) -> dict[str, float]:
-    """Return the seconds of all-reducing a tied embedding's gradient; {} except on the first and the last stage."""
+    """Return the seconds of all-reducing a tied embedding's gradient, by reason; {} on stages in the middle."""
     stages = config.parallel.pipeline
     if stages == 1 or not config.model.tie_embeddings or stage not in (0, stages - 1):
         return {}
@@ -167,8 +167,10 @@ def rates(hardware: Hardware, world_size: int) -> Bandwidths:
 def _offloaded(
     arrangement: Arrangement, config: Config, hardware: Hardware, world_size: int
 ) -> tuple[Seconds, tuple[BucketJob, ...], bool]:
-    """Return the seconds of the update on the device, the updates of offloaded buckets, and whether these may start
-    during the backward pass."""
+    """Return the seconds of a rank's optimizer update on the device, and the updates of its offloaded buckets.
+
+    The last value is whether updates of offloaded buckets may start during the backward pass.
+    """
     element, of = ElementBytes.of(arrangement), rates(hardware, world_size)
     early = any(arrangement.early)
     numels, targets = arrangement.numels, arrangement.targets

@@ -40,7 +40,10 @@ Transfers = Sequence[tuple[str, str, float]]  # (resource, reason, seconds), one
 
 @dataclass(frozen=True)
 class StreamSeconds:
-    """Seconds of the transfers and updates of a pipeline stage's offloaded experts, per layer."""
+    """Seconds of the transfers and updates of a pipeline stage's offloaded experts, per layer.
+
+    `early`: whether updates follow the last gradient, instead of the start of the next step.
+    """
 
     fetch: Transfers  # of weights to a device buffer
     gradients: Sequence[Transfers]  # of the step's first gradient, one in between, the last; fewer in a short step
@@ -114,7 +117,7 @@ class _Seconds:
         self.reduction = "reduce_scatter" if moves.records.num_shards > 1 else "all_reduce"
 
     def fetch(self, moved: BytesMoved) -> Transfers:
-        """Return the transfers of a layer's weights to the device."""
+        """Return the transfers that bring a layer's weights to the device. `moved`: bytes by resource."""
         gathering = collective(self.hardware, "all_gather", self.group, moved.gathered)
         return _nonzero(
             (READ, REASON[READ], _over(moved.read, self.of.read)),
@@ -123,7 +126,7 @@ class _Seconds:
         )
 
     def gradient(self, moved: BytesMoved) -> Transfers:
-        """Return the transfers of a layer's gradient from the device, with its reduction."""
+        """Return the transfers of a layer's gradient off the device, with its reduction. `moved`: bytes by resource."""
         reducing = collective(self.hardware, self.reduction, self.group, moved.reduced)
         return _nonzero(
             ("sums read", REASON[READ], _over(moved.read, self.of.read)),
@@ -135,7 +138,7 @@ class _Seconds:
         )
 
     def update(self, moved: BytesMoved) -> Transfers:
-        """Return the transfers for the update of a layer's optimizer state."""
+        """Return the transfers for the update of a layer's optimizer state. `moved`: bytes by resource."""
         return _nonzero(
             ("records read", REASON[READ], _over(moved.read, self.of.read)),
             ("records updated", REASON[HOST], _over(moved.host, self.of.host)),
@@ -184,7 +187,7 @@ class ExpertStreams:
         return waits
 
     def begin(self, is_backward: bool) -> list[int]:
-        """Return the tasks that the computation of the next visit must wait for."""
+        """Return the tasks that the computation of the next visit (pass through an MoE layer) must wait for."""
         visit = len(self._computed)
         waits: list[int] = []
         if (fill := self._fills.get(visit)) is not None:
@@ -196,9 +199,10 @@ class ExpertStreams:
         return waits
 
     def end(self, task: int, is_backward: bool, is_last: bool) -> None:
-        """Record that `task` computes the current visit; after a backward pass, add the copy of the gradient.
+        """Record that `task` computes the current visit (pass through an MoE layer).
 
-        `is_last`: whether this is the layer's last visit in the step.
+        After a backward pass, the copy of the gradient is added. `is_last`: whether this is the layer's last visit in
+        the step.
         """
         layer = self._visits[len(self._computed)]
         self._computed.append(task)
@@ -216,9 +220,10 @@ class ExpertStreams:
             self._update(layer, waits)
 
     def busy(self, jobs: Sequence[BucketJob], share: float = 1.0) -> dict[str, float]:
-        """Return the seconds per step in which the most used resource is busy, by reason.
+        """Return how many seconds per step the most used resource is busy, by reason.
 
-        Updates of other offloaded buckets and the share `share` of the step's layer inputs count, too.
+        `jobs`: updates of other offloaded buckets, which count, too. `share`: part of a step's layer inputs that
+        counts.
         """
         total = defaultdict(float, {used: seconds * share for used, seconds in self.seconds.inputs.items()})
         start = f"{self.name} "

@@ -26,9 +26,10 @@ class AttentionBytes:
         self.wide = FP32 // self.element
 
     def of_slices(self, inputs: Sequence[int], output: int) -> OperationBytes:
-        """Return the memory of attention in slices, for inputs (query, key, value) and an output of these bytes.
+        """Return the bytes of attention that is computed in slices (blocks of its mask).
 
-        Each pass holds its result and the kernel's output; merged outputs and accumulated gradients are fp32.
+        `inputs`: bytes of query, key and value; `output`: of the output. Each pass holds its result and the kernel's
+        output; merged outputs and accumulated gradients are fp32.
         """
         given, wide, slice_rows, sums = sum(inputs), self.wide, self.length, self.sums
         takes_wide = 0
@@ -53,9 +54,9 @@ class AttentionBytes:
         return OperationBytes(kept=sums, during=during, work=work)
 
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
-        """Return the memory of latent attention for a query, latents and an output of these bytes.
+        """Return the bytes of latent attention for a query, latents and an output of these bytes.
 
-        Both passes expand the latents of a round to keys and values; expanded tensors are not kept.
+        Both passes expand the latents (compressed rows) that arrive in a round to keys and values, which are not kept.
         """
         model, head, wide = self.config.model, derived.head_dim(self.config), self.wide
         is_merged = self.shared.rounds > 1
@@ -86,7 +87,10 @@ class AttentionBytes:
         return num_rows * groups * 2 * derived.head_dim(self.config) * self.element
 
     def _in_flight(self, own_bytes: int) -> tuple[int, int]:
-        """Return the bytes in flight at a cp_rank, per (forward, backward) pass. `own_bytes`: of all its rows."""
+        """Return the bytes of keys and values in flight at a cp_rank in the (forward, backward) pass.
+
+        `own_bytes`: bytes of the keys and values of the cp_rank's own rows.
+        """
         shared = self.shared
         keys = min(2 * shared.coming_rows, shared.moved_rows)
         home = min(2 * self.num_rows + shared.round_rows, shared.moved_rows)

@@ -24,7 +24,7 @@ BACKWARD = 2.5  # operations of the backward pass, with recomputed scores, divid
 
 @dataclass(frozen=True)
 class ContextSize:
-    """A size of context parallelism with its costs per rank, layer's attention and micro-batch, in both passes.
+    """A size of context parallelism, with a rank's costs of one layer's attention for one micro-batch, in both passes.
 
     `sent`: bytes that a rank sends; `flops`: that a rank executes; `memory`: device bytes of the fullest rank.
     """
@@ -78,7 +78,7 @@ def context_sizes(
 
 
 def layouts(config: Config, world_size: int) -> list[Config]:
-    """Return a copy of the config per allowed size of context that gives all ranks the same number of rows."""
+    """Return copies of the config with each allowed size of parallel.context that gives all ranks equally many rows."""
     most, found = world_size // (config.parallel.tensor * config.parallel.pipeline), []
     tokens = config.training.micro_batch_size * config.model.sequence_length
     for context in range(1, most + 1):

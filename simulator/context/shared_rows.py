@@ -25,7 +25,10 @@ MOST_CACHED = 1024  # cached results: a search of layouts asks for the same ones
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Sharding of micro-batches over context ranks. Values are means over the micro-batches, unless noted."""
+    """Sharding of the sequences of micro-batches over context ranks: the rows of each rank, and the rows it receives.
+
+    A cp_rank is a group of ranks that exchange attention heads. Values are means over the micro-batches, unless noted.
+    """
 
     context: int
     heads: int  # ranks of a cp_rank, which exchange heads for rows
@@ -51,7 +54,7 @@ class SharedRows:
         return tuple((1 - self.sliding) * whole + self.sliding * sliding for whole, sliding in pairs)
 
     def mean_received(self, slides: bool | None = None) -> float:
-        """Return the mean number of rows that a cp_rank receives per layer, which is also the number that it sends.
+        """Return the mean number of key and value rows that a cp_rank receives per layer; it sends as many.
 
         `slides`: in layers with (True) or without (False) a sliding window; None: the mean over all layers.
         """
@@ -132,8 +135,10 @@ class _Batch:
         return self._schedules[self._window_of(slides)]
 
     def rounds(self, slides: bool) -> tuple[int, int, int, int]:
-        """Return the number of rounds in which rows arrive, and three maxima in rows: of one round, in flight to a
-        cp_rank, and received plus sent by a cp_rank in total."""
+        """Return the number of rounds in which key and value rows arrive, and three maxima in rows.
+
+        The maxima are of one round, in flight to a cp_rank, and received plus sent by a cp_rank in total.
+        """
         schedule = self.schedule(slides)
         received = schedule.received.sum(1)
         _, found = self._of_ranks(slides)[int(received.argmax())]
@@ -142,7 +147,7 @@ class _Batch:
         return len(found), num_rows, min(int(received.max()), (1 + schedule.ahead) * num_rows), int(moved.max())
 
     def own_rounds(self, slides: bool) -> float:
-        """Return the mean number of slice lists per cp_rank on its own keys; each list expands the latents once."""
+        """Return how many times a cp_rank expands the latents of its own keys, on average; 1 without latents."""
         if not self._has_latents:
             return 1.0
         return sum(len(own) for own, _ in self._computed(slides)) / self._cp_size
@@ -158,12 +163,15 @@ class _Batch:
         return float(computed), float((short * (2 * segments - short)).sum())
 
     def _computed(self, slides: bool) -> list[tuple[list[Slices], list[Slices]]]:
-        """Return, per cp_rank, the slice lists on its own keys and the slices on received keys."""
+        """Return, per cp_rank, the slices (blocks of the attention mask) on its own keys and on received keys.
+
+        Its own keys have one set of slices, or two if other keys arrive in rounds; received keys have one per round.
+        """
         every = self._of_ranks(slides)
         return [(own.halves() if rounds else [own], [each.slices for each in rounds]) for own, rounds in every]
 
     def _of_ranks(self, slides: bool) -> list[tuple[Slices, list[ExchangeRound]]]:
-        """Return, per cp_rank, the slices on its own keys and its rounds of received keys."""
+        """Return, per cp_rank, the slices (blocks of the attention mask) on its own keys, and its receiving rounds."""
         window = self._window_of(slides)
         if window not in self._rounds:
             self._rounds[window] = [self._schedules[window].rounds(cp_rank) for cp_rank in range(self._cp_size)]

@@ -28,7 +28,7 @@ SAME = 0.02
 
 @dataclass(frozen=True)
 class ExpertDecision:
-    """A config with a chosen device for experts. `values`: of WEIGHTS, ORDER and STATE; `line`: for the log."""
+    """A config with a chosen device for experts. `values`: the chosen keys with their values; `line`: for the log."""
 
     config: Config
     values: dict[str, Any]
@@ -37,7 +37,10 @@ class ExpertDecision:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A config with its memory and its predicted step."""
+    """A config with its memory and the predicted seconds of its step.
+
+    `moved`: bytes of experts and of layer inputs that a rank's links and disk move.
+    """
 
     config: Config
     memory: list[RankMemory]
@@ -112,7 +115,10 @@ def fitting_override(job: Job, capacity: Capacity, most: float) -> str:
 
 
 def _matching(asked: dict[str, str], candidates: Iterator[Config]) -> Iterator[Config]:
-    """Yield the candidates with the values that the user set; a given pass order stays even without an effect."""
+    """Yield the candidate configs that have the values that the user set.
+
+    `asked`: value of each key, or auto. With weights on the device all pass orders are equal, so the user's is kept.
+    """
     for changed in candidates:
         weights, order = changed.moe.weights_device, changed.training.pass_order
         if asked[WEIGHTS] in ("auto", weights) and (asked[ORDER] in ("auto", order) or weights == "device"):

@@ -56,7 +56,7 @@ class ExpertOption:
         return self.ranks_of_node * self.written * DAY / self.seconds if self.seconds else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the option as a dict for JSON."""
+        """Return this offload target with its traffic as a dict for JSON."""
         return {**asdict(self), "disk_written_a_day": self.written_a_day}
 
 
@@ -145,9 +145,10 @@ def _of_stage(
 def expert_options(
     job: Job, hardware: Hardware | None, arrangements: Sequence[Arrangement | None], seconds: float | None
 ) -> list[ExpertOption]:
-    """Return the option that the config has, then the others that the rules allow; [] for a model without experts.
+    """Return the offload targets of experts with their traffic: the config's own, then others that the rules allow.
 
-    `arrangements` (of offloaded optimizer state) and `seconds` (of a step) belong to the config's own option.
+    `arrangements` (of offloaded optimizer state) and `seconds` (of a step) belong to the config's own target. [] for a
+    model without experts.
     """
     config, world_size = job.config, job.world_size
     if not derived.is_moe(config):
@@ -168,7 +169,7 @@ HEADINGS = "weights passes state device tokens break-even up down read written s
 
 
 def format_expert_options(found: Sequence[ExpertOption], memory: Sequence[RankMemory]) -> str:
-    """Return the options as a table for the plan; "" if experts cannot be offloaded."""
+    """Return the offload targets of experts as a table for the plan; "" if experts cannot be offloaded."""
     if len(found) < 2 and not any(each.moved.up for each in found):
         return ""
     own = found[0]

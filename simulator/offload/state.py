@@ -37,7 +37,7 @@ ASSUMED = Bandwidths(up=16.3e9, down=16.3e9, host=25e9, device=2e12, read=3e9, w
 
 @dataclass(frozen=True)
 class PlannedSlice:
-    """A slice whose optimizer state a rank will own, like OwnedSlice of parallel/megatron/ but without tensors."""
+    """Elements [start, end) of a parameter whose optimizer state a rank will own, as a plan without tensors."""
 
     start: int
     end: int
@@ -51,7 +51,10 @@ class OffloadPlan:
     """Arranges each rank's optimizer state on device, host and disk; ranks with the same slices share the result."""
 
     def __init__(self, job: Job, capacity: Capacity) -> None:
-        """`capacity`: bytes of each rank's device, host and disk, including other tensors (`used` in `of`)."""
+        """Prepare to arrange the optimizer state of every rank on device, host and disk.
+
+        `capacity`: bytes of each rank's device, host and disk, including those that other tensors use.
+        """
         self.config, self.capacity = job.config, capacity
         stages = range(job.config.parallel.pipeline)
         self._static = [buffers(job, stage) for stage in stages]
@@ -69,7 +72,7 @@ class OffloadPlan:
         return self._arranged(coordinates.stage, coordinates.data_context, coordinates.expert_data, used)
 
     def request(self, coordinates: RankCoordinates) -> ArrangementRequest:
-        """Return the request to arrange a rank's buckets of optimizer state."""
+        """Return the buckets of a rank's optimizer state, with the settings by which they are stored."""
         return self._request(coordinates.stage, coordinates.data_context, coordinates.expert_data)
 
     def _arrange(self, stage: int, data: int, expert_data: int, used: int) -> Arrangement:
@@ -87,7 +90,10 @@ class OffloadPlan:
 def request_with_experts(
     config: Config, numels: Sequence[int], reduced_at_step_end: Sequence[bool], records: ExpertRecords | None
 ) -> ArrangementRequest:
-    """Return the request to arrange these buckets, followed by the buckets of offloaded experts, layer by layer."""
+    """Return the buckets of optimizer state to store on device, host or disk, with the config's settings.
+
+    They are the given ones, followed by those of offloaded experts, layer by layer.
+    """
     own = [] if records is None else [end - first for first, end in records.buckets] * records.num_layers
     is_offloaded = [False] * len(numels) + [True] * len(own) if own else []
     return arrangement_request(config, [*numels, *own], [*reduced_at_step_end, *(True for _ in own)], is_offloaded)
@@ -101,9 +107,10 @@ def remaining(capacity: Capacity, used: float) -> Capacity:
 def planned_slices(
     static: Mapping[str, Sequence[Buffer]], local: Sequence[Sequence[Parameter]], ranks: Mapping[str, int]
 ) -> list[PlannedSlice]:
-    """Return the slices of a stage's parameters that a rank owns, in the order of the forward pass.
+    """Return the ranges of a stage's parameters whose optimizer state a rank owns, in the order of the forward pass.
 
-    `static`: gradient buffers by kind and model chunk; `ranks`: by kind, the index among ranks that share the state.
+    `static`: gradient buffers by kind and model chunk. `local`: parameters by model chunk. `ranks`: by kind, the index
+    among ranks that share the state.
     """
     found, first = [], 0
     for chunk, of_chunk in enumerate(local):
@@ -136,7 +143,10 @@ def least_host_bytes(request: ArrangementRequest, capacity: Capacity) -> int | N
 
 
 def engine_seconds(arrangement: Arrangement, passes: float = 0.0, rates: Bandwidths = ASSUMED) -> dict[Engine, float]:
-    """Return the seconds of a rank's update with each engine. `passes`: of both passes; a third is forward."""
+    """Return the predicted seconds of a step for each setting of optimizer.engine.
+
+    `passes`: seconds of both passes; a third is the forward pass.
+    """
     element = ElementBytes.of(arrangement)
     both = Passes(passes / 3, passes * 2 / 3, any(arrangement.early), any(arrangement.leaving))
     indices = [index for index, engine in enumerate(arrangement.engines) if engine != "record"]

@@ -28,7 +28,7 @@ Predict = Callable[[Config, Sequence[Arrangement | None] | None], Prediction]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that fits into memory, with its memory savings and its predicted step time."""
+    """A layout that fits into memory, with its memory savings and its predicted step time. `cell`: the layout."""
 
     cell: LayoutCell
     saving: Saving
@@ -43,9 +43,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Node:
-    """A set of candidates that all take at least `bound` seconds.
+    """A set of candidates (layouts with memory savings) that all take at least `bound` seconds.
 
-    `kind`: micro, layout, sized, kept, offload or candidate. `LayoutExplorer` has a method `_kind` for each.
+    `kind`: how far they are examined: micro, layout, sized, kept, offload or candidate (a single one).
     """
 
     kind: str
@@ -66,7 +66,7 @@ class Node:
 
 
 def simplicity(cell: LayoutCell, saving: Saving) -> tuple[Any, ...]:
-    """Return a sort key: fewer dimensions, less recomputation, no offloading, fewer chunks, small sizes first."""
+    """Return a sort key: fewer parallel dimensions, less recomputation, no offloading, fewer chunks, small sizes."""
     group = cell.group
     dimensions = (group.tensor, group.pipeline, group.context, group.expert, group.expert_tensor or 1)
     used = sum(size > 1 for size in dimensions) + (cell.chunks is not None) + group.sequence
@@ -124,7 +124,7 @@ class LayoutExplorer:
         return min(self.found, key=lambda each: each.rank, default=None)
 
     def run(self, most_nodes: float = float("inf")) -> None:
-        """Examine nodes, at most `most_nodes`, until none can be faster than the best by more than `near`."""
+        """Examine at most `most_nodes` sets of candidates, until none can beat the best by more than `near`."""
         best, examined = float("inf"), 0
         while self._heap and examined < most_nodes:
             node = self._heap[0][2]
@@ -179,7 +179,7 @@ class LayoutExplorer:
         return self._by_degree[key]
 
     def _savings(self, cell: LayoutCell) -> list[Saving]:
-        """Return the memory savings that the rules and a lower bound of the memory of the layout's group allow."""
+        """Return the memory savings that the rules allow for a layout and that a lower bound of its memory permits."""
         savings = self.space.legal_savings(cell)
         return [each for each in savings if each.streams] if cell.group in self._must_offload else savings
 
@@ -200,7 +200,7 @@ class LayoutExplorer:
                 yield replace(node, kind="layout", cell=cell, savings=own, bound=bound)
 
     def _layout(self, node: Node) -> Iterator[Node]:
-        """Yield the node with a tighter lower bound, computed for this layout alone; nothing for a rejected layout."""
+        """Yield the candidates with a tighter lower bound, computed for this layout alone; nothing if rejected."""
         config = self.space.layout(node.cell, node.savings[0])
         if not is_legal(config, self.space.world_size):
             self.candidates -= len(node.savings)
@@ -212,10 +212,10 @@ class LayoutExplorer:
         return self.least(self.space.layout(cell, saving)) if closer is None else closer
 
     def _sized(self, node: Node) -> Iterator[Node]:
-        """Yield the candidate that saves least memory if it fits, and the others that may be faster.
+        """Split a layout's candidates: yield the one that saves least memory if it fits, and others that may be faster.
 
-        Offloaded state is updated during the passes, or delays them. If all state and the staging buffers of offloading
-        fit on the device, recomputing more is no faster, and state_device=auto equals device.
+        Offloaded state may be updated during the passes, which may be faster. But if all state and the staging buffers
+        of offloading fit on the device, candidates that recompute more are no faster, and are left out.
         """
         first = node.savings[0]
         kept = attrgetter("recompute", "offload", "strategy", "weights_device", "pass_order")
@@ -292,7 +292,7 @@ def _stream(savings: Sequence[Saving]) -> bool:
 
 
 def _grouped(savings: Sequence[Saving], key: Callable[[Saving], Any]) -> list[tuple[Saving, ...]]:
-    """Return memory savings in groups with equal keys; the order is kept."""
+    """Group memory savings with equal results of `key`, and keep their order."""
     found: dict[Any, list[Saving]] = {}
     for saving in savings:
         found.setdefault(key(saving), []).append(saving)

@@ -25,7 +25,10 @@ Stages = list[tuple[Counter[LayerKind], Counter[LayerKind]]]  # of each stage: l
 
 
 class LayoutFloor:
-    """Computes lower bounds of the step seconds of layouts; without `row_seconds` the bounds are 0."""
+    """Computes lower bounds of the step seconds of layouts.
+
+    `row_seconds`: predicts the seconds per sequence row of a config; None: all bounds are 0.
+    """
 
     def __init__(
         self, space: LayoutSpace, hardware: Hardware, row_seconds: Callable[[Config], RowSeconds] | None
@@ -52,7 +55,7 @@ class LayoutFloor:
         return min(self._step(cell, self._of_row(cell, saving), *each, more) for saving in savings)
 
     def closer(self, cell: LayoutCell, saving: Saving) -> float | None:
-        """Return a lower bound of one candidate's step seconds; None without `row_seconds`.
+        """Return a lower bound of one candidate's step seconds; None if the seconds per sequence row are not predicted.
 
         The bound follows from the seconds per row with its micro-batch size, and from its transfers of experts.
         """
@@ -90,7 +93,8 @@ class LayoutFloor:
     def _step(self, cell: LayoutCell, row: RowSeconds, count: int, of_micro: int, more: float) -> float:
         """Return the slowest stage's seconds: all its passes, and one micro-batch's passes of the stages before it.
 
-        `more`: seconds to add per layer and micro-batch.
+        `row`: seconds per sequence row. `count`: number of micro-batches, of `of_micro` sequence rows each. `more`:
+        seconds to add per layer and micro-batch.
         """
         before = most = 0.0
         stages = self._of_stages(cell)

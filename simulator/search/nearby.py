@@ -85,7 +85,10 @@ def _values(space: LayoutSpace, best: Config) -> dict[str, list[Any]]:
 
 
 def found_with(explorer: LayoutExplorer, best: Candidate, choice: OtherChoice) -> Candidate | TooLargeChoice | None:
-    """Return the fastest candidate found with a choice; how much is missing if none fits; None if none is allowed."""
+    """Return the fastest candidate found with a given choice, such as another size of parallelism.
+
+    If none fits, return how many bytes are missing; if the rules allow none, return None.
+    """
     own = explorer.space.layout(best.cell, best.saving)
     free = {*ALWAYS, *WITH.get(choice.key, ())}
     if own.optimizer.engine != "auto":

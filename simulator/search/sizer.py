@@ -84,7 +84,7 @@ def memory_limits(config: Config, world_size: int, hardware: Hardware) -> Memory
 
 @dataclass(frozen=True)
 class _SizedStage:
-    """Sizes of a pipeline stage that all layouts with the same parameters share."""
+    """Sizes of a pipeline stage, which all layouts with the same parameters on this stage share."""
 
     number: int
     alike: Sequence[int]  # numbers of all stages of this kind
@@ -109,7 +109,10 @@ class _Profiles:
         self._pattern = derived.window_pattern(activations.config)
 
     def profile(self, chunk: ModelChunk, leaving: int = 0) -> MemoryProfile:
-        """Return the memory of one micro-batch in a model chunk, as `Activations.profile` does."""
+        """Return the memory of one micro-batch in a model chunk.
+
+        The inputs of the first `leaving` layers are on the host between forward and backward pass.
+        """
         slides = tuple(self._pattern[chunk.first_layer : chunk.first_layer + len(chunk.layers)])
         key = chunk.layers, slides, chunk.is_first, chunk.is_last, leaving
         if key not in self._found:
@@ -120,7 +123,10 @@ class _Profiles:
         return self._found[key]
 
     def _extrapolated(self, chunk: ModelChunk) -> MemoryProfile | None:
-        """Return a chunk's profile, extrapolated from a few equal layers; None if memory does not grow linearly."""
+        """Return the memory of one micro-batch in a model chunk, extrapolated from a few equal layers.
+
+        Returns None if memory does not grow linearly with the number of layers.
+        """
         less, some = (self.activations.profile(replace(chunk, layers=chunk.layers[:n])) for n in (FEW - 1, FEW))
         step = some.kept - less.kept
         if some.forward - less.forward != step or some.backward - less.backward != step:
@@ -186,7 +192,10 @@ class LayoutSizer:
     def _stage_arrangements(
         self, config: Config, stages: Sequence[_SizedStage], working: Sequence[tuple[int, int]]
     ) -> list[list[Arrangement]]:
-        """Return each stage's arrangements of offloaded optimizer state, one per kind of rank."""
+        """Return each stage's arrangements of offloaded optimizer state, one per kind of rank.
+
+        `working`: activation bytes on the device, and layer-input bytes on the host, per stage.
+        """
         found, records = [], [records_of_stage(config, self.world_size, stage.number) for stage in stages]
         taken = max((of.host_bytes for of in records if of), default=0)
         taken_disk = max((of.disk_bytes for of in records if of), default=0)
@@ -252,12 +261,19 @@ class LayoutSizer:
         return kept * min(count, cell.group.pipeline)
 
     def fixed_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> int:
-        """Return the fullest rank's weights, gradients and state in bytes, without what may be offloaded."""
+        """Return the bytes of weights, gradients and optimizer state on the fullest rank's device.
+
+        `state_leaves`, `experts_leave`: leave out optimizer state, or experts, because they may be offloaded.
+        """
         per_number, stages = derived.element_size(self.space.config) + FP32, self.stages(cell, experts_leave)
         return max(of.numbers * per_number + (0 if state_leaves else of.state) for of in stages)
 
     def least_device_bytes(self, cell: LayoutCell, state_leaves: bool, experts_leave: bool = False) -> float:
-        """Return a lower bound of `fixed_bytes` for all layouts of a group: an average stage without padding."""
+        """Return a lower bound of a rank's bytes of weights, gradients and optimizer state, for a group of layouts.
+
+        It is the mean over the pipeline stages, without padding. `state_leaves`, `experts_leave`: leave out optimizer
+        state, or experts, because they may be offloaded.
+        """
         config = self.space.layout(cell, self.space.savings(cell.group.expert > 1)[0])
         element, group = derived.element_size(config), cell.group
         key = group.tensor, group.expert, group.expert_tensor, experts_leave
@@ -288,7 +304,7 @@ class LayoutSizer:
         return with_keys(config, {"training.global_batch_size": size})
 
     def stages(self, cell: LayoutCell, offloads_experts: bool = False) -> list[_SizedStage]:
-        """Return the sizes of one pipeline stage per kind of stage."""
+        """Return the sizes of pipeline stages, one of each kind (stages with equal parameters)."""
         group = cell.group
         layout = group.tensor, group.sequence, group.pipeline, cell.chunks, group.expert, group.expert_tensor
         key = (*layout, offloads_experts)

@@ -32,7 +32,7 @@ CHECKED = [rule for rule in RULES if rule is not values.values]  # generated val
 
 @dataclass(frozen=True)
 class LayoutGroup:
-    """Layouts that differ only in model chunks, exchanged heads and micro-batch size."""
+    """A group of layouts that differ only in model chunks, ranks that exchange heads, and micro-batch size."""
 
     tensor: int
     sequence: bool
@@ -61,8 +61,11 @@ class LayoutCell:
 
 @dataclass(frozen=True)
 class Saving:
-    """A candidate's memory savings: recomputation, offloading of layer inputs, optimizer state and experts, and the
-    memory strategy and number of chunks of MoE layers."""
+    """A candidate's memory savings: recomputation, offloading, and the memory strategy of MoE layers.
+
+    `offload`: of layer inputs. `degree`, `backward_degree`: numbers of chunks of MoE layers in both passes. `engine`:
+    of the update of offloaded optimizer state.
+    """
 
     recompute: str
     offload: Any
@@ -85,8 +88,11 @@ class Saving:
 
     @cached_property
     def steps(self) -> tuple[int, int, int, int, int]:
-        """Levels of recomputation, of the MoE strategy, of the devices of optimizer state and experts, and of the
-        update engine. Level 0 keeps most on the device."""
+        """Levels of each kind of memory saving; level 0 keeps most on the device.
+
+        The kinds are recomputation, the memory strategy of MoE layers, the device of optimizer state, the update
+        engine, and the device of experts.
+        """
         state = STATE_DEVICES.index(self.state_device)
         layers = RECOMPUTE.index(self.recompute) + (self.offload != "none")
         experts = (self.weights_device in WEIGHT_DEVICES and WEIGHT_DEVICES.index(self.weights_device)) * 2
@@ -94,7 +100,7 @@ class Saving:
         return layers, int(self.strategy not in ("keep", "auto")), state, ENGINES.index(self.engine), int(experts)
 
     def is_below(self, other: Saving) -> bool:
-        """Return whether `other` keeps no more in any respect, with equal chunks, and so cannot be faster."""
+        """Return whether `other` keeps no more on the device in any respect, with equal chunks: it is no faster."""
         same = (self.degree, self.backward_degree) == (other.degree, other.backward_degree)
         one, two = self.steps, other.steps
         strategy = one[1] == 0 or self.strategy == other.strategy
@@ -128,7 +134,10 @@ class LayoutSpace:
     def __init__(
         self, job: Job, fixed: frozenset[str], ranks_per_node: int, given: frozenset[str] | None = None
     ) -> None:
-        """`ranks_per_node` (or tensor ranks, if more) limits expert_tensor. `given`: keys from the user, or `fixed`."""
+        """Prepare the candidates of a job's config; the keys in `fixed` keep their values.
+
+        `ranks_per_node` (or tensor ranks, if more) limits expert_tensor. `given`: the user's keys, by default `fixed`.
+        """
         fixed -= {key for key in ASKED_KEYS if get(job.config, key) == "auto"}
         self.job, self.config, self.world_size, self.fixed = job, job.config, job.world_size, fixed
         self.given = fixed if given is None else given
@@ -222,7 +231,7 @@ class LayoutSpace:
 
     @property
     def first_heads(self) -> int | None:
-        """The first number that `heads_of` returns, for every layout."""
+        """First number of context ranks exchanging heads that a search tries; None: the config's default."""
         return self.config.parallel.context_heads if "parallel.context_heads" in self.fixed else None
 
     def cells(self, group: LayoutGroup) -> Iterator[LayoutCell]:
@@ -235,8 +244,8 @@ class LayoutSpace:
     def num_cells(self, group: LayoutGroup, chunks: int | None = 0, first: int = 0) -> int:
         """Return the number of layouts in a group.
 
-        `chunks` other than 0: count only layouts with this number. `first`: index of the first micro-batch size to
-        count.
+        `chunks` other than 0: count only layouts with this number. `first`: index of the first micro-batch size
+        counted.
         """
         wanted = self.chunks_of(group) if chunks == 0 else [chunks]
         found = {number: self.micros_of(group, number)[first:] for number in wanted}
@@ -294,7 +303,10 @@ class LayoutSpace:
                 yield Saving(recompute, offload, degree, backward, strategy, *targets)
 
     def _targets(self, recompute: str) -> Iterator[tuple[str, str, str, str]]:
-        """Yield (device of optimizer state, update engine, device of expert weights, order of passes)."""
+        """Yield the choices of offloading that a level of recomputation allows.
+
+        A choice is (device of optimizer state, update engine, device of expert weights, order of passes).
+        """
         has_disk = self.config.memory.disk_dir is not None
         for weights, order in self._expert_targets(recompute, has_disk):
             targets = [t for t in STATE_DEVICES if t != "disk" or has_disk]
@@ -326,8 +338,8 @@ class LayoutSpace:
     def legal_savings(self, cell: LayoutCell) -> list[Saving]:
         """Return the memory savings that the rules allow for a layout.
 
-        These rules depend on the layout only through expert parallelism, pipeline stages, and the size of a layer input
-        if the user gave the MiB for them. Equal cases share one list.
+        These rules depend on the layout only through expert parallelism, pipeline stages and, if the user set
+        training.activation_offload to a number of MiB, the size of a layer input. Equal cases share one list.
         """
         is_spread = cell.group.expert > 1
         found = self.savings(is_spread)

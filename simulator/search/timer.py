@@ -22,8 +22,10 @@ LayerKind = tuple[int, int]  # 1 if it has experts else 0, 1 if it has the slidi
 
 @dataclass(frozen=True)
 class RowSeconds:
-    """Seconds of both passes per sequence row of a rank, with the config's micro-batch size: for a layer of each kind,
-    and for the modules before and after the layers."""
+    """Seconds of both passes per sequence row of a rank, with the config's micro-batch size.
+
+    `layers`: of a layer of each kind. `before`, `after`: of the modules before and after the layers.
+    """
 
     layers: Mapping[LayerKind, float]
     before: float
@@ -51,7 +53,10 @@ class LayoutTimer:
 
 
 def clock_timer(attended_share: float | None = None) -> LayoutTimer:
-    """Return the timer that predicts steps with simulator/clock. `attended_share`: as in simulator/flops.py."""
+    """Return the functions with which a layout search predicts steps by simulation.
+
+    `attended_share`: share of token pairs that attend, of the pairs of one-document samples without a sliding window.
+    """
 
     def row_seconds(job: Job, hardware: Hardware) -> RowSeconds:
         """Derive the seconds per sequence row from predictions of models with one and with two layers."""

@@ -38,8 +38,8 @@ from training.starting.choices import LayoutChoice
 def default_callbacks(
     config: Config, guard: Guard | None = None, signals: StopSignals | None = None, choice: LayoutChoice | None = None
 ) -> list[Callback]:
-    """Return the callbacks that a config needs, in the order in which they are called. `guard`, `signals` and `choice`
-    are the arguments of Trainer."""
+    """Return the callbacks that a config needs, in calling order. `guard` watches for lost ranks, `signals` collects
+    received signals, and `choice` is the parallel layout if a search chose it."""
     metrics_file = MetricsFile()
     checkpoints = Checkpoints(metrics_file.flush, metrics_file.sync)
     planning = ExpertPlanning() if plans_moe(config) else None
@@ -79,7 +79,8 @@ def default_callbacks(
 
 
 def check_order(callbacks: Sequence[Callback]) -> None:
-    """Raise AssertionError if a callback is listed before a callback that it names in `follows`."""
+    """Raise AssertionError if a callback precedes one of the callbacks in its `follows`, which must be called before
+    it."""
     names = [type(each).__name__ for each in callbacks]
     for index, callback in enumerate(callbacks):
         later = [name for name in callback.follows if name in names[index + 1 :]]

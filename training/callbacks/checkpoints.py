@@ -14,12 +14,12 @@ from training.run import Callback, Metrics, Run, states_of
 
 
 class Checkpoints(Callback):
-    """Starts saves, and logs each checkpoint when it is on disk and was read back.
+    """Saves checkpoints, and logs each one when it is complete on disk and was read back.
 
-    A failed save is logged, and the next save is tried when it is due, so a user who frees disk space in time loses
-    nothing. A run whose last save failed ends with that error. `on_record` is called on rank 0 before a save starts,
-    and must write the metrics of all steps so far or raise. `on_disk` is called in a different thread before the
-    checkpoint gets its final name, and must flush these metrics to disk.
+    A failed save is logged, and the next save is tried when it is due. A run whose last save failed ends with that
+    error. `on_record` is called on rank 0 before a save starts, and must write the metrics of all steps so far or
+    raise. `on_disk` is called in a different thread before the checkpoint gets its final name, and must flush these
+    metrics to disk.
     """
 
     follows = ("MetricsFile", "ExpertMigration", "LossScale", "LoadLimit")

@@ -53,9 +53,9 @@ class Evaluation(Callback):
 def evaluate(
     run: Run, make_loader: Callable[[], Any]
 ) -> tuple[float, dict[str, float], float, dict[str, dict[str, float]]]:
-    """Evaluate the model on all global batches of a validation loader. Returns the mean loss, the extra losses, the
-    unigram entropy in nats, and for GPT the losses by bucket: `loss_by_position` and, for separate documents,
-    `loss_by_length`."""
+    """Evaluate the model on all global batches of a validation loader. Returns the mean loss, the mean of each extra
+    loss (of sentences or routers), the unigram entropy in nats, and for GPT the losses by bucket: `loss_by_position`
+    and, for separate documents, `loss_by_length`."""
     model = run.config.model
     buckets = LossBuckets(model.sequence_length, run.topology.device) if model.family == "gpt" else None
     counts = torch.zeros(run.vocab_size, dtype=torch.int64)

@@ -69,7 +69,8 @@ class Guard(Callback):
             self._watchdog.note_step(step)
 
     def on_error(self, error: BaseException) -> None:
-        """Record an error that this rank raised, and end the job. The error may be the effect of a lost rank."""
+        """Record the error that ends this rank and, unless all ranks raise it together, end the job. An error that a
+        lost rank causes is recorded as the loss of that rank."""
         self._failed = True
         if self._watchdog is None and not self._started and isinstance(error, ConfigError):
             return  # a rejected start: a run in the folder is unchanged
@@ -101,8 +102,8 @@ class Guard(Callback):
             self.exit_message = None
 
     def asked_to_end(self, signum: signal.Signals) -> bool:
-        """End all ranks because of a signal before the first step, and return whether this rank ends. Called in a
-        separate thread."""
+        """End the job because a signal arrived before the first step. Returns False if a lost rank ends the job
+        already, so that the signal does not decide how this rank ends. Called in a separate thread."""
         reason = f"was stopped by {signum.name}"
         if self._watchdog is None:
             if self._claimed:
@@ -163,7 +164,7 @@ class Guard(Callback):
         os._exit(self._status)
 
     def write_exit_message(self) -> None:
-        """Print the last line of this rank, which the launcher repeats."""
+        """Print the message with which this rank ends, if any, and store it for the launcher, which prints it again."""
         message, self.exit_message = self.exit_message, None
         if message is not None:
             exit_handler.log(message, self._status)

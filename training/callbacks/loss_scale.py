@@ -13,7 +13,8 @@ MOST_IN_A_ROW = 50  # steps without an update: gradients that overflow at 2**-50
 
 
 class LossScale(Callback):
-    """Logs each step without an update. A few in a row are normal, while the loss scale falls to a value that fits."""
+    """Logs each step that made no update because its fp16 gradients overflowed. A few such steps in a row are normal
+    while the loss scale falls."""
 
     follows = ("MetricsFile",)
 

@@ -19,14 +19,14 @@ REFIT_STEPS = 100  # between choices of the update engines by measured bandwidth
 
 
 class OptimizerOffload(Callback):
-    """Adds `optimizer_tiers`, which counts on this rank since the start: updates that began before the step was
-    validated and were kept or dropped, and updates that waited for a checkpoint to be written.
+    """Adds `optimizer_tiers`, counts of optimizer updates on this rank since the start: updates that began before their
+    step was known to be good, and were kept or dropped; and updates that waited for a checkpoint to be written.
 
-    With offloaded experts, also adds `expert_tiers` of this rank for the step without evaluations. Bytes of experts'
-    weights and gradients: copied to the device (`up`), copied from the device (`down`), `read` from disk, `written` to
-    disk. `fetched`: fetches of a layer's weights; `asked`: fetches that started only when the weights were needed;
-    `wait_seconds`: time that computation waited for fetches. Also the bytes of `weights`, `gradients` and `staging`
-    buffers on host and disk.
+    With offloaded experts, also adds `expert_tiers`, this rank's transfers in the step, without evaluations. Bytes of
+    experts' weights and gradients: copied to the device (`up`), copied from the device (`down`), `read` from disk,
+    `written` to disk. `fetched`: fetches of a layer's weights; `asked`: fetches that started only when the weights were
+    needed; `wait_seconds`: time that computation waited for fetches. Also the bytes of `weights`, `gradients` and
+    `staging` buffers on host and disk.
     """
 
     def __init__(self) -> None:
@@ -91,8 +91,8 @@ class OptimizerOffload(Callback):
 
 
 def _moved(run: Run, experts: OffloadedExperts) -> dict[str, float]:
-    """Return the bytes transferred, the fetches and the seconds waited for offloaded experts since the engine was
-    built."""
+    """Return the totals of offloaded experts since the engine was built: bytes transferred, fetches, and seconds
+    waited."""
     assert run.engine.experts is not None
     counts = run.engine.experts.counts
     counts.add_up()

@@ -37,9 +37,9 @@ class ChosenLayout(Callback):
 
 
 class PredictedStep(Callback):
-    """Compares the predicted step time once with the median of this process's first STEPS steps without the very first.
-    Only for runs with `hardware`. Also writes the predicted timeline for the report. If the times differ by more than
-    TOLERATED, the event also names likely causes."""
+    """Compares the predicted step time once with the measured one: the median of this process's first STEPS steps
+    without the very first. Only for runs with `hardware`. Also writes the predicted timeline for the report. If the
+    times differ by more than TOLERATED, the logged event also names likely causes."""
 
     follows = ("MoELayers",)
 

@@ -68,13 +68,13 @@ def read_steps(run_dir: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def chosen_of(every: list[Item]) -> list[Item]:
-    """Return the list, or MAX_RANKS evenly spaced elements if the list is longer than that."""
+    """Return the list `every` or, if it is longer than MAX_RANKS, MAX_RANKS evenly spaced elements of it."""
     return every if len(every) <= MAX_RANKS else [every[i * len(every) // MAX_RANKS] for i in range(MAX_RANKS)]
 
 
 def read_trace(path: Path) -> RankSpans:
-    """Return the spans of a trace (lane, index in NAMES, start, end), with absolute times in microseconds. They are
-    sorted by start; of spans with equal starts, the longest is first."""
+    """Read a trace's spans as (lane, index of the name in NAMES, start, end), with absolute times in microseconds. The
+    lane is an index in LANES. Spans are sorted by start; of spans with equal starts, the longest is first."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         trace = json.load(file)
     base = trace.get("baseTimeNanoseconds", 0) / 1000
@@ -114,8 +114,9 @@ def merged(intervals: Any) -> list[tuple[float, float]]:
 def _picture(
     step: int | str, traced: dict[int, RankSpans], num_traced: int, predicted: dict[int, tuple[int, RankSpans]]
 ) -> dict[str, Any]:
-    """Return the data of one timeline. It has a row for each rank, and a predicted row for each pipeline stage, below
-    the rows of the stage's ranks."""
+    """Return the drawing data of one step's timeline. It has a row for each rank in `traced`, and a predicted row for
+    each pipeline stage below its ranks. `num_traced`: the number of ranks with a trace, including ranks without a
+    row."""
     first = min((span[2] for found in traced.values() for span in found), default=0.0)
     shifted: dict[int, RankSpans] = {}
     for rank, found in traced.items():
@@ -150,8 +151,8 @@ def _picture(
 
 
 def _summary(found: RankSpans) -> dict[str, float]:
-    """Return the microseconds in which a row of the timeline computes, waits for the pipeline, has messages in flight,
-    and has messages in flight during computation."""
+    """Return the microseconds that one timeline row spends computing, waiting for the pipeline, with messages in
+    flight, and with messages in flight while layers compute."""
     exchange = NAMES.index("pipeline exchange")
     others = (exchange, NAMES.index("evaluation"))  # an evaluation consists of other phases
     working = merged((start, end) for lane, name, start, end in found if lane == 0 and name not in others)

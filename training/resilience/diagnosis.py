@@ -53,7 +53,7 @@ class Finding:
 def find_first(engine: Engine, batches: Sequence[Batch], own_losses: torch.Tensor) -> Finding | None:
     """Repeat a step's passes on these batches, and return the first layer and rank with a non-finite number, equal on
     every rank. Returns None if the second pass is finite, such as after a transient hardware fault. A collective call;
-    changes only gradients. `own_losses`: this rank's addend to the loss of the first pass."""
+    changes only gradients. `own_losses`: this rank's contribution to the loss of the first pass."""
     found = damage(engine)
     if found is not None:
         return found

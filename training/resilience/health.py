@@ -66,7 +66,8 @@ class Skip:
 
 
 class Health:
-    """Validates each step by numbers that are equal on all ranks, so that all ranks decide alike."""
+    """Decides by loss and gradients whether a step is good, and how the run continues after a rejected step. The
+    numbers are equal on all ranks, so that all ranks decide alike."""
 
     def __init__(self, config: Config):
         self._settings = config.training
@@ -105,8 +106,9 @@ class Health:
             self.start_over()
 
     def policy(self, rejected: RejectedStep, damaged: bool = False) -> str:
-        """Count a rejected step, and return the policy for the step: skip, rollback or stop. This is the configured
-        policy, or stop if that was tried too often or would skip a batch because of damaged weights."""
+        """Count a rejected step, and return how the run continues: skip, rollback or stop, as configured. A batch
+        without predicted tokens is skipped. Returns stop after too many rejected steps in a row, or instead of skip if
+        the weights are `damaged` (not finite)."""
         self._rejected_in_a_row += 1
         self._damages_in_a_row += damaged
         if self.gave_up:
@@ -118,11 +120,12 @@ class Health:
 
     @property
     def gave_up(self) -> bool:
-        """Whether more than MOST_IN_A_ROW rejected steps, or MOST_DAMAGES with damaged weights, followed each other."""
+        """Return whether more than MOST_IN_A_ROW steps in a row were rejected, or more than MOST_DAMAGES of them had
+        damaged weights."""
         return self._rejected_in_a_row > MOST_IN_A_ROW or self._damages_in_a_row > MOST_DAMAGES
 
     def skip(self, skip: Skip) -> None:
-        """Add a skipped batch to those that `start_over` returns."""
+        """Add the samples of a skipped batch to the current series of rejected steps."""
         self._skipped.append((skip.first, skip.end))
 
     def start_over(self) -> list[tuple[int, int]]:
@@ -132,7 +135,8 @@ class Health:
         return skipped
 
     def state(self) -> dict[str, Any]:
-        """Return the state of step validation for a checkpoint, as JSON values that read back exactly."""
+        """Return the recent losses and the counts of rejected steps and of steps without an update, for a checkpoint,
+        as JSON values that read back exactly."""
         return {
             "losses": list(self._losses),
             "furthest": self._furthest,
@@ -144,7 +148,8 @@ class Health:
         }
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Restore a state that `state` returned. Raises KeyError, TypeError or ValueError if it is not such a state."""
+        """Restore the recent losses and all counts of steps from a checkpoint. Raises KeyError, TypeError or ValueError
+        if `state` is not valid."""
         self._furthest = int(state["furthest"])
         self._rejected_in_a_row, self._damages_in_a_row = int(state["refused_in_a_row"]), int(state["damages_in_a_row"])
         self._skipped = [(int(first), int(end)) for first, end in state["marked"]]
@@ -166,8 +171,8 @@ class SkippedSamples:
 
     @classmethod
     def load(cls, run_dir: Path, origin: Path | None = None) -> SkippedSamples:
-        """Read skipped_samples.json on rank 0 and broadcast its content. `origin`: the folder of the run, if another,
-        from whose checkpoint this run started; its skipped samples are then copied. A collective call. Raises
+        """Read skipped_samples.json on rank 0 and broadcast its content. If the run has no such file, copy the skipped
+        samples of `origin`, the folder of the run whose checkpoint this run started from. A collective call. Raises
         ConfigError if the file cannot be read."""
         answer: list[str | None] = [None, None]
         path = run_dir / SKIPPED

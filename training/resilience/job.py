@@ -88,7 +88,8 @@ def run(config: Config, composed: Config, choice: LayoutChoice | None = None) ->
 
 
 def _refuse_other_starts(composed: Config) -> None:
-    """End this process if the ranks were started with different configs or do not connect in time."""
+    """End this process if the ranks were started with different configs or do not connect in time. `composed`: the
+    config before its `auto` keys were decided."""
     import torch.distributed as dist
 
     from parallel.liveness import rendezvous, same_start
@@ -103,7 +104,8 @@ def _refuse_other_starts(composed: Config) -> None:
 
 
 def _wait_for_end(config: Config) -> int:
-    """Wait until the ranks in use have ended, and return their exit status; 1 if the job's store is lost."""
+    """Wait on an idle rank until the ranks in use have ended, and return their exit status. Returns 0 at once if
+    torchrun does not hold the job's store, and 1 if the store is lost."""
     if not _holds_store():
         return 0
     try:

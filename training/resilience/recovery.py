@@ -66,7 +66,8 @@ def handle(run: Run, batches: Sequence[Batch], result: StepResult, rejected: Rej
 
 
 def _stop(run: Run, health: Health, text: str, kind: str, damaged: bool, checkpoints: Checkpoints) -> None:
-    """Save the run if its weights are good, then raise UnhealthyRun with advice."""
+    """Save the run if its weights are good, then raise UnhealthyRun with the cause `text` and with advice. `damaged`:
+    whether the weights are not finite."""
     step = run.progress.step
     gave_up, skipped = health.gave_up, health.start_over()
     if gave_up and skipped:
@@ -114,8 +115,8 @@ def _earlier_checkpoints(step: int) -> str:
 
 
 def _go_back(run: Run, health: Health, text: str, checkpoints: Checkpoints, kind: str, damaged: bool) -> None:
-    """Load the newest good checkpoint. Raises UnhealthyRun if there is no checkpoint, or if the weights in it are not
-    finite either."""
+    """Load the newest good checkpoint, so that the run continues from the checkpoint's step. Raises UnhealthyRun if
+    there is no checkpoint, or if its weights are not finite."""
     checkpoints.finish_pending(run)
     folder = resume.newest(run.run_dir, start_log.log_skipped_checkpoint)
     if folder is None:

@@ -37,9 +37,9 @@ RUNNERS_UP = 2  # the number that is printed
 
 
 def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
-    """Return the choice that an earlier start wrote to `path`, or None if there is no file. `keys`: the config keys
-    that its `values` may set. Raises ConfigError if the file was damaged or edited, since it decides how the run
-    trains."""
+    """Return the automatic choice that an earlier start stored in the file `path`, or None if there is no file. `keys`:
+    the config keys that the choice may set. Raises ConfigError if the file was damaged or edited, since the choice
+    decides how the run trains."""
     try:
         content = read_summed(path)
         values = content.get("values")
@@ -161,8 +161,8 @@ def _kept_layout(
 
 
 def _reason_to_search(given: frozenset[str], config: Config, earlier: dict[str, Any] | None, world_size: int) -> str:
-    """Return the beginning of a line, which explains why the earlier layout is not used; "" without an earlier
-    layout."""
+    """Return the first words of the line that describes a new layout: why the earlier layout is not used; "" without an
+    earlier layout."""
     if earlier is None:
         return ""
     before = earlier.get("world_size")
@@ -219,8 +219,9 @@ def decided_experts(config: Config, given: frozenset[str], world_size: int) -> t
 def _kept_experts(
     config: Config, asked: dict[str, Any], earlier: dict[str, Any] | None, world_size: int
 ) -> tuple[Config, str] | None:
-    """Return the config with the choice of an earlier start of the run, and a line that describes the choice. Returns
-    None if the number of ranks or the keys that are auto have changed."""
+    """Return the config with the choice that an earlier start made for experts and pass order, and a line that
+    describes the choice. Returns None if the number of ranks or the keys that are auto (in `asked`) have changed, or if
+    the choice is no longer possible."""
     if earlier is None or earlier.get("asked") != asked or earlier.get("world_size") != world_size:
         return None
     try:

@@ -14,9 +14,10 @@ CPU = "cpu_emulated"  # the file of ranks on CPUs
 
 
 def machine_of(config: Config) -> tuple[Hardware, str]:
-    """Return the machine's figures, and a phrase that explains the choice of the machine. Without `hardware`, the file
-    for GPUs is found by the card's name, and ranks on CPUs use the file of the emulated cluster. Raises ConfigError if
-    no file names the card, if the file is invalid, or if `training.device` is not the machine's kind of device."""
+    """Return the description of the hardware that the run uses, and a phrase that explains how it was chosen. Without
+    `hardware` in the config, a GPU's file is found by the GPU's name, and ranks on CPUs use the file of the emulated
+    cluster. Raises ConfigError if no file names the GPU, if the file is invalid, or if `training.device` is not the
+    hardware's kind of device."""
     if config.hardware is not None:
         found = load_hardware(config.hardware)
         if config.training.device not in ("auto", found.kind):

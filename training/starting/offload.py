@@ -38,8 +38,8 @@ KEY = "training.activation_offload"
 def offload_layer_inputs(
     config: Config, topology: Topology, chunks: Sequence[torch.nn.Module], link: HostLink
 ) -> LayerInputs | None:
-    """Make the chunks offload the inputs of their layers to the host, for the number of layers that the config and the
-    memory budget give. Returns None if layer inputs are not offloaded. A collective call. Raises ConfigError on all
+    """Make the model chunks offload layer inputs to the host, for the number of layers that the config sets or that the
+    memory budget allows. Returns None if layer inputs are not offloaded. A collective call. Raises ConfigError on all
     ranks if any rank has too little memory."""
     if config.training.activation_offload == "none":
         return None
@@ -61,9 +61,9 @@ def offload_layer_inputs(
 def reserve_offloads(config: Config, topology: Topology, link: HostLink) -> dict[str, int]:
     """Reserve pinned host memory for the tensors that the MoE layers' memory strategy offloads. A collective call.
 
-    Returns the bytes that one step of this rank needs, by memory strategy, at the load limit or, without a load limit,
-    at an even load. Returns {} on a CPU, which offloads by plain copies. Raises ConfigError on all ranks if any rank
-    has too little memory.
+    Returns the bytes that each memory strategy offloads in one step of this rank, at the load limit or, without a load
+    limit, at an even load. Returns {} on a CPU, which offloads by plain copies. Raises ConfigError on all ranks if any
+    rank has too little memory.
     """
     if not derived.is_moe(config) or not link.pins:
         return {}

@@ -73,8 +73,8 @@ def check(config: Config) -> None:
 
 
 def _check_nodes(config: Config) -> None:
-    """Raise ConfigError unless this rank's expert parallel group has several nodes with several ranks each, which a
-    hierarchical all-to-all needs."""
+    """Raise ConfigError unless this rank's expert parallel group spans several nodes and has several ranks on this
+    node, as a hierarchical all-to-all needs."""
     launch = launched()
     if launch.local_rank is None or launch.local_world_size is None:
         return  # the ranks exchange it later

@@ -125,8 +125,9 @@ def _join(
 
 
 def _load_state(config: Config, engine: Engine, checkpoint: Path | None) -> tuple[progress.Progress, Health]:
-    """Load the engine's state from a checkpoint or, without one, its weights from `checkpoint.weights`. Returns the
-    run's progress and step validation. Raises ConfigError on every rank."""
+    """Load the model from a checkpoint or, without a checkpoint, only the weights from the folder `checkpoint.weights`.
+    Returns the run's progress, and the checks that decide whether later steps are good. Raises ConfigError on every
+    rank."""
     position, health, weights = progress.Progress(), Health(config), config.checkpoint.weights
     if engine.topology.rank == 0 and config.logging.progress and (checkpoint or weights):
         begin(f"Reading {checkpoint or weights}")
@@ -177,8 +178,8 @@ def _prepare_before_ranks_meet(config: Config) -> tuple[PreparedData, run_plan.R
 
 
 def _describe(run: Run, resumption: resume.Resumption, expected: run_plan.RunPlan) -> None:
-    """Log the start, write config, plan, tokenizer and run record to the run's folder, and print a summary. Only rank 0
-    calls this."""
+    """Log the start, print a summary, and write config, tokenizer, run record and the plan of memory and time
+    (`expected`) to the run's folder. Only rank 0 calls this."""
     config, device = run.config, run.topology.device
     if (line := backend_line(config, device)) is not None:
         print(line, flush=True)

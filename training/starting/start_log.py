@@ -29,8 +29,8 @@ def log_skipped_checkpoint(run_dir: Path, line: str) -> None:
 
 
 def log_damaged_files(run_dir: Path, begin_from: Start) -> None:
-    """Print and record which of the run's files no longer match the sizes and checksums in the checkpoint. Rank 0 calls
-    this before it writes to these files again. Raises OSError."""
+    """Print and record which of the run's files no longer match the sizes and checksums in the checkpoint that
+    `begin_from` names. Rank 0 calls this before it writes to these files again. Raises OSError."""
     folder = begin_from.checkpoint
     if folder is None or folder.parent.parent.resolve() != run_dir.resolve():
         return

@@ -29,8 +29,8 @@ QWEN3_KEYS: Keys = {**KEYS, "head_dim": carried(kinds.COUNT, 128)}
 
 
 def _read(own: str, keys: HfConfig) -> Overrides:
-    """Return the config overrides of Qwen2 or Qwen3; `own` is the key of our model section that the family sets to
-    true. Raises ConfigError if layers with a sliding window are not the last ones."""
+    """Return the config overrides of Qwen2 or Qwen3. `own`: the key of our model section that this family sets to true.
+    Raises ConfigError if layers with a sliding window are not the last ones."""
     overrides = llama.read_common(keys)
     num_layers, first = keys["num_hidden_layers"], keys["max_window_layers"]
     window: int | None = keys["sliding_window"] if keys["use_sliding_window"] else None

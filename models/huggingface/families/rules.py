@@ -56,7 +56,8 @@ def _grouped_in_one(num_rows: Sequence[int], heads: Heads) -> list[list[Run]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The order in which rows of Hugging Face tensors form one of our weights."""
+    """The order in which rows of Hugging Face tensors form one of our weights. `transposed`: Hugging Face stores the
+    transposed matrix, so that its columns are taken."""
 
     runs: Runs = _concatenated
     transposed: bool = False  # their tensors: "rows" of theirs are columns then
@@ -164,7 +165,7 @@ class Family:
 
     @property
     def spellings(self) -> set[str]:
-        """All spellings of all keys in the family's table."""
+        """All spellings of all config.json keys that the family knows."""
         return {spelling for key, row in self.keys.items() for spelling in (key, *row.also)}
 
 

@@ -23,7 +23,7 @@ WINDOW = 50  # steps over which rates are averaged
 
 
 def stamp() -> str:
-    """Return the current local time as text, with which log lines about steps begin."""
+    """Return the current local time as text, for the beginning of log lines."""
     return time.strftime("%Y-%m-%d %H:%M:%S")
 
 

@@ -48,8 +48,8 @@ def describe_rank(device: torch.device) -> dict[str, Any]:
 
 
 def write(run_dir: Path, ranks: Sequence[dict[str, Any]]) -> None:
-    """Write the versions of libraries and the hosts to environment.json. `ranks`: the result of `describe_rank` on each
-    rank. Raises WriteError."""
+    """Write the versions of libraries and the hosts to environment.json. `ranks`: facts about the host and device of
+    each rank. Raises WriteError."""
     hosts: dict[str, dict[str, Any]] = {}
     for rank in ranks:
         about = {key: value for key, value in rank.items() if key != "device"}

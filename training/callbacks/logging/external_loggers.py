@@ -124,7 +124,8 @@ def _histogram(name: str, counts: list[int]) -> Any:
 
 class WeightsAndBiases(Callback):
     """Logs the metrics to Weights & Biases on rank 0, unless `logging.wandb` is off or WANDB_MODE is disabled.
-    `logging.wandb=auto` means online if there is an API key, else offline. A resumed run keeps its id there."""
+    `logging.wandb=auto` means online if there is an API key, else offline. A resumed run keeps its id at Weights &
+    Biases."""
 
     def __init__(self) -> None:
         self._run: Any = None

@@ -10,9 +10,9 @@ from training.run import Callback, Metrics, Run
 
 
 class MetricsFile(Callback):
-    """Appends each step's metrics on rank 0. A resumed run first removes the lines of steps that it will repeat, and
-    logs which steps a damaged file lacks. A run whose steps cannot be recorded ends. But if the disk is full while a
-    checkpoint is being written, that checkpoint is cancelled first."""
+    """Appends each step's metrics to metrics.jsonl on rank 0. A resumed run first removes the lines of steps that it
+    will repeat, and logs which steps a damaged file lacks. If the disk is full while a checkpoint is being written, the
+    checkpoint is cancelled; if metrics still cannot be written, the run ends."""
 
     follows = (
         *("StepNumbers", "GlobalAuxLoss", "MoELayers", "ExpertPlacement", "ExpertMigration", "Environment"),

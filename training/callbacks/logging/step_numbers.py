@@ -16,8 +16,8 @@ PERCENTILES = (50, 95, 99)
 
 
 class StepNumbers(Callback):
-    """Adds `mfu` if the device's peak is known, `attended_share` for separate documents, and `tokens_per_expert` for
-    MoE models."""
+    """Adds `mfu` (model FLOPs utilization) if the device's peak is known, `attended_share` (share of token pairs that
+    attention uses) for separate documents, and `tokens_per_expert` for MoE models."""
 
     def on_start(self, run: Run) -> None:
         # FLOPs per token are linear in the share of attended token pairs, which separate documents change in each step.

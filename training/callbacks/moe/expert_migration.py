@@ -70,8 +70,8 @@ class ExpertMigration(Callback):
         self._restore(run)
 
     def _set_costs(self, run: Run) -> None:
-        """Set the costs of replicas that the config asks for, equal on all ranks. Measured costs are kept from the
-        first start that measured them."""
+        """Set the costs of replicas (measured or assumed, as the config says), equal on all ranks. Costs that an
+        earlier start measured are kept if the device type and the number of expert parallel ranks are unchanged."""
         layers = [layer for layer in layers_of(run.engine.bare_chunks).values() if layer.placement is not None]
         self._asked, self._device = run.config.moe.placement.costs, run.topology.device.type
         self._costs = assumed = ASSUMED[self._device]

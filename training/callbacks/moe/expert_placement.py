@@ -165,6 +165,6 @@ class LoadLimit(Callback):
 
 
 def _settings(config: Config) -> dict[str, Any]:
-    """Return the settings that decide whether a plan can keep the load limit."""
+    """Return the settings that decide whether a placement plan can stay within the load limit."""
     names = ("max_load", "extra_slots", "policy", "bitwise", "block_rows")
     return {**{name: getattr(config.moe.placement, name) for name in names}, "expert": config.parallel.expert}

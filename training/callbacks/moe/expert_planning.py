@@ -114,7 +114,8 @@ class ExpertPlanning(Callback):
         metrics["moe_plan_seconds"] = time.perf_counter() - start
 
     def _load(self, result: StepResult, number: int) -> LayerLoad:
-        """Return the token load of a layer's calls in the last step, distributed over ranks like its placement did."""
+        """Return the token load of MoE layer `number` in the last step, distributed over ranks as expert placement did
+        or, without placement, by the experts' primary ranks."""
         layer = self._layers[number]
         if layer.placement is not None and PLACEMENT in result.sums:
             like = ran(result.sums[PLACEMENT][number].tolist(), self._shape.num_ranks)
@@ -125,12 +126,12 @@ class ExpertPlanning(Callback):
 
     @property
     def is_final(self) -> bool:
-        """Whether the trial of plans is finished, or this rank has no MoE layers."""
+        """Return whether the trial of plans is finished, or this rank has no MoE layers."""
         return not self._layers or self._trial.is_over
 
     def _ask(self, question: Callable[[Planner], list[Decision]]) -> list[PlanChoice]:
-        """Return the decisions that `question` gets from each planner, each with the name of the planner's all-to-all.
-        Raises ConfigError if no plan fits the memory budget."""
+        """Call `question` with the planner of each kind of all-to-all, and return all decisions, each with the name of
+        its all-to-all. Raises ConfigError if no plan fits the memory budget."""
         try:
             return [(kind, decision) for kind, planner in self._planners.items() for decision in question(planner)]
         except ValueError as error:

@@ -59,7 +59,8 @@ class MoELayers(Callback):
         self._refresh()
 
     def _refresh(self) -> None:
-        """Update the table with the plans that the next step uses."""
+        """Update the metrics' table of plans and times, with one row per MoE layer, to the plans that the next step
+        uses."""
         planning = self._planning
         for number, layer in self._layers.items():
             plan, decision = layer.plan, None if planning is None else planning.decisions.get(number)

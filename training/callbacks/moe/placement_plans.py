@@ -127,7 +127,8 @@ class ReplayedPlans(Callback):
 
 
 def _header(run: Run) -> PlanHeader:
-    """Return the header of the next step's plans: the run, the step, the sizes and each expert's primary rank."""
+    """Return the header of the next step's placement plans: run id, step, numbers of expert parallel ranks, experts and
+    replica slots, and each expert's primary rank."""
     config, placements = run.config, _placements(run)
     primaries = {number: tuple(placement.map.primary_ranks.tolist()) for number, placement in placements.items()}
     experts, replica_slots = config.moe.num_experts or 0, config.moe.placement.extra_slots

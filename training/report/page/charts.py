@@ -133,7 +133,8 @@ def plain(line: Line) -> dict[str, float | None]:
 def chart_of(
     chart: Chart, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return the description of a chart for the page's script, and add the numbers of its series to `curves`."""
+    """Return the description of one chart for the report page's script. Adds the chart's series to `curves`, from the
+    metrics of all steps in `flat`."""
     title, unit, logarithmic, keys = chart
     series: list[dict[str, str]] = []
     for key, name in keys:
@@ -164,8 +165,8 @@ TABLES = (
 
 
 def buckets_of(metrics: list[Line]) -> list[dict[str, Any]]:
-    """Return tables of validation losses, one for each entry of TABLES that the metrics have. A table has one row per
-    bucket (a range of positions or lengths) and one column for the last evaluation of each corpus."""
+    """Return tables of the validation losses by position and by length, if the metrics have them. A table has one row
+    per bucket (a range of positions or lengths) and one column for the last evaluation of each corpus."""
     tables = []
     for end, head, what in TABLES:
         last: dict[str, tuple[int, dict[str, float]]] = {}
@@ -201,8 +202,8 @@ STATE = [
 def memory_of(
     source: RunFiles, flat: list[dict[str, float | None]], curves: dict[str, list[float | None]]
 ) -> dict[str, Any]:
-    """Return charts of memory and of optimizer state over the steps, and one row per rank with the rank's measured peak
-    and planned bytes."""
+    """Return the report's charts of memory and optimizer state over the steps, and one row per rank with its measured
+    peak and planned bytes. Adds the charts' series to `curves`, from the metrics of all steps in `flat`."""
     keys = [
         ("memory/device_peak", "device, peak"),
         ("memory/device", "device, in use"),

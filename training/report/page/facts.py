@@ -15,7 +15,7 @@ STARTS = ("run_started", "run_goes_on")  # kinds of events that a process starts
 
 
 def facts_of(source: RunFiles) -> list[list[str]]:
-    """Return the facts of the page's header as pairs of name and value."""
+    """Return the facts in the header of the report page, as pairs of name and value."""
     config, metrics = source.config, source.metrics
     model, moe, layout, training = (config.get(key) or {} for key in ("model", "moe", "parallel", "training"))
     facts: list[tuple[str, str]] = []

@@ -111,7 +111,8 @@ def primaries_of(source: RunFiles) -> dict[str, Any] | None:
 
 
 def _means(steps: list[list[Any]], count: int) -> list[float | None]:
-    """Return the means over the steps of the first `count` numbers per step; None where no value is finite."""
+    """Return the mean over the steps of each of `count` numbers, such as one per rank; None where no step has a finite
+    value. `steps` has one list of numbers per step."""
     means: list[float | None] = []
     for i in range(count):
         numbers = [number for step in steps if i < len(step) and (number := finite(step[i])) is not None]

@@ -41,8 +41,8 @@ def body_of(data: dict[str, Any]) -> str:
 
 
 def _charts(name: str, data: dict[str, Any]) -> str:
-    """Return the HTML of the charts of a section of CURVES. The section of losses also has tables by bucket; the
-    section of placement also has heat maps of ranks."""
+    """Return the HTML of all charts in the report section `name`. The section of losses also has tables of losses by
+    bucket; the section of placement also has heat maps of ranks."""
     charts = data["charts"][name]
     figures = [_figure(f"{name}-{i}", chart["title"]) for i, chart in enumerate(charts) if not chart["missing"]]
     if name == "placement":
@@ -127,7 +127,8 @@ def _events(data: dict[str, Any]) -> str:
 
 
 def _choice(label: str, name: str, values: list[Any], selected: int | None = None) -> str:
-    """Return the HTML of a drop-down list of the values. The page's script reads the index of the selected value."""
+    """Return the HTML of a drop-down list of `values` with the id `name`. `selected`: the index of the value that is
+    selected at first."""
     options = "".join(
         f'<option value="{i}"{" selected" if i == selected else ""}>{value}</option>' for i, value in enumerate(values)
     )

@@ -20,7 +20,8 @@ ASSETS = Path(__file__).parents[1] / "assets"
 
 
 def collect(source: RunFiles) -> dict[str, Any]:
-    """Return all numbers of the page by section. `missing` maps each empty section to the reason why it is empty."""
+    """Return all data of the report page by section. `missing` maps each empty section to the reason why it is
+    empty."""
     notes = list(source.notes)
     kept = thin(source.metrics)
     flat = [plain(line) for line in kept]
