@@ -228,8 +228,8 @@ class ChunkSeconds:
         return bound
 
     def backward_bound(self, strategy: Strategy, same: bool) -> float:
-        """Return a lower bound on the seconds of a backward pass, for any number of chunks by which weight gradients lag
-        behind input gradients."""
+        """Return a lower bound on the seconds of a backward pass, for any number of chunks by which weight gradients
+        lag behind input gradients."""
         line = _timeline(program.backward, self.degree, strategy, 0, self.has_replicas)
         least = _least(line, self.backward(strategy, same))
         return max(least + self.costs.backward_rest(self.degree), 0.0)

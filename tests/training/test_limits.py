@@ -61,4 +61,4 @@ def test_the_last_line_names_the_limit(tmp_path: Path, limit: str) -> None:
     )
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("config error: the limit of ") and f"(ulimit {limit.split()[0]}" in last
+    assert last.startswith("config error: the limit on ") and f"(ulimit {limit.split()[0]}" in last

@@ -35,8 +35,8 @@ class LossScale(Callback):
             folder = start.in_new_folder(run.config)  # a checkpoint here keeps its precision and its loss scale
             raise UnhealthyRun(
                 f"after step {step}: {why}, because fp16 gradients overflowed; the loss scale fell to {scale:g}. Try "
-                f"training.precision=bf16 {folder}, or a lower optimizer.lr or training.initial_loss_scale with "
-                f"{folder}."
+                f"training.precision=bf16 {folder}, or in that folder a lower optimizer.lr or "
+                "training.initial_loss_scale."
             )
 
 
