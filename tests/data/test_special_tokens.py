@@ -130,7 +130,11 @@ def test_a_sentencepiece_model_ends_with_the_token_that_is_named(name: str, tmp_
         (CONFIG, '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder must contain"),
         (MAP, "[]", f"{MAP} must contain a JSON object"),
         (MAP, "{", f"{MAP} is not JSON"),
-        (ADDED, '{"a": "b"}', "the value of 'a' is 'b', but must be its token id, an integer. Download the file again."),
+        (
+            ADDED,
+            '{"a": "b"}',
+            "the value of 'a' is 'b', but must be its token id, an integer. Download the file again.",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(name: str, content: str, problem: str, tmp_path: Path) -> None:
