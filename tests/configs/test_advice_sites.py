@@ -35,7 +35,7 @@ TRIED: dict[str, tuple[int, str]] = {
     "memory/budgets.py": (2, "memory/test_budgets simulator/offload/test_state"),
     "memory/disk.py": (3, "memory/test_disk"),
     "models/convert.py": (1, "models/test_huggingface"),
-    "models/folder.py": (2, "models/test_huggingface"),
+    "models/folder.py": (1, "models/test_huggingface"),
     "models/specs.py": (2, "models/test_build"),
     "moe/alltoall/hierarchical.py": (2, "moe/test_layer training/test_preflight moe/test_hierarchical"),
     "moe/planning/planner.py": (4, "moe/test_planner"),
