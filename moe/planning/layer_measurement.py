@@ -345,7 +345,7 @@ class _Bench:
         return statistics.median(seconds for (seconds,) in times[1:])
 
     def _short_rows(self, line: Line) -> int:
-        """Return the largest measured number of rows that takes up to SHORT seconds to send, or else the smallest."""
+        """Return the largest measured number of rows that is sent within SHORT seconds, or else the smallest."""
         sizes = self.row_counts
         return max((each for each in sizes if line(self._bytes(each)) <= SHORT), default=sizes[0])
 
