@@ -61,6 +61,11 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
+def _kind_text(kinds: type | tuple[type, ...]) -> str:
+    names = {str: "a text", int: "an integer", float: "a number", type(None): "null"}
+    return " or ".join(names[kind] for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+
+
 def requested_start(config: Config) -> tuple[str, str | None]:
     """Return the config's checkpoint.resume and checkpoint.weights, with absolute paths."""
     resume, weights = config.checkpoint.resume, config.checkpoint.weights
@@ -84,7 +89,7 @@ def read(run_dir: Path) -> Record | None:
         found = Record(**{key: value for key, value in content.items() if key in known})
         for name, kinds in _KINDS.items():
             if not isinstance(getattr(found, name), kinds):
-                raise ValueError(f"{name} ({getattr(found, name)}) is of the wrong type")
+                raise ValueError(f"its {name} ({getattr(found, name)}) must be {_kind_text(kinds)}")
         return found
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -89,9 +89,9 @@ def config_from(overrides: dict[str, dict[str, Any]]) -> Config:
     config = Config()
     for section, values in overrides.items():
         target = getattr(config, section)
-        unknown = set(values) - {field.name for field in fields(target)}
-        if unknown:
-            raise ConfigError(f"{section}.{min(unknown)} is not a key of this version of Mixtrain.")
+        if unknown := set(values) - {field.name for field in fields(target)}:
+            key = f"{section}.{min(unknown)}"
+            raise ConfigError(f"{key} is not a key of this version of Mixtrain. Remove it from the model's config")
         for key, value in values.items():
             setattr(target, key, value)
     return config

@@ -84,7 +84,7 @@ class Budget:
         return math.ceil((self.total + num_bytes) / MIB)
 
     def could_be(self, mib: int) -> bool:
-        """Return whether the limit can be `mib` MiB: any number if the user has set it, else at most the free bytes."""
+        """Return whether the limit can be set to `mib` MiB: at most the free bytes, unless the user has set a limit."""
         return mib * MIB <= self._free
 
     def error_message(self, num_bytes: int, purpose: str, other_keys: str = "") -> str:

@@ -115,7 +115,8 @@ class Activations:
         return self.sizes.tokens * derived.rotary_dim(self.config) * element
 
     def run(self, tape: Tape, operations: Sequence[ModelOperation], held: Held) -> TapeTensor:
-        """Apply operations to the tensors in `held` and return the last operation's output."""
+        """Simulate a part of the model: record operations on the tape, with inputs by name from `held`, to which their
+        outputs are added. Returns the last output."""
         for operation in operations:
             if operation.kind not in self._rules:
                 unknown("memory", f"kind of operation of {operation.name}", operation.kind)

@@ -54,7 +54,7 @@ class MeasuredStep:
     figures: tuple[tuple[str, float], ...] = ()  # figures of the hardware that had other values in this step
 
     def on(self, hardware: Hardware) -> Hardware:
-        """Return the hardware with those figures replaced whose values during this step are known."""
+        """Return a copy of the hardware with the values that some of its figures had during this step."""
         return hardware.with_values(dict(self.figures), "of this step") if self.figures else hardware
 
     @property

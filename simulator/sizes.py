@@ -16,7 +16,8 @@ class Sizes:
     """Counts elements and bytes of tensors on one rank. Raises ValueError for an unknown kind of row, axis or dtype."""
 
     def __init__(self, config: Config, tile: int | None = None) -> None:
-        """Derive the sizes of a rank from a config. `tile`: count at most this many sequence rows; None: all."""
+        """Derive the dimensions of one rank's tensors from a config. `tile`: count this many sequence rows, those of a
+        tile; None: all rows."""
         parallel = config.parallel
         self.samples, self.length = config.training.micro_batch_size, config.model.sequence_length
         self.tokens = derived.rank_sequence_rows(config)  # of all tensor ranks of one context rank

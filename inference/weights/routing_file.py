@@ -96,8 +96,8 @@ class RoutingWriter(AbstractContextManager["RoutingWriter"]):
     def write(
         self, pass_number: int, layer: int, tokens: Iterable[Sequence[int]], experts: Iterable[Sequence[int]]
     ) -> None:
-        """Add the routing of one layer in one pass: (prompt, position) and experts of each token. The first line of a
-        new pass writes the previous pass to the file."""
+        """Record the experts that each token chose in one layer in one pass; a token is given as (prompt, position).
+        The first record of a new pass writes those of the previous pass to the file."""
         if pass_number != self._pass:
             assert pass_number > self._pass, "passes count up"
             self._flush()

@@ -181,8 +181,8 @@ def carried_keys(hf: HfConfig, family: Family, ours: Overrides) -> HfConfig:
         keys = "a key" if len(refused) == 1 else f"{len(refused)} keys"
         those = "it if you know that it changes" if len(refused) == 1 else "the keys that you know to change"
         raise ConfigError(
-            f"config.json has {keys} that Mixtrain does not know of a {model_type} model and that may change what it "
-            f"computes: {listed(refused)}. Remove {those} nothing."
+            f"config.json has {keys} that Mixtrain does not know for model_type {model_type} and that may change the "
+            f"model's outputs: {listed(refused)}. Remove {those} nothing."
         )
     return unknown
 

@@ -26,7 +26,7 @@ class LogicalWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the weight in bytes after reading."""
+        """Bytes of the weight in memory, in the type to which reading converts it."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -308,7 +308,8 @@ class CompiledBlocks(Blocks):
         return super().rows_of_work(later) if later or not self._tiled or self.weights.fc1_bias is not None else 0
 
     def _memory(self, columns: int, num_bytes: Callable[..., int], *variant: bool) -> torch.Tensor:
-        """Return scratch memory: [longest block, columns] or, with tiles, the bytes that `num_bytes` computes."""
+        """Return scratch memory for a block: [rows of the longest block, columns]; for kernels with tiles, flat uint8,
+        whose size `num_bytes` returns."""
         if not self._tiled:
             return self._scratch_rows("memory", columns)
         size = num_bytes(self.longest, *self._sizes, *variant)

@@ -268,7 +268,7 @@ def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
 
 
 def backward_of(chunk: ChunkSeconds, strategy: Strategy, lag: int, same: bool) -> float:
-    """Return the seconds of a backward pass; `chunk`: costs of a chunk; `same`: both passes have equal degrees."""
+    """Return the seconds of a backward pass in chunks with the costs `chunk`. `same`: the forward pass has as many."""
     costs, seconds = chunk.costs, chunk.backward(strategy, same)
     line = _timeline(program.backward, chunk.degree, strategy, lag, chunk.has_replicas)
     end = run(line.steps, seconds, costs.compute_slowdown, costs.exchange_slowdown, 0.0)

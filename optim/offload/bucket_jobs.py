@@ -232,7 +232,8 @@ class BucketJobs:
     ) -> tuple[Completion, Completion]:
         """Submit the update of a bucket on the host, and return the completions of the update and of its first job.
 
-        `before`: jobs to wait for. `free`: earlier uses of its buffers.
+        `before`: jobs to wait for. `free`: jobs that still use the bucket's buffers. `early`: the update runs during
+        the passes, and its completion includes storing the state.
         """
         checkout = self._borrow(index, early)
         work = self._host_work(index, job, [checkout], grads, weights)

@@ -373,7 +373,7 @@ def _read_verdict(text: bytes, world_size: int) -> Verdict:
     """Parse a verdict from the key-value store. Raises ValueError if its fields, types or rank are invalid."""
     fields = json.loads(text)
     if not isinstance(fields, dict) or {name: type(value) for name, value in fields.items()} != get_type_hints(Verdict):
-        raise ValueError("its fields are not those of a verdict")
+        raise ValueError(f"it must have the fields {', '.join(get_type_hints(Verdict))} in their types, not {fields}")
     verdict = Verdict(**fields)
     if verdict.rank not in range(world_size):
         raise ValueError(f"it accuses rank {verdict.rank} of a job with {world_size} ranks")

@@ -93,8 +93,9 @@ class ExpertCalls:
     def of(self, work: BlockWork, stage: int) -> tuple[Reasons, Reasons]:
         """Predict the seconds of an MoE layer's (forward, backward) pass by reason.
 
-        The reasons are computing and waiting for expert ranks. `work`: of the layer, whose shared expert overlaps the
-        all-to-alls. Raises ConfigError if no number of chunks fits moe.memory_budget.
+        The reasons are computing and waiting for expert ranks. `work`: the layer's operations, of which the shared
+        expert runs during the all-to-alls. `stage`: pipeline stage, for its memory limit. Raises ConfigError if no
+        number of chunks fits moe.memory_budget.
         """
         costs = self.costs
         if not self.measured:

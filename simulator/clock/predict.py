@@ -48,9 +48,9 @@ class StepClock:
     ) -> None:
         """Prepare the prediction of a job's step on some hardware.
 
-        `attended_share`: share of token pairs that attend, of the pairs of one-document samples without a sliding
-        window. `shared`: sharding of sequences over context ranks, if known. `recipe`: properties of the training
-        framework. `measured`: costs of MoE layers measured on this hardware.
+        `attended_share`: token pairs whose attention is computed, divided by those of one-document samples without a
+        sliding window. `shared`: sharding of sequences over context ranks, if known. `recipe`: properties of the
+        training framework. `measured`: costs of MoE layers measured on this hardware.
         """
         config = job.config
         self.job, self.config, self.hardware, self.recipe, self._measured = job, config, hardware, recipe, measured

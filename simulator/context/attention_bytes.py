@@ -54,7 +54,7 @@ class AttentionBytes:
         return OperationBytes(kept=sums, during=during, work=work)
 
     def of_latents(self, query: int, latents: int, output: int) -> OperationBytes:
-        """Return the bytes of latent attention for a query, latents and an output of these bytes.
+        """Return the bytes of latent attention, given the bytes of its query, of its latents and of its output.
 
         Both passes expand the latents (compressed rows) that arrive in a round to keys and values, which are not kept.
         """

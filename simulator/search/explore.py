@@ -200,7 +200,8 @@ class LayoutExplorer:
                 yield replace(node, kind="layout", cell=cell, savings=own, bound=bound)
 
     def _layout(self, node: Node) -> Iterator[Node]:
-        """Yield the candidates with a tighter lower bound, computed for this layout alone; nothing if rejected."""
+        """Yield the node of a layout again with a higher lower bound, which is computed for this layout; nothing if the
+        layout is not allowed."""
         config = self.space.layout(node.cell, node.savings[0])
         if not is_legal(config, self.space.world_size):
             self.candidates -= len(node.savings)

@@ -55,7 +55,8 @@ class LayoutTimer:
 def clock_timer(attended_share: float | None = None) -> LayoutTimer:
     """Return the functions with which a layout search predicts steps by simulation.
 
-    `attended_share`: share of token pairs that attend, of the pairs of one-document samples without a sliding window.
+    `attended_share`: token pairs whose attention is computed, divided by those of samples that are one document and
+    have no sliding window. None: predicted from the config.
     """
 
     def row_seconds(job: Job, hardware: Hardware) -> RowSeconds:
