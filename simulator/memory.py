@@ -122,8 +122,8 @@ def rank_memory(job: Job, plan: Plan | None = None, capacity: Capacity = UNLIMIT
     staying = [staying_bytes(config, stage) for stage in range(stages)]
 
     def working(host_bytes: float) -> tuple[list[int], list[LayerInputPlan]]:
-        """Return, by stage, the activation bytes on the device, and which layer inputs are offloaded if they may use
-        `host_bytes` of host memory."""
+        """Return, by stage, the activation bytes on the device, and the planned memory of layer inputs, of which at
+        most `host_bytes` are offloaded."""
         inputs = [layer_inputs(config, world_size, stage, host_bytes) for stage in range(stages)]
         live = [activations_of_stage(config, activations, world_size, stage, inputs[stage]) for stage in range(stages)]
         alone = state_ranks(config, world_size)["dense"] == 1

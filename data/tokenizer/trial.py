@@ -55,7 +55,8 @@ def load_tokenizer(path: str | Path, tried: bool = False) -> Tokenizer:
 
 
 def tokenizer_digest(path: str | Path, tried: bool = False) -> str:
-    """Return the digest of the tokenizer at `path`, 32 hexadecimal digits. Raises ConfigError."""
+    """Return the digest of the tokenizer at `path`, 32 hexadecimal digits, the same for all that give the same tokens.
+    `tried`: the tokenizer is known to work, so it is not tried first. Raises ConfigError."""
     return load_tokenizer(path, tried).digest
 
 

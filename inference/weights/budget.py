@@ -109,7 +109,8 @@ def plan_weights(sizes: HeldSizes, budget: float, other_bytes: int, given: float
 
 
 def _pair(units: Sequence[tuple[str, int]]) -> int:
-    """Return the bytes of the largest two consecutive units: one is loaded while the other is used."""
+    """Return the bytes of the largest two consecutive units, where the first follows the last: one is loaded while the
+    other is used."""
     sizes = [size for _, size in units]
     return max((a + b for a, b in zip(sizes, [*sizes[1:], *sizes[:1]])), default=0) if len(sizes) > 1 else sum(sizes)
 

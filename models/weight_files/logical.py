@@ -80,7 +80,7 @@ class LogicalTensors:
         return own if wanted is None or name.endswith(FP32_NAMES) else wanted
 
     def num_bytes(self, name: str) -> int:
-        """Return the size of a weight in bytes after reading."""
+        """Return the bytes of a weight in memory, in the type to which reading converts it."""
         return self._weights[name].num_bytes
 
     def file_of(self, name: str) -> Path:

@@ -94,7 +94,7 @@ class ReplicaBuffers:
             self._written.add(replica_slot)
 
     def leave(self, replica_slot: int) -> torch.Tensor:
-        """Return and clear a replica's summed gradient, so that it can be sent to the primary."""
+        """Return a replica's summed gradient (a view), to be sent to the primary, and mark the slot as empty."""
         assert replica_slot in self._written, f"the replica in slot {replica_slot} has no gradients"
         self._written.remove(replica_slot)
         return self.grads[replica_slot]

@@ -133,7 +133,8 @@ def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
 
 
 def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
-    """Return the peak bytes of a backward pass, without those of `kept_bytes`; `same`: equal degrees in both passes."""
+    """Return the peak bytes of a backward pass, without those of `kept_bytes`. `same`: both passes have the
+    same number of chunks."""
     chunk = _Chunk(load, degree)
     offloaded = chunk.preactivations if strategy.preactivations == "offload" else 0
     copied = chunk.assignments * load.hidden_columns + 16 * load.assignments // load.element_size

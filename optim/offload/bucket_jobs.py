@@ -232,8 +232,8 @@ class BucketJobs:
     ) -> tuple[Completion, Completion]:
         """Submit the update of a bucket on the host, and return the completions of the update and of its first job.
 
-        `before`: jobs to wait for. `free`: jobs that still use the bucket's buffers. `early`: the update runs during
-        the passes, and its completion includes storing the state.
+        `before`: jobs to wait for. `free`: earlier jobs that use the buffers `grads` and `weights`. `early`: the state
+        is written to its second record, and the update is complete when it is stored there.
         """
         checkout = self._borrow(index, early)
         work = self._host_work(index, job, [checkout], grads, weights)

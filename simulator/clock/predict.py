@@ -211,7 +211,8 @@ def predict_step(
     """Return the predicted step of a job with a validated config on hardware, whose `kind` replaces `job.device`.
 
     Args:
-        attended_share: share of token pairs that attend, of the pairs of one-document samples without a sliding window.
+        attended_share: token pairs whose attention is computed, divided by those of one-document samples without a
+            sliding window. None: from the config.
         shared: sharding of sequences over context ranks, if the documents' lengths are known.
         arrangements: arrangement of offloaded optimizer state on one rank of each pipeline stage.
         measured: costs of MoE layers measured on this hardware, if known.
