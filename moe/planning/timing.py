@@ -206,7 +206,7 @@ class ChunkSeconds:
         return seconds
 
     def backward(self, strategy: Strategy, same: bool) -> Seconds:
-        """Return the seconds of each kind of step in a backward pass; `same`: both passes have the same number of chunks."""
+        """Return the seconds of each kind of step in a backward pass; `same`: both passes have as many chunks."""
         seconds = self._backward.copy()
         # Input gradients include the time to recompute or regroup the preactivations.
         if strategy.preactivations == "recompute":

@@ -95,8 +95,8 @@ class Trial:
         }
 
     def _deviations(self, index: int) -> dict[tuple[str, PassPlan], tuple[float, float]]:
-        """Return (relative deviation, standard error) by (kind of all-to-all, pass plan), of forward passes (`index` 0) or
-        backward passes (1).
+        """Return (relative deviation, standard error) by (kind of all-to-all, pass plan), of forward passes (`index` 0)
+        or backward passes (1).
 
         The deviation compares a pass's ratio of measured to expected time with the median of this ratio over all
         passes.
