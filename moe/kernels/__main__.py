@@ -4,7 +4,5 @@ from moe.kernels.compiler import cache_folder
 from moe.kernels.shared_object import can_multiply_tiles, loaded
 
 if loaded() is not None:
-    print(
-        "kernels: compiled for this CPU, in "
-        f"{cache_folder()}{', with bfloat16 matmuls' if can_multiply_tiles() else ''}"
-    )
+    matmuls = ", with bfloat16 matmuls" if can_multiply_tiles() else ""
+    print(f"kernels: compiled for this CPU, in {cache_folder()}{matmuls}")
