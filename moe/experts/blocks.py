@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from memory.pool import WORKSPACE
 from moe import kernels
 from moe.experts.sizes import BLOCK_ROWS, SPARE_ROWS, STEP_ROWS
-from moe.experts.weights import Slab, SlabGrads, SlabWork, WeightGrads, Weights, wide
+from moe.experts.weights import Slab, SlabGrads, SlabInputs, SlabWork, WeightGrads, Weights, wide
 
 
 class ExpertBlock(NamedTuple):
@@ -126,15 +125,11 @@ def are_tiled(device: str, dtype: torch.dtype, hidden_size: int, width: int) -> 
     return device == "cpu" and kernels.has_tiles(torch.empty(0, dtype=dtype), hidden_size, width)
 
 
-def of(weights: Slab, source: torch.Tensor, counts: list[int]) -> Blocks:
-    """Return a context manager that computes a slab's experts block by block, and frees scratch memory at exit.
-
-    Each assignment reads a row of `source` [.., H]. Assignments are sorted by expert, or by group with `block_rows`;
-    `counts` is the number of assignments of each expert or group.
-    """
-    if weights.block_rows is None:
-        return of_blocks(weights, source, list(cut(counts)))
-    return of_blocks(weights, source, list(cut_groups(counts, len(weights.fc1), weights.block_rows)))
+def of(inputs: SlabInputs) -> Blocks:
+    """Return a context manager that computes a slab's experts block by block, and frees scratch memory at exit."""
+    slab, counts = inputs.slab, inputs.assignments.host_counts
+    each = cut(counts) if slab.block_rows is None else cut_groups(counts, len(slab), slab.block_rows)
+    return of_blocks(slab, inputs.source_NH, list(each))
 
 
 def of_blocks(weights: Slab, source: torch.Tensor, blocks: list[ExpertBlock]) -> Blocks:
@@ -156,9 +151,7 @@ class Blocks(ABC):
     def __enter__(self) -> Blocks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         WORKSPACE.give(*self._scratch.values())
         self._scratch.clear()
 
@@ -229,18 +222,16 @@ class TorchBlocks(Blocks):
             scratch[len(token_rows) : length].zero_()
         return scratch[:length]
 
-    def _preactivation(self, x_nH: torch.Tensor, expert: int, out: torch.Tensor) -> torch.Tensor:
+    def _preactivation(self, x_nH: torch.Tensor, expert: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Write a block's preactivations to the first rows of `out`, by default scratch memory, and return them."""
+        out = self._scratch_rows("preactivation", self.weights.fc1.size(1)) if out is None else out
         return _linear(x_nH, self._fc1[expert], self.weights.fc1_bias, expert, out[: len(x_nH)])
 
     def forward(self, token_rows: torch.Tensor, preactivation: torch.Tensor | None, output: torch.Tensor) -> None:
         for expert, start, end in self._blocks:
             # The next block overwrites the padding that this block writes beyond its end.
             x_nH = self._gather("x", self.source, token_rows[start:end])
-            if preactivation is None:
-                kept = self._scratch_rows("preactivation", self.weights.fc1.size(1))
-            else:
-                kept = preactivation[start:]
-            h_nG = self._preactivation(x_nH, expert, kept)
+            h_nG = self._preactivation(x_nH, expert, None if preactivation is None else preactivation[start:])
             out_nF = self._scratch_rows("activated", self.weights.fc2.size(2))[: len(x_nH)]
             activated_nF = activate(self.weights.activation, h_nG, out_nF)
             out_nH = output[start : start + len(x_nH)]
@@ -263,10 +254,7 @@ class TorchBlocks(Blocks):
                 a_nF[count:].zero_()
             if preactivation is None or grads is not None:
                 x_nH = self._gather("x", self.source, work.inputs.assignments.token_rows[start:end])
-            if preactivation is None:
-                h_nG = self._preactivation(x_nH, expert, self._scratch_rows("preactivation", dh_nG.size(1)))[:count]
-            else:
-                h_nG = preactivation[start:end]
+            h_nG = self._preactivation(x_nH, expert)[:count] if preactivation is None else preactivation[start:end]
             dy_nH = self._gather("dy", work.sums_grad_RH, work.sums_rows_n[start:end])
             grad_nF = torch.mm(dy_nH, self._fc2[expert], out=self._scratch_rows("grad", a_nF.size(1))[:length])
             probs = work.inputs.assignments.probs[start:end]
@@ -288,9 +276,8 @@ class TorchBlocks(Blocks):
             # Rows beyond the block's end belong to the next block; they are multiplied by zeros.
             dh_nG, a_nF = work.preactivation_grad[start : start + len(x_nH)], work.activated[start : start + len(x_nH)]
             grads.add(expert, dh_nG, x_nH, dy_nH, a_nF)
-            grads.add_biases(
-                expert, dh_nG[: end - start], dy_nH[: end - start], work.inputs.assignments.probs[start:end]
-            )
+            count, probs = end - start, work.inputs.assignments.probs[start:end]
+            grads.add_biases(expert, dh_nG[:count], dy_nH[:count], probs)
 
 
 class CompiledBlocks(Blocks):
@@ -357,9 +344,8 @@ class CompiledBlocks(Blocks):
     def _add_biases(block: ExpertBlock, work: SlabWork, preactivation_grad: torch.Tensor, grads: SlabGrads) -> None:
         expert, start, end = block
         output_grad = work.sums_grad_RH.index_select(0, work.sums_rows_n[start:end])
-        grads.add_biases(
-            expert, preactivation_grad[: end - start], output_grad, work.inputs.assignments.probs[start:end]
-        )
+        probs = work.inputs.assignments.probs[start:end]
+        grads.add_biases(expert, preactivation_grad[: end - start], output_grad, probs)
 
 
 def _numbers(blocks: list[ExpertBlock], grads: SlabGrads | None = None) -> list[int]:
@@ -390,10 +376,8 @@ class BlockGrads(WeightGrads):
         """Compute the weight gradients of each block of a slab in one chunk; add them to the sums, or store them."""
         inputs = work.inputs
         first = sum(map(len, self._weights.slabs[: inputs.index]))
-        with of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
-            blocks = list(of_experts)
         slab = replace(inputs.slab, block_rows=None)
-        for index, start, end in blocks:
+        for index, start, end in of(inputs):
             one = slab.like(*(each[index : index + 1] for each in slab.tensors))
             grads, expert = SlabGrads(one, at_once=False), first + index
             with of_blocks(one, inputs.source_NH, [ExpertBlock(0, start, end)]) as of_block:

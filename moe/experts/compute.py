@@ -166,7 +166,7 @@ class ExpertCompute:
         output = WORKSPACE.take((len(inputs.assignments.token_rows) + SPARE_ROWS, source_NH.size(1)), source_NH)
         # A slab's first block overwrites the padding that the previous slab's last block wrote beyond its end.
         for slab in of_slabs:
-            with blocks.of(slab.slab, source_NH, slab.assignments.host_counts) as of_experts:
+            with blocks.of(slab) as of_experts:
                 of_experts.forward(slab.assignments.token_rows, _rest(preactivation, slab), output[slab.span.start :])
         return output, preactivation
 
@@ -186,18 +186,15 @@ class ExpertCompute:
         source, n = chunk.source_NH, len(chunk.assignments.token_rows)
         input_grad = WORKSPACE.take((n + SPARE_ROWS, source.size(1)), source)
         probs_grad = WORKSPACE.take((n,), source, torch.promote_types(source.dtype, torch.float32))
-        cuts = [blocks.of(slab.slab, source, slab.assignments.host_counts) for slab in of_slabs]
+        cuts = [blocks.of(slab) for slab in of_slabs]
         num_rows = n + SPARE_ROWS if grads is None else max(each.rows_of_work(later=False) for each in cuts)
-        primaries = chunk.weights.primaries
-        buffers = [
-            WORKSPACE.take((num_rows, columns), source) for columns in (primaries.fc1.size(1), primaries.fc2.size(2))
-        ]
+        columns = chunk.weights.primaries.fc1.size(1), chunk.weights.primaries.fc2.size(2)  # G, F
+        buffers = [WORKSPACE.take((num_rows, each), source) for each in columns]
         work = WeightWork([], buffers)
         for slab, cut in zip(of_slabs, cuts, strict=True):
             first, rest = slab.span.start, slice(slab.span.start, None)
             own = buffers if grads is not None else [each[first:] for each in buffers]
-            sums_rows_n = inputs.sums_rows_n[slab.span]
-            work.of_slabs.append(SlabWork(slab, inputs.sums_grad_RH, sums_rows_n, *own))
+            work.of_slabs.append(SlabWork(slab, inputs.sums_grad_RH, inputs.sums_rows_n[slab.span], *own))
             added = None if grads is None else grads.of(slab.index)
             with cut as of_experts:
                 of_experts.input_grads(
@@ -217,7 +214,7 @@ class ExpertCompute:
             elif isinstance(grads, BlockGrads):
                 grads.add_blocks(slab_work)
             else:
-                with blocks.of(inputs.slab, inputs.source_NH, inputs.assignments.host_counts) as of_experts:
+                with blocks.of(inputs) as of_experts:
                     of_experts.weight_grads(slab_work, grads.of(inputs.index))
         work.free()
 

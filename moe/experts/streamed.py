@@ -170,11 +170,10 @@ class ExpertStream:
         layer_slot = next((layer_slot for layer_slot in self.weight_slots if layer_slot.layer == layer), None)
         if layer_slot is None:
             self.counts.asked += 1
-            planned = self._fills.popleft() if self._fills else None
-            if planned is None:
-                layer_slot = min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
+            if self._fills:
+                layer_slot = self.weight_slots[self._fills.popleft().slot_index]
             else:
-                layer_slot = self.weight_slots[planned.slot_index]
+                layer_slot = min(self.weight_slots, key=lambda layer_slot: layer_slot.turn)
             self._fetch(layer, layer_slot)
         self._touch(layer_slot)
         return layer_slot
@@ -188,8 +187,7 @@ class ExpertStream:
     def _fetch(self, layer: int, layer_slot: LayerSlot) -> None:
         layer_slot.layer, self.counts.fetched = layer, self.counts.fetched + 1
         # The copy starts after all computation with the slot's present weights.
-        free = (*layer_slot.used, *layer_slot.there)
-        layer_slot.there = self.offloaded.bring(layer, layer_slot.flat, free)
+        layer_slot.there = self.offloaded.bring(layer, layer_slot.flat, (*layer_slot.used, *layer_slot.there))
         self._touch(layer_slot)
 
     def _touch(self, layer_slot: LayerSlot) -> None:

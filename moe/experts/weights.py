@@ -113,9 +113,8 @@ class Assignments:
         """Return the assignments [start, end), which belong to the consecutive experts (or groups) `groups`."""
         if end - start == len(self.token_rows) and groups.stop - groups.start == len(self.ends):
             return self
-        ends, host = self.ends[groups], None
-        if self.host_ends is not None:
-            host = [each - start for each in self.host_ends[groups]]
+        ends = self.ends[groups]
+        host = None if self.host_ends is None else [each - start for each in self.host_ends[groups]]
         return Assignments(self.token_rows[start:end], self.probs[start:end], ends - start if start else ends, host)
 
 
