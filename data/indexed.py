@@ -132,11 +132,8 @@ class TokenReader:
         content = b"".join([_read(descriptor, (end - begin) * size, begin * size) for begin, end in spans])
         now = _fingerprint(os.fstat(descriptor))
         if now != self.fingerprint or len(content) < sum(end - begin for begin, end in spans) * size:
-            found = (
-                f"has {now[0]} bytes instead of {self.fingerprint[0]}"
-                if now[0] != self.fingerprint[0]
-                else "was written to"
-            )
+            was = self.fingerprint[0]
+            found = f"has {now[0]} bytes instead of {was}" if now[0] != was else "was written to"
             raise ConfigError(
                 f"data.corpus: {self.path} {found}: it was changed during the run. Restore the file, and start the run "
                 "again to resume"

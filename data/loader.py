@@ -92,9 +92,8 @@ class Loader:
             raise StopIteration
         begin = time.perf_counter()
         try:
-            made = (
-                self._make(self.consumed_samples) if self._thread is None else self._queue.get(timeout=TIMEOUT_SECONDS)
-            )
+            first = self.consumed_samples
+            made = self._make(first) if self._thread is None else self._queue.get(timeout=TIMEOUT_SECONDS)
         except queue.Empty:
             raise TimeoutError(
                 f"no batch was read within {TIMEOUT_SECONDS} s. Check that the storage of data.cache_dir is reachable"
@@ -272,16 +271,9 @@ def make_samples(
     if model.family == "gpt":
         separate = config.data.documents == "separate"
         return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size, separate)
-    return BertSamples(
-        files,
-        load_tokenizer(prepared.tokenizer_path, tried=True),
-        model.sequence_length,
-        seed,
-        model.sentence_head,
-        config.data.mask_probability,
-        config.data.short_sequence_probability,
-        shuffle,
-    )
+    tokenizer = load_tokenizer(prepared.tokenizer_path, tried=True)
+    probabilities = config.data.mask_probability, config.data.short_sequence_probability
+    return BertSamples(files, tokenizer, model.sequence_length, seed, model.sentence_head, *probabilities, shuffle)
 
 
 def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:

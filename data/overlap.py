@@ -265,26 +265,20 @@ def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
         "Remove the documents from one of the two, or combine both in a list without weights, which puts equal "
         "documents into the same split"
     )
-    return [
-        note
-        for one, other in itertools.permutations(terms, 2)
-        for note in _check_pair(
-            f"data.corpus: {{}} documents that {one.given} holds out for validation",
-            *(one, "valid", other, advice, cache),
-        )
-    ]
+    notes = []
+    for one, other in itertools.permutations(terms, 2):
+        subject = f"data.corpus: {{}} documents that {one.given} holds out for validation"
+        notes += _check_pair(subject, one, "valid", other, advice, cache)
+    return notes
 
 
 def check_validation(name: str, corpus: Sequence[Texts], terms: Sequence[Texts], cache: Path) -> list[str]:
     """Return notes about documents of a validation corpus that are trained on. Raises ConfigError if there are many."""
-    return [
-        note
-        for one, other in itertools.product(corpus, terms)
-        for note in _check_pair(
-            f"data.validation_corpora: {{}} documents of {name} ({one.given})",
-            *(one, "train", other, "Remove them from data.corpus or from the validation corpus", cache),
-        )
-    ]
+    advice, notes = "Remove them from data.corpus or from the validation corpus", list[str]()
+    for one, other in itertools.product(corpus, terms):
+        subject = f"data.validation_corpora: {{}} documents of {name} ({one.given})"
+        notes += _check_pair(subject, one, "train", other, advice, cache)
+    return notes
 
 
 def _check_pair(subject: str, one: Texts, side: str, other: Texts, advice: str, cache: Path) -> list[str]:

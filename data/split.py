@@ -53,7 +53,7 @@ def split_documents(
         by_hash[np.argmin(hashes)] = True
     by_hash |= is_duplicate & np.isin(hashes, hashes[by_hash & is_duplicate])
     total, held_out = int(lengths.sum()), int(lengths[by_hash].sum())
-    if _hash_suffices(len(hashes), total - held_out, held_out, fraction, is_stdlib):
+    if is_stdlib or _hash_suffices(len(hashes), held_out, total, fraction):
         return DocumentSplit(by_hash)
     target = round(fraction * total)
     order = np.argsort(hashes, kind="stable")
@@ -81,14 +81,10 @@ def split_documents(
     return DocumentSplit(mask)
 
 
-def _hash_suffices(num_documents: int, train: int, valid: int, fraction: float, is_stdlib: bool) -> bool:
-    """Return whether the split by hash, with `train` and `valid` tokens, holds out a share that is close enough to
-    `fraction`."""
-    if is_stdlib or fraction == 0:
-        return True
-    return num_documents >= MANY_DOCUMENTS and abs(valid - fraction * (train + valid)) <= CLOSE * fraction * (
-        train + valid
-    )
+def _hash_suffices(num_documents: int, held_out: int, total: int, fraction: float) -> bool:
+    """Return whether the split by hash holds out a share of the `total` tokens that is close enough to `fraction`."""
+    is_close = abs(held_out - fraction * total) <= CLOSE * fraction * total
+    return fraction == 0 or (num_documents >= MANY_DOCUMENTS and is_close)
 
 
 def number_hashes(num_documents: int) -> np.ndarray:

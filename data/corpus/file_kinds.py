@@ -198,10 +198,9 @@ def refuse_pointer(path: str) -> None:
     """Raise ConfigError if a file is a pointer (git-lfs, git-annex) to the actual file, or a server's error page."""
     head, size = _head(path)
     if head.startswith(LFS_POINTER):
-        name = shlex.quote(os.path.basename(path))
         raise ConfigError(
             f"data.corpus: {path} is a git-lfs pointer, not the file itself. Fetch the file in its folder: "
-            f"git lfs pull --include={name}"
+            f"git lfs pull --include={shlex.quote(os.path.basename(path))}"
         )
     if size <= HEAD_BYTES and ANNEX_POINTER.match(head):
         raise ConfigError(

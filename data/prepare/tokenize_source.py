@@ -162,9 +162,8 @@ class ShardTokens:
         while begin < end:
             stop = min(end, int(self._ends[number]))
             first = begin - (int(self._ends[number - 1]) if number else 0)
-            found.append(
-                np.fromfile(self._files[number], self._dtype, count=stop - begin, offset=first * self._dtype.itemsize)
-            )
+            skipped = first * self._dtype.itemsize
+            found.append(np.fromfile(self._files[number], self._dtype, count=stop - begin, offset=skipped))
             begin, number = stop, number + 1
         return np.concatenate(found)
 
@@ -232,9 +231,8 @@ def _cut(
     cut_sequences: list[int] = []
     for number in reversed(split.cuts):  # backwards, so that the numbers of the remaining documents stay valid
         first, last, before = int(bounds[number]), int(bounds[number + 1]), len(lengths)
-        of_document = lengths[first:last]
         read = functools.partial(tokens.read, offset=int(starts[first]))
-        position = cut_position(of_document, split.tail, read, marks)
+        position = cut_position(lengths[first:last], split.tail, read, marks)
         starts, lengths, bounds = cut_document(starts, lengths, bounds, number, position)
         held_out = np.insert(held_out, number + 1, True)
         cut_sequences = [int(bounds[number + 1]) - 1, *(n + len(lengths) - before for n in cut_sequences)]

@@ -126,9 +126,8 @@ class BertSamples:
         self.cls, self.sep, self.mask, self.pad = tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.pad
         self.vocab_size = tokenizer.vocab_size
         self.starts, self.ends = tokenizer.word_starts(), tokenizer.word_ends()
-        self.ordinary = np.setdiff1d(
-            np.arange(self.vocab_size), [*tokenizer.special_ids(), self.cls, self.sep, self.mask, self.pad]
-        )
+        special = [*tokenizer.special_ids(), self.cls, self.sep, self.mask, self.pad]
+        self.ordinary = np.setdiff1d(np.arange(self.vocab_size), special)
         target = self.max_text_tokens
         self.files = [_BertFile(file, number, target, least, seed, shuffle) for number, file in enumerate(files)]
         self.blend: shared.Locates = shared.Blend([file.weight for file in files])

@@ -57,9 +57,8 @@ class _GPTFile:
         # Ends of the documents in the window, cut to the window, and the offset of each document's tokens in the file.
         stops = np.minimum(ends[first : last + 1], end)
         begins = np.concatenate([[begin], stops[:-1]])
-        origins = starts[first : last + 1] - np.concatenate(
-            [ends[first - 1 : first] if first else np.zeros(1, np.int64), ends[first:last]]
-        )
+        before = ends[first - 1 : first] if first else np.zeros(1, np.int64)
+        origins = starts[first : last + 1] - np.concatenate([before, ends[first:last]])
         tokens = self.tokens.read(list(zip((origins + begins).tolist(), (origins + stops).tolist()))).astype(np.int64)
         return tokens, stops - begins
 
@@ -92,8 +91,7 @@ class GPTSamples:
         If documents are separate, also positions int64 [b, s], which start at 0 in every segment; then the last token
         of a document has no label.
         """
-        located = map(self.blend.locate, indices)
-        windows = [self.files[file].window(position) for file, position in located]
+        windows = [self.files[file].window(position) for file, position in map(self.blend.locate, indices)]
         both = np.stack([tokens for tokens, _ in windows])
         if self.vocab_size is not None and int(both.max()) >= self.vocab_size:
             raise ConfigError(
