@@ -29,14 +29,12 @@ def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
 
     proto = read_model(path)
     kinds = type(proto).SentencePiece
-    special = (kinds.CONTROL, kinds.UNKNOWN)
+    special = [p.piece for p in proto.pieces if p.type in (kinds.CONTROL, kinds.UNKNOWN)]
     symbols = [p.piece for p in proto.pieces if p.type == kinds.USER_DEFINED]
     kind = _check(proto, symbols, kinds.UNUSED)
     whole = Symbols(symbols, needs_whole_text(proto))
     tokenizer = kind(proto, whole)
-    tokenizer.add_special_tokens(
-        [AddedToken(p.piece, special=True, normalized=False) for p in proto.pieces if p.type in special]
-    )
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     if not whole.stand_ins:
         tokenizer.add_tokens([AddedToken(symbol, special=False, normalized=False) for symbol in symbols])
     assert tokenizer.get_vocab_size() == len(proto.pieces)
@@ -47,24 +45,16 @@ def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
     roles = {role: proto.pieces[i].piece for role, i in ids.items() if 0 <= i < len(proto.pieces)}
     names = {p.piece for p in proto.pieces}
     roles |= {role: name for role, name in CONFIG_ROLES.items() if name in names}
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **roles,
-        "split_special_tokens": True,
-        "clean_up_tokenization_spaces": False,
-    }
+    flags = {"split_special_tokens": family != "bert", "clean_up_tokenization_spaces": False}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **roles, **flags}
     if family == "bert":
         around = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
         if any(token is None for _, token in around):
             raise NotConvertible("it has no [CLS] or no [SEP]")
-        tokenizer.post_processor = processors.TemplateProcessing(
-            "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", around
-        )
-        settings["split_special_tokens"] = False
-    return {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
-    }
+        pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
+        tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, around)
+    config = json.dumps(settings, indent=2) + "\n"
+    return {"tokenizer.json": tokenizer.to_str(pretty=True), "tokenizer_config.json": config}
 
 
 def read_model(path: Path) -> Any:
@@ -233,13 +223,8 @@ def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
         if len(tied) > 1 and len(set("".join(tied))) > 1:
             raise NotConvertible(f"its pieces {tied[0]!r} and {tied[1]!r} have the same score")
     vocabulary = {symbols.stand_ins.get(p.piece, p.piece): i for i, p in enumerate(proto.pieces)}
-    model = models.BPE(
-        vocabulary,
-        merges_of(scores),
-        unk_token=proto.pieces[proto.trainer_spec.unk_id].piece,
-        fuse_unk=True,
-        byte_fallback=proto.trainer_spec.byte_fallback,
-    )
+    unknown, fallback = proto.pieces[proto.trainer_spec.unk_id].piece, proto.trainer_spec.byte_fallback
+    model = models.BPE(vocabulary, merges_of(scores), unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([*_normalizers(proto, symbols), normalizers.Replace(" ", SPACE)])
     first, last = _decoders(proto, symbols)

@@ -10,10 +10,9 @@ from typing import Any
 from configs.tokenizer_files import ALWAYS_READ_WITH
 from data.tokenizer.formats.patterns import QWEN
 from data.tokenizer.formats.spec import byte_level, split
-from data.tokenizer.formats.word_lists import bert_normalizer
+from data.tokenizer.formats.word_lists import NFC, bert_normalizer
 from data.tokenizer.probes import PROBES
 
-NFC = {"type": "NFC"}
 AS_IT_IS = "PreTrainedTokenizerFast"  # the class that uses tokenizer.json unchanged
 # The class that transformers 5.23 uses for a model type (models/auto/tokenization_auto.py) if tokenizer_config.json
 # names no class, and for the types of ALWAYS_READ_WITH in any case.

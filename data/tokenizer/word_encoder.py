@@ -75,10 +75,8 @@ def word_encoder(model: Any, spec: dict[str, Any]) -> WordEncoder | None:
     byte_tokens = {f"<0x{byte:02X}>" for byte in range(256)}
     # Without a token for each byte, the library makes a single token of several unknown characters in a row. The bytes
     # of "<" and "[" never occur, and their stand-ins may have the ids of these bytes.
-    absent = (
-        byte_tokens - set(vocabulary) - {f"<0x{ord(old):02X}>" for old, new in STAND_INS.items() if new in vocabulary}
-    )
-    if not unigram.get("byte_fallback") or absent:
+    replaced = {f"<0x{ord(old):02X}>" for old, new in STAND_INS.items() if new in vocabulary}
+    if not unigram.get("byte_fallback") or byte_tokens - set(vocabulary) - replaced:
         return None
     added = {token["content"]: token for token in spec.get("added_tokens", [])}
     if "\n" not in added or any(
