@@ -53,9 +53,8 @@ class Score:
         for name, (nats, count) in other.by_position.items():
             before, so_far = by_position.get(name, (0.0, 0))
             by_position[name] = before + nats, so_far + count
-        return Score(
-            self.nats + other.nats, self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes, by_position
-        )
+        counts = self.num_tokens + other.num_tokens, self.num_bytes + other.num_bytes
+        return Score(self.nats + other.nats, *counts, by_position)
 
 
 def windows(num_tokens: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -118,10 +118,9 @@ def own(
     if owner_of(parameter) is not None or not parameter.requires_grad:
         raise ValueError(f"The parameter of shape {tuple(parameter.shape)} is owned already, or needs no gradient.")
     if box is not None:
-        fits = parameter.dim() == len(box.shape) == len(box.offset) and all(
-            0 <= start <= end - size for start, size, end in zip(box.offset, parameter.shape, box.shape)
-        )
-        if not fits:
+        bounds = zip(box.offset, parameter.shape, box.shape)
+        inside = all(0 <= start <= end - size for start, size, end in bounds)
+        if not (inside and parameter.dim() == len(box.shape) == len(box.offset)):
             raise ValueError(f"A shard of shape {tuple(parameter.shape)} does not fit into its parameter: {box}.")
     owner = OwnedParameter(parameter, group, box, grad_dtype, off_device)
     parameter.owned = owner  # torch.nn.Parameter has no argument for this; `owner_of` reads it.

@@ -110,9 +110,8 @@ def read_index(shards: list[Path], family: str, name: str) -> DocumentIndex:
     num_bytes, bad, control = 0, list[str](), Counter[int]()
     for shard in shards:
         arrays = np.load(io.BytesIO(shard.read_bytes()))  # an array is decoded when it is used
-        own_lengths, own_counts, own_hashes, own_texts = (
-            arrays[key] for key in ("sequence_lengths", "sequences_per_document", "hashes", "texts")
-        )
+        own_lengths, own_counts = arrays["sequence_lengths"], arrays["sequences_per_document"]
+        own_hashes, own_texts = arrays["hashes"], arrays["texts"]
         num_bytes += int(arrays["num_bytes"])
         bad += arrays["bad_lines"].tolist()
         control.update(dict(arrays["control_tokens"].tolist()))

@@ -103,9 +103,7 @@ class GPTSamples:
         batch = {"tokens": tokens, "labels": labels, "loss_mask": np.ones(tokens.shape, dtype=np.float32)}
         if self.separate:
             # Positions start at 0 in each segment; n are the lengths of a window's segments.
-            positions = np.stack(
-                [np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n) for n in (lengths for _, lengths in windows)]
-            )
+            positions = np.stack([np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n) for _, n in windows])
             foreign = positions[:, 1:] == 0  # the label is the first token of another document
             labels[foreign], batch["loss_mask"][foreign] = shared.IGNORED, 0.0
             batch["positions"] = positions[:, :-1].copy()

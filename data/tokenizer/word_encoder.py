@@ -79,9 +79,8 @@ def word_encoder(model: Any, spec: dict[str, Any]) -> WordEncoder | None:
     if not unigram.get("byte_fallback") or byte_tokens - set(vocabulary) - replaced:
         return None
     added = {token["content"]: token for token in spec.get("added_tokens", [])}
-    if "\n" not in added or any(
-        token["normalized"] or token["lstrip"] or token["rstrip"] or token["single_word"] for token in added.values()
-    ):
+    flags = ("normalized", "lstrip", "rstrip", "single_word")
+    if "\n" not in added or any(token[flag] for token in added.values() for flag in flags):
         return None
     symbols = [content for content in added if content != "\n"]
     if any("\n" in symbol for symbol in symbols):

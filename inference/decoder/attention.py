@@ -52,10 +52,8 @@ class Attention:
         key, value = step.remember(self.layer, new_key.transpose(1, 2), new_value.transpose(1, 2))
         mask = step.window_mask if self.slides else step.mask
         if step.is_prefill:
-            query = query.flatten(2, 3).transpose(1, 2)
-            output = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, is_causal=step.is_causal and mask is None, enable_gqa=r > 1
-            )
+            query, causal = query.flatten(2, 3).transpose(1, 2), step.is_causal and mask is None
+            output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=r > 1)
             output = output.transpose(1, 2)
         else:
             # The r queries of a group read the same keys: the kernel takes them as r tokens of one head.
@@ -88,9 +86,8 @@ class DecoderLatentAttention:
             query_input = self.query_norm(gather(F.linear(hidden, self.query_down), self.group))
         shape = (step.batch_size, step.new)
         query = F.linear(query_input, self.query_up).view(*shape, -1, self.plain + self.rotary)
-        compressed, rotary_key = gather(F.linear(hidden, self.key_value_down), self.group).split(
-            [self.kv_rank, self.rotary], dim=1
-        )
+        down = gather(F.linear(hidden, self.key_value_down), self.group)
+        compressed, rotary_key = down.split([self.kv_rank, self.rotary], dim=1)
         key_value = F.linear(self.key_value_norm(compressed), self.key_value_up)
         key_value = key_value.view(*shape, -1, self.plain + self.value)
         plain_query, rotary_query = query.split([self.plain, self.rotary], dim=-1)

@@ -60,10 +60,9 @@ class Decoder(Transformer):
         """Return a decoder that uses the parameters of a model in training in place, with all later updates."""
         weights = {item.name: item.local.detach() for item in logical_tensors(chunks)}
         away = {number: layer for number, layer in layers_of(chunks).items() if layer.experts.off_device}
-        source = TensorWeights(weights, config, topology, vocab_size)
-        if away:
-            source = SlotWeights(weights, away, config, topology, vocab_size)
-        return cls(source, config, topology, vocab_size)
+        layout = config, topology, vocab_size
+        source = SlotWeights(weights, away, *layout) if away else TensorWeights(weights, *layout)
+        return cls(source, *layout)
 
     def prefill_all(self, batches: Sequence[TextBatch]) -> list[torch.Tensor]:
         """Run one forward pass over batches of texts and fill their empty caches; return the logits after each text's
@@ -196,13 +195,10 @@ class Decoder(Transformer):
         where = slice(longest, longest + 1) if positions is None else positions[:, None]
         cos, sin = self._angles(longest + 1, where, [count + 1 for count in counts])
         start = longest if alike else None
-        recorded = None
-        if self.source.record is not None:
-            recorded = list(zip(cache.prompts or range(batch_size), counts, strict=True))
-        within = self._windowed(counts, positions, mask)
-        return Step(
-            batch_size, 1, cos, sin, cache, start, positions, longest + 1, mask, within, recorded_tokens=recorded
-        )
+        tokens = zip(cache.prompts or range(batch_size), counts, strict=True)
+        recorded = None if self.source.record is None else list(tokens)
+        masks = mask, self._windowed(counts, positions, mask)
+        return Step(batch_size, 1, cos, sin, cache, start, positions, longest + 1, *masks, recorded_tokens=recorded)
 
     def _first_step(self, batch: TextBatch) -> Step:
         batch_size, length = batch.tokens.shape

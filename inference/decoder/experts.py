@@ -48,14 +48,12 @@ class DecoderExperts:
         ]
         routed = [self.route(hidden) for hidden in texts]
         on_host = _to_host([*(chosen for _, chosen in routed), *expected])
-        batches = [
-            _ExpertBatch(hidden, *of_batch, numbers) for hidden, of_batch, numbers in zip(texts, routed, on_host)
-        ]
+        found = zip(texts, routed, on_host)
+        batches = [_ExpertBatch(hidden, *of_batch, numbers) for hidden, of_batch, numbers in found]
         if self.source.record is not None:
             tokens = [token for step in steps for token in step.recorded_tokens or ()]
-            self.source.record.add(
-                self.layer, tokens, [choice for batch in batches for choice in batch.numbers.tolist()]
-            )
+            choices = [choice for batch in batches for choice in batch.numbers.tolist()]
+            self.source.record.add(self.layer, tokens, choices)
         wanted = batches[0].counts
         for batch in batches[1:]:
             wanted = dict(sorted((Counter(wanted) + Counter(batch.counts)).items()))
@@ -70,10 +68,8 @@ class DecoderExperts:
             for output in outputs:
                 dist.all_reduce(output, group=self.group)
         if self.has_shared:
-            with self.source.use(
-                layer_key(self.layer, FEED_FORWARD),
-                lambda weights: feed_forward(weights, SHARED, self.config, self.tensor_group),
-            ) as shared:
+            key, group = layer_key(self.layer, FEED_FORWARD), self.tensor_group
+            with self.source.use(key, lambda weights: feed_forward(weights, SHARED, self.config, group)) as shared:
                 outputs = [output + shared(hidden) for output, hidden in zip(outputs, texts, strict=True)]
         return [
             output if step.texts is None else torch.zeros_like(hidden).index_copy_(0, step.texts, output)

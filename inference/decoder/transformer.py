@@ -41,9 +41,8 @@ class Layer:
         self.layer, self.source, self.config, self.group = layer, source, config, group
         self.small = source.small_of(layer)
         self.is_pre_norm = config.model.norm_position == "pre"
-        self.attention_norm, self.feed_forward_norm = (
-            norm(self.small, name, config) for name in NORMS[config.model.norm_position]
-        )
+        names = NORMS[config.model.norm_position]
+        self.attention_norm, self.feed_forward_norm = (norm(self.small, name, config) for name in names)
         self.experts: DecoderExperts | None = None
         if derived.moe_layer_pattern(config)[layer]:
             self.experts = DecoderExperts(layer, source, config, group, expert_group)
@@ -126,10 +125,9 @@ class Transformer:
             for name in ("embedding.layer_norm", f"{transformer_name(config)}.final_layernorm")
         )
         self._rotary = DecoderRotary(config, self.device) if config.model.position_embedding == "rope" else None
-        expert_group = if_split(topology.groups.tp_ep)  # the ranks that together hold all experts of a layer
-        self._layers = {
-            layer: Layer(layer, source, config, self._tensor_group, expert_group) for layer in source.held.layers
-        }
+        # The tensor ranks, and the ranks that together hold all experts of a layer.
+        groups = self._tensor_group, if_split(topology.groups.tp_ep)
+        self._layers = {layer: Layer(layer, source, config, *groups) for layer in source.held.layers}
         mixtures = [layer for layer in self._layers.values() if layer.experts is not None]
         for layer, after in zip(mixtures, mixtures[1:]):
             layer.next_moe = after

@@ -203,10 +203,8 @@ class SlotWeights(TensorWeights):
         assert streamed is not None
         slab = streamed.open()
         streamed.wait()
-        matrices = zip(
-            ("linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias", "linear_fc2.bias"), slab.parameters
-        )
-        by_name = {name: each.detach() for name, each in matrices if each is not None}
+        names = ("linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias", "linear_fc2.bias")
+        by_name = {name: each.detach() for name, each in zip(names, slab.parameters) if each is not None}
         here = module.experts.experts_here()
         try:
             for expert in wanted:

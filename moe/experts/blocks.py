@@ -111,11 +111,10 @@ def activate_backward(
         up_grad.mul_(grad)
         torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=gate_grad)
     else:
-        torch.ops.aten.gelu.out(preactivation, approximate=approximate(activation), out=activated)
+        kind = approximate(activation)
+        torch.ops.aten.gelu.out(preactivation, approximate=kind, out=activated)
         probs_grad = torch.mul(grad, activated, out=out).sum(dim=1, dtype=wide_dtype)
-        torch.ops.aten.gelu_backward.grad_input(
-            grad.mul_(column), preactivation, approximate=approximate(activation), grad_input=out
-        )
+        torch.ops.aten.gelu_backward.grad_input(grad.mul_(column), preactivation, approximate=kind, grad_input=out)
     activated.mul_(column)
     return probs_grad
 

@@ -258,9 +258,8 @@ def _grouped_input_grads(
     source, assignments = inputs.chunk.source_NH, inputs.chunk.assignments
     if len(assignments.token_rows) == 0:
         return source.new_empty(0, source.size(1)), torch.empty_like(assignments.probs), None
-    found = [
-        _of_slab(inputs, slab, _rest(preactivation, slab)) for slab in of_slabs if len(slab.assignments.token_rows)
-    ]
+    with_rows = [slab for slab in of_slabs if len(slab.assignments.token_rows)]
+    found = [_of_slab(inputs, slab, _rest(preactivation, slab)) for slab in with_rows]
     input_grads, probs_grads, works = zip(*found, strict=True)
     work = WeightWork(list(works), [each for slab in works for each in (slab.preactivation_grad, slab.activated)])
     if grads is not None:

@@ -87,6 +87,5 @@ def fit_curve(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
             rate, count = (rate * count + other * points) / (count + points), count + points
         pools.append((rate, count))
     rates = [rate for rate, count in pools for _ in range(count)]
-    return Curve(
-        tuple(map(float, sizes)), tuple(accumulate((rate * size for rate, size in zip(rates, sizes, strict=True)), max))
-    )
+    rising = accumulate((rate * size for rate, size in zip(rates, sizes, strict=True)), max)
+    return Curve(tuple(map(float, sizes)), tuple(rising))

@@ -46,9 +46,8 @@ def job_store(launch: Launch, timeout: timedelta) -> dist.Store:
     global _joined
     if _joined is None:
         if launcher_holds_store():
-            store = dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout
-            )
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(*address, is_master=False, timeout=timeout)
             name = _invite(store, launch.world_size, timeout) if launch.rank == 0 else _ask(store, launch.rank, timeout)
             _joined = dist.PrefixStore(name, store)  # a name that no earlier attempt has used
         elif launch.world_size == 1:
@@ -117,9 +116,8 @@ def is_loopback_enough(world_size: int) -> bool:
 
 def use_loopback() -> None:
     """Make gloo and NCCL listen only on the loopback interface, unless the user chose one. Call it before any group."""
-    interface = next(
-        name for name, entries in psutil.net_if_addrs().items() if any(entry.address == ADDRESS for entry in entries)
-    )
+    interfaces = psutil.net_if_addrs().items()
+    interface = next(name for name, entries in interfaces if any(entry.address == ADDRESS for entry in entries))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": the exact name, not a prefix
 

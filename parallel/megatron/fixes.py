@@ -31,9 +31,8 @@ def apply() -> None:
     if not isinstance(multi_latent_attention.TELinear, type):
         multi_latent_attention.HAVE_TE = False
     # A transformer layer compares feed-forward classes by identity. A subclass works, but causes a warning per layer.
-    logging.getLogger(transformer_layer.__name__).addFilter(
-        lambda record: "Unknown MLP type" not in record.getMessage()
-    )
+    logger = logging.getLogger(transformer_layer.__name__)
+    logger.addFilter(lambda record: "Unknown MLP type" not in record.getMessage())
     # Without TransformerEngine and Apex, the norm waits for the device once per tensor, and is not exact on a CPU.
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm

@@ -145,20 +145,17 @@ def owned_slices(optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataP
             buffer, _, bucket = member.model_param_gbuf_map[parameter]
             span = member._get_model_param_range_map(parameter)["param"]
             if span.start < span.end:
-                reduced_at_step_end = is_reduced_at_step_end(name, parameter, settings)
-                bucket_key = (index,) if reduced_at_step_end else (index, buffer, bucket)
+                at_end = is_reduced_at_step_end(name, parameter, settings)
+                bucket_key = (index,) if at_end else (index, buffer, bucket)
                 param_group = member.optimizer.param_groups[group]
-                found.append(
-                    OwnedSlice(parameter, span.start, span.end, param_group, bucket_key, reduced_at_step_end, order)
-                )
+                found.append(OwnedSlice(parameter, span.start, span.end, param_group, bucket_key, at_end, order))
     return sorted(found, key=lambda owned: owned.order)
 
 
 def is_reduced_at_step_end(name: str, parameter: torch.nn.Parameter, settings: Any) -> bool:
     """Whether Megatron's `finalize_model_grads` reduces a parameter's gradient further, after DDP has reduced it."""
-    alike = (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or getattr(
-        parameter, "average_gradients_across_tp_domain", False
-    )
+    averaged = getattr(parameter, "average_gradients_across_tp_domain", False)
+    alike = (settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)) or averaged
     return derived.is_reduced_at_step_end(
         name,
         alike=alike,

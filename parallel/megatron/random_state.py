@@ -28,10 +28,8 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["host"])
     if "device" in states:
         torch.cuda.set_rng_state(states["device"])
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    tracker.set_states(
-        {name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")}
-    )
+    tracked = {name.removeprefix("tracker."): value for name, value in states.items() if name.startswith("tracker.")}
+    tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
 
 
 def current_pass() -> PassId | None:

@@ -55,9 +55,8 @@ def tiktoken(file: Path, settings: dict[str, Any]) -> spec.Converted:
             "tokenizer.model (Llama 3), because only the name tells how texts are split. Rename the file to one of them"
         )
     first = max(ranks.values()) + 1
-    listed = {
-        int(i): entry["content"] for i, entry in (settings.get("added_tokens_decoder") or {}).items() if int(i) >= first
-    }
+    decoder = settings.get("added_tokens_decoder") or {}
+    listed = {int(i): entry["content"] for i, entry in decoder.items() if int(i) >= first}
     specials = {first + n: name for n, name in enumerate(known.specials)} | {i: name for name, i in known.at} | listed
     for i in range(first, first + known.reserved):
         specials.setdefault(i, patterns.RESERVED.format(i))
