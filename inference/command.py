@@ -20,22 +20,19 @@ PRECISIONS = ("bf16", "fp16", "fp32")  # as in parallel/dtypes.py
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select a model, its tokenizer, precision, device, memory budget and layout."""
-    parser.add_argument(
-        "--checkpoint", type=Path, required=True, metavar="MODEL", help="run, checkpoint, export or Hugging Face folder"
-    )
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer folder or file (default: the model's own)")
-    parser.add_argument("--precision", choices=PRECISIONS, help="data type of the weights (default: as stored)")
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument(
+    add, kinds = parser.add_argument, "run, checkpoint, export or Hugging Face folder"
+    add("--checkpoint", type=Path, required=True, metavar="MODEL", help=kinds)
+    add("--tokenizer", type=Path, help="tokenizer folder or file (default: the model's own)")
+    add("--precision", choices=PRECISIONS, help="data type of the weights (default: as stored)")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    add(
         "--memory-budget",
         type=_mebibytes,
         metavar="MIB",
         help="MiB per rank for weights, key-value cache and activations; weights that do not fit are read from the "
         "files in every pass (default: a share of the free memory)",
     )
-    parser.add_argument(
-        "layout", nargs="*", metavar="parallel.KEY=VALUE", help="under torchrun: how the model is split over the ranks"
-    )
+    add("layout", nargs="*", metavar="parallel.KEY=VALUE", help="under torchrun: how the model is split over the ranks")
 
 
 def _mebibytes(text: str) -> float:

@@ -102,9 +102,8 @@ def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Deco
         from inference.lm_harness import run_tasks
     except ImportError as error:
         raise ConfigError(f"--tasks needs the package lm-eval ({error}). Try {HARNESS}.") from error
-    results = run_tasks(
-        model, decoder, options.tasks, options.task_folder, options.few_shots, options.limit, options.batch
-    )
+    of_tasks = options.tasks, options.task_folder, options.few_shots, options.limit
+    results = run_tasks(model, decoder, *of_tasks, options.batch)
     if dist.get_rank() == 0 and not options.json:
         for task, metrics in results.items():
             for name, value in metrics.items():
@@ -117,25 +116,20 @@ def _arguments() -> argparse.ArgumentParser:
         prog="python -m inference.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_arguments(parser)
-    parser.add_argument("--files", type=Path, nargs="+", default=[], help="files of any kind that training reads")
-    parser.add_argument("--text-key", default="text", help="as data.text_key: field of JSON, column of .parquet (text)")
-    parser.add_argument(
-        "--documents-in-text",
-        choices=RULES,
-        default=RULES[0],
-        help="as data.documents_in_text: what a document is in .txt, .raw and .tokens (file)",
-    )
-    parser.add_argument("--length", type=int, help="tokens of a window; default: the model's sequence length")
-    parser.add_argument("--stride", type=int, help="tokens from one window to the next; default: half a window")
-    parser.add_argument(
-        "--by-position", action="store_true", help="also print the loss per position in the text, over all files"
-    )
-    parser.add_argument("--tasks", nargs="+", default=[], help="names of tasks of the LM evaluation harness")
-    parser.add_argument("--task-folder", type=Path, help="folder with the tasks' .yaml files")
-    parser.add_argument("--few-shots", type=int, help="examples before each question (default: the task's number)")
-    parser.add_argument("--limit", type=int, help="number of questions per task (default: all)")
-    parser.add_argument("--batch", type=int, default=8, help="windows or questions that are computed together (8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    add = parser.add_argument
+    add("--files", type=Path, nargs="+", default=[], help="files of any kind that training reads")
+    add("--text-key", default="text", help="as data.text_key: field of JSON, column of .parquet (text)")
+    rule = "as data.documents_in_text: what a document is in .txt, .raw and .tokens (file)"
+    add("--documents-in-text", choices=RULES, default=RULES[0], help=rule)
+    add("--length", type=int, help="tokens of a window; default: the model's sequence length")
+    add("--stride", type=int, help="tokens from one window to the next; default: half a window")
+    add("--by-position", action="store_true", help="also print the loss per position in the text, over all files")
+    add("--tasks", nargs="+", default=[], help="names of tasks of the LM evaluation harness")
+    add("--task-folder", type=Path, help="folder with the tasks' .yaml files")
+    add("--few-shots", type=int, help="examples before each question (default: the task's number)")
+    add("--limit", type=int, help="number of questions per task (default: all)")
+    add("--batch", type=int, default=8, help="windows or questions that are computed together (8)")
+    add("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
 
 

@@ -73,15 +73,12 @@ def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:
 def _arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m inference.fill_mask", description=__doc__)
     add_model_arguments(parser)
-    parser.add_argument(
-        "--text", action="append", required=True, help="a text with [MASK] in it; may be given several times"
-    )
-    parser.add_argument("--top-k", type=int, default=5, help="number of tokens to print for each [MASK] (5)")
-    parser.add_argument(
-        "--ids", action="store_true", help="texts are token ids separated by spaces, special tokens included"
-    )
-    parser.add_argument("--mask-id", type=int, help="the id of the mask token, with --ids")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per text")
+    add = parser.add_argument
+    add("--text", action="append", required=True, help="a text with [MASK] in it; may be given several times")
+    add("--top-k", type=int, default=5, help="number of tokens to print for each [MASK] (5)")
+    add("--ids", action="store_true", help="texts are token ids separated by spaces, special tokens included")
+    add("--mask-id", type=int, help="the id of the mask token, with --ids")
+    add("--json", action="store_true", help="print one JSON object per text")
     return parser
 
 

@@ -50,38 +50,23 @@ def _arguments() -> argparse.ArgumentParser:
         prog="python -m inference.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_arguments(parser)
+    add = parser.add_argument
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--prompt", action="append", help="a text to continue; may be given several times")
     source.add_argument("--prompts-file", type=Path, help="a text file with one prompt per line, or a JSON file")
-    parser.add_argument("--text-key", default="text", help="as data.text_key: the field of a JSON file (text)")
-    parser.add_argument(
-        "--max-tokens", type=_number(int, 1), default=64, help="maximal number of new tokens per prompt (64)"
-    )
-    parser.add_argument(
-        "--temperature", type=_number(float, 0), default=0.0, help="0 (default): always the most likely token"
-    )
-    parser.add_argument(
-        "--top-k", type=_number(int, 0), default=0, help="draw from the K likeliest tokens; 0 (default): all"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=_number(float, 0, 1, above=True),
-        default=1.0,
-        help="draw from the likeliest tokens of this total probability (1)",
-    )
-    parser.add_argument("--seed", type=_number(int, 0), default=1234, help="random seed of each prompt (1234)")
-    parser.add_argument("--batch", type=_number(int, 1), default=8, help="prompts that are continued together (8)")
-    parser.add_argument("--ignore-end", action="store_true", help="continue after an end-of-text token")
-    parser.add_argument(
-        "--ids", action="store_true", help="prompts and continuations are token ids separated by spaces"
-    )
-    parser.add_argument(
-        "--no-cache", action="store_true", help="recompute the whole text for every token (slow; for comparison)"
-    )
-    parser.add_argument(
-        "--record-routing", type=Path, metavar="FILE", help="new file for the experts of each token, in JSON lines"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    add("--text-key", default="text", help="as data.text_key: the field of a JSON file (text)")
+    add("--max-tokens", type=_number(int, 1), default=64, help="maximal number of new tokens per prompt (64)")
+    add("--temperature", type=_number(float, 0), default=0.0, help="0 (default): always the most likely token")
+    add("--top-k", type=_number(int, 0), default=0, help="draw from the K likeliest tokens; 0 (default): all")
+    share = _number(float, 0, 1, above=True)
+    add("--top-p", type=share, default=1.0, help="draw from the likeliest tokens of this total probability (1)")
+    add("--seed", type=_number(int, 0), default=1234, help="random seed of each prompt (1234)")
+    add("--batch", type=_number(int, 1), default=8, help="prompts that are continued together (8)")
+    add("--ignore-end", action="store_true", help="continue after an end-of-text token")
+    add("--ids", action="store_true", help="prompts and continuations are token ids separated by spaces")
+    add("--no-cache", action="store_true", help="recompute the whole text for every token (slow; for comparison)")
+    add("--record-routing", type=Path, metavar="FILE", help="new file for the experts of each token, in JSON lines")
+    add("--json", action="store_true", help="print one JSON object per prompt")
     return parser
 
 
@@ -187,12 +172,10 @@ def _main(options: argparse.Namespace) -> None:
             print(note, file=sys.stderr, flush=True)
         stop = set() if options.ignore_end else model.end_tokens
         with recorded(model, options.record_routing):
-            size, use_cache = options.batch, not options.no_cache
-            shared_passes(decoder, ids, options.max_tokens, size, use_cache)  # load the weights before timing
+            most, size, use_cache = options.max_tokens, options.batch, not options.no_cache
+            shared_passes(decoder, ids, most, size, use_cache)  # load the weights before timing
             begin = time.perf_counter()
-            completions = generate(
-                decoder, ids, options.max_tokens, sampling, stop=stop, batch_size=size, use_cache=use_cache
-            )
+            completions = generate(decoder, ids, most, sampling, stop=stop, batch_size=size, use_cache=use_cache)
         seconds = time.perf_counter() - begin
         if dist.get_rank() != 0:
             return
