@@ -112,19 +112,6 @@ def _encode(prompts: list[str], model: OpenModel, as_ids: bool) -> list[list[int
         raise ConfigError(f"each prompt {rule}: {error}. Give token ids, or omit --ids.") from error
 
 
-class _Recorder:
-    """Writer of the experts that tokens choose to a routing file; it numbers the forward passes."""
-
-    def __init__(self, writer: RoutingWriter) -> None:
-        self._writer, self._pass = writer, -1
-
-    def begin_pass(self) -> None:
-        self._pass += 1
-
-    def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
-        self._writer.write(self._pass, layer, tokens, experts)
-
-
 @contextlib.contextmanager
 def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
     """Record the experts that each token chooses in a new file, on rank 0, while the context is open. Without a `path`,
@@ -148,7 +135,7 @@ def recorded(model: OpenModel, path: Path | None) -> Iterator[None]:
         return
     header = RoutingHeader(str(model.source), model.config.moe.num_experts or 0, model.config.moe.top_k, layers)
     with RoutingWriter(path, header) as writer:
-        model.weights.record = _Recorder(writer)
+        model.weights.record = writer
         try:
             yield
         finally:

@@ -193,9 +193,8 @@ def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) 
             )
         left = None if decoder.max_length is None else decoder.max_length - len(prompt)
         if left is not None and max_tokens > left:
-            advice = (
-                f"Try --max-tokens {left}." if left > 0 else f"Give a prompt of fewer than {decoder.max_length} tokens."
-            )
+            shorter = f"Give a prompt of fewer than {decoder.max_length} tokens."
+            advice = f"Try --max-tokens {left}." if left > 0 else shorter
             raise ConfigError(
                 f"prompt {i + 1} ({len(prompt)} tokens) and --max-tokens ({max_tokens}) do not fit the model's "
                 f"{decoder.max_length} learned positions. {advice}"

@@ -56,9 +56,8 @@ class HuggingFaceTokenizer(Tokenizer):
                 f"data.tokenizer={path}: the tokenizer has no end-of-document token. It needs one of "
                 f"{', '.join(EOD_NAMES)}, or an eos_token in tokenizer_config.json"
             )
-        pad = self._named("pad_token")
-        pad = self._find(PAD_NAMES) if pad is None else pad
-        self.eod, self.pad = eod, eod if pad is None else pad
+        pads = (self._named("pad_token"), self._find(PAD_NAMES), eod)
+        self.eod, self.pad = eod, next(pad for pad in pads if pad is not None)
         self.named_eod = eod if eod != usual else None
         self.bos = self._named("bos_token")
         for role, names in MASK_NAMES.items():

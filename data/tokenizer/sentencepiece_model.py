@@ -48,10 +48,8 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{', '.join(EOD_NAMES)}. {OTHER}"
             )
         self.eod, self.named_eod = found, None if found == usual else found
-        pad = self._model.pad_id()
-        usual_pad = pad if pad >= 0 else self._find(PAD_NAMES)
-        named_pad = usual_pad if named["pad_token"] is None else named["pad_token"]
-        self.pad = self.eod if named_pad is None else named_pad
+        pads = (named["pad_token"], self._model.pad_id(), self._find(PAD_NAMES), self.eod)
+        self.pad = next(pad for pad in pads if pad is not None and pad >= 0)
         bos = self._find([token_name(settings.values.get("bos_token"))])
         self.bos = bos if bos is not None else self._model.bos_id() if self._model.bos_id() >= 0 else None
         self._before = [self.bos] if settings.values.get("add_bos_token") and self.bos is not None else []

@@ -119,21 +119,15 @@ def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: 
             if weight.is_expert:
                 count = weight.shape[0] // sizes[EXPERT]
                 for expert in range(ranks[EXPERT] * count, (ranks[EXPERT] + 1) * count):
-                    of_expert = LocalShard(
-                        f"{prefix}{layer}.{EXPERTS}{expert}.{rest.removeprefix(EXPERTS)}",
-                        local.shape[1:],
-                        local.dim - 1 if local.runs else 0,
-                        local.runs,
-                    )
+                    full = f"{prefix}{layer}.{EXPERTS}{expert}.{rest.removeprefix(EXPERTS)}"
+                    of_expert = LocalShard(full, local.shape[1:], local.dim - 1 if local.runs else 0, local.runs)
                     experts.setdefault((int(layer), expert), []).append(of_expert)
             elif name == WORDS:
                 table = local if table is None else table
             elif name == OUTPUT:
                 output = local
-            elif len(local.shape) < 2 or name.startswith("embedding.") or rest.startswith("mlp.router."):
-                small.append(local)
-            elif not layer:
-                small.append(local)  # BERT's head
+            elif not layer or len(local.shape) < 2 or rest.startswith("mlp.router."):
+                small.append(local)  # outside the layers: embeddings, BERT's head
             else:
                 kind = ATTENTION if rest.startswith("self_attention.") else FEED_FORWARD
                 found.setdefault(layer_key(int(layer), kind), []).append(local)
@@ -147,14 +141,9 @@ def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: 
         matrix = table if output is None else output
         assert matrix is not None
         units += _head_blocks(matrix, max([HEAD_BYTES // itemsize, *(unit.numel for unit in units)]))
-    has_words = any(chunk.is_first for chunk in held)
-    return RankWeights(
-        tuple(small),
-        tuple(units),
-        {key: WeightUnit(expert_unit_key(*key), tuple(shards)) for key, shards in experts.items()},
-        table if has_words else None,
-        tuple(layers),
-    )
+    words = table if any(chunk.is_first for chunk in held) else None
+    of_experts = {key: WeightUnit(expert_unit_key(*key), tuple(shards)) for key, shards in experts.items()}
+    return RankWeights(tuple(small), tuple(units), of_experts, words, tuple(layers))
 
 
 def _local_shard(name: str, weight: Weight, sizes: dict[str, int], ranks: dict[str, int]) -> LocalShard:

@@ -79,7 +79,7 @@ class RoutingWriter(AbstractContextManager["RoutingWriter"]):
     """
 
     def __init__(self, path: Path, header: RoutingHeader) -> None:
-        self._path, self._pass = path, -1
+        self._path, self._pass, self._current = path, -1, -1
         self._lines: list[str] = []
         try:
             self._file: io.FileIO | None = io.FileIO(path, "x")
@@ -92,6 +92,14 @@ class RoutingWriter(AbstractContextManager["RoutingWriter"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def begin_pass(self) -> None:
+        """Begin the next forward pass: calls of `add` for its MoE layers follow."""
+        self._current += 1
+
+    def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
+        """Add the routing of one layer in the pass that was begun last, as `write` does."""
+        self.write(self._current, layer, tokens, experts)
 
     def write(
         self, pass_number: int, layer: int, tokens: Iterable[Sequence[int]], experts: Iterable[Sequence[int]]

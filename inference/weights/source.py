@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from inference.weights.rank_weights import (
     expert_unit_key,
     rank_weights,
 )
+from inference.weights.routing_file import RoutingWriter
 from memory.transfer import to_device
 from models.blueprint.operation import transformer_name
 from parallel.topology import Topology
@@ -31,16 +32,6 @@ if TYPE_CHECKING:
 
 Named = dict[str, torch.Tensor]
 T = TypeVar("T")
-
-
-class RoutingRecord(Protocol):
-    """Protocol of an object that receives the experts that tokens chose."""
-
-    def begin_pass(self) -> None:
-        """Begin the record of a forward pass: calls of `add` for its MoE layers follow."""
-
-    def add(self, layer: int, tokens: list[tuple[int, int]], experts: list[list[int]]) -> None:
-        """Record the experts of each token (prompt, position) in one layer."""
 
 
 class WeightSource(ABC):
@@ -59,7 +50,7 @@ class WeightSource(ABC):
         self.held: RankWeights = rank_weights(config, topology, vocab_size, dtype.itemsize)
         self.units = {unit.key: unit for unit in self.held.units}
         self._prefix = f"{transformer_name(config)}.layers."
-        self.record: RoutingRecord | None = None  # receives the experts that tokens choose
+        self.record: RoutingWriter | None = None  # receives the experts that tokens choose
         self.small: Named = {}  # norms, biases, routers and position tables, by logical name; always in memory
 
     @property
