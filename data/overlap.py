@@ -169,8 +169,7 @@ def _found(sources: Sequence[Source], wanted: set[tuple[int, int]], cache: Path,
     with ThreadPoolExecutor(MAX_THREADS) as threads:
 
         def groups_by(key: Callable[[_Entry], Hashable], some: Iterable[_Entry]) -> Iterator[list[_Entry]]:
-            """Group the entries `some` by their values of `key`, and return the groups that contain entries of several
-            sources."""
+            """Group the entries `some` by their values of `key`; return the groups with entries of several sources."""
             some = list(some)
             groups: dict[Hashable, list[_Entry]] = defaultdict(list)
             for found, entry in zip(threads.map(key, some), some):

@@ -52,8 +52,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's coordinates in the parallel layout: its position in each kind of parallelism, and the process
-    groups."""
+    """This rank's coordinates in the layout: its position in each kind of parallelism, and the process groups."""
 
     rank: int  # in the job
     world_size: int  # ranks of the job

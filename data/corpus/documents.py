@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """A span of the corpus file `path`: bytes [start, end), or row groups [start, end) of a Parquet file. `shown`: the
-    file's name in messages."""
+    """A span of the corpus file `path`: bytes [start, end), or row groups [start, end) of a Parquet file."""
 
     path: str
-    shown: str
+    shown: str  # the file's name in messages
     name: str
     format: str
     start: int
@@ -24,13 +23,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a segment of a large document. `begins`: it is the first segment; `ends`: it is the last
-    segment."""
+    """A document, or a segment of a large document."""
 
     name: str
     text: str
-    begins: bool = True
-    ends: bool = True
+    begins: bool = True  # whether it is the first segment
+    ends: bool = True  # whether it is the last segment
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,7 @@ def parse_validation(corpora: dict[str, Any]) -> dict[str, list[Source]]:
 
 @contextlib.contextmanager
 def naming_validation(name: str) -> Iterator[None]:
-    """Context manager that replaces `data.corpus`, in the message of a ConfigError, with the key of the validation
-    corpus `name`."""
+    """Within this context, replace `data.corpus` in a ConfigError by the key of the validation corpus `name`."""
     try:
         yield
     except ConfigError as error:

@@ -64,8 +64,7 @@ class PreparedData:
         self.notes += [f"data.validation_corpora.{name}: {note}" for note in corpus.notes]
 
     def add_identity(self, source: Source, documents: int, splits: dict[str, Any], **facts: Any) -> None:
-        """Add the description of a source to `identity`. splits: its entries `train` and `valid`. facts: its other
-        entries."""
+        """Add the description of a source to `identity`. splits: entries `train` and `valid`. facts: other entries."""
         python = platform.python_version() if any(file.format == "stdlib" for file in source.files) else None
         names = {"name": source.given, "weight": source.weight, "documents": documents}
         others = {"files": None, "python": python, "text": None, "documents_in_text": None, **facts}

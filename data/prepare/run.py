@@ -1,5 +1,4 @@
-"""Preparation of a configuration's data: the tokenizer and the token files of all sources are created, or found
-finished."""
+"""Preparation of a configuration's data: tokenizer and token files of all sources are created, or found finished."""
 
 from __future__ import annotations
 

@@ -166,8 +166,7 @@ def add_megatron(prepared: PreparedData, source: Source, job: Preparation) -> No
 
 
 def token_files(source: Source, tokens: IndexedTokens, fraction: float) -> dict[str, TokenFile]:
-    """Divide a user's token file into training and validation documents. Returns a TokenFile for each of the two, by
-    split."""
+    """Divide a user's token file into training and validation documents. Returns a TokenFile for each, by split."""
     assert source.megatron
     index = (tokens.sequence_starts, np.asarray(tokens.sequence_lengths), np.asarray(tokens.document_bounds))
     *index_of_split, held_out = split_index(*index, fraction)

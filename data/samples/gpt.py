@@ -47,8 +47,7 @@ class _GPTFile:
         return self.starts[documents], np.cumsum(self.lengths[documents]), samples
 
     def window(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of a file's sample number `i`, int64 [sequence_length + 1], and the lengths of its
-        documents' segments."""
+        """Return the tokens of the file's sample `i`, int64 [sequence_length + 1], and the lengths of its segments."""
         epoch, position = divmod(i, self.num_samples)
         starts, ends, samples = self.epochs.get(epoch)
         begin = (int(samples[position]) if samples is not None else position) * self.sequence_length

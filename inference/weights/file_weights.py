@@ -60,8 +60,7 @@ class ReadingCounts:
         return 1.0 - min(1.0, self.bytes_read / self.bytes_used) if self.bytes_used else 1.0
 
     def line(self) -> str:
-        """Return a line with the tokens per second, the share of weights from memory, and the seconds spent waiting for
-        files."""
+        """Return a line with tokens per second, the share of weights from memory, and the seconds waited for files."""
         waited, found = self.seconds_waited + self.expert_seconds_waited, self.experts
         rate = self.tokens / max(time.perf_counter() - self.started, 1e-9)
         shown = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"

@@ -220,8 +220,7 @@ class ExpertCompute:
 
 
 def _rest(preactivation: torch.Tensor | None, slab: SlabInputs) -> torch.Tensor | None:
-    """Return a chunk's preactivations without the rows before those of a slab (stacked experts); None without
-    preactivations."""
+    """Return a chunk's preactivations from the rows of a slab (stacked experts) on; None without preactivations."""
     return None if preactivation is None else preactivation[slab.span.start :]
 
 

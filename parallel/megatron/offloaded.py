@@ -57,8 +57,7 @@ class ExternalShardedOptimizer(DistributedOptimizer):
 
 
 class ExternalWholeOptimizer(Float16OptimizerWithFloat16Params):
-    """An optimizer in Megatron's chain for owned parameters: it has parameter groups and gradients, but no fp32
-    copies."""
+    """An optimizer in Megatron's chain for owned parameters, with parameter groups and gradients but no fp32 copies."""
 
     def __init__(self, optimizer: Any, config: Any, *rest: Any):
         scaler = rest[0] if len(rest) > 1 else None  # (scaler, init) or (init,), as in the two replaced classes

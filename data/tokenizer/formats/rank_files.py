@@ -1,5 +1,4 @@
-"""Readers of vocabularies of bytes with ranks: tiktoken's files (lines of base64 and rank) and Mistral's
-`tekken.json`."""
+"""Readers of vocabularies of ranked bytes: tiktoken's files (lines of base64 and rank) and Mistral's `tekken.json`."""
 
 from __future__ import annotations
 
