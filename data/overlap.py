@@ -264,7 +264,7 @@ def check_terms(terms: Sequence[Texts], cache: Path) -> list[str]:
         "Remove the documents from one of the two, or combine both in a list without weights, which puts equal "
         "documents into the same split"
     )
-    notes = []
+    notes = list[str]()
     for one, other in itertools.permutations(terms, 2):
         subject = f"data.corpus: {{}} documents that {one.given} holds out for validation"
         notes += _check_pair(subject, one, "valid", other, advice, cache)

@@ -127,7 +127,7 @@ def rank_weights(config: Config, topology: Topology, vocab_size: int, itemsize: 
             elif name == OUTPUT:
                 output = local
             elif not layer or len(local.shape) < 2 or rest.startswith("mlp.router."):
-                small.append(local)  # outside the layers: embeddings, BERT's head
+                small.append(local)  # outside the layers are embeddings and BERT's head
             else:
                 kind = ATTENTION if rest.startswith("self_attention.") else FEED_FORWARD
                 found.setdefault(layer_key(int(layer), kind), []).append(local)
