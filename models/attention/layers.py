@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from models.attention.sequence_rows import MicroBatchRows, ShardedSlices
-from models.attention.slice_attention import LatentShape, SlicePlan, attend, attend_latents
+from models.attention.slice_attention import SlicePlan, attend, attend_latents
 from models.pointwise.rotary import rotate, split_and_rotate
 
 
@@ -188,11 +188,10 @@ class LatentAttention(MLASelfAttention):
         plain, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
         query = torch.cat([plain, self._rotated(turned, packed_seq_params)], dim=-1)
         latents = torch.cat([latent.unsqueeze(2), self._rotated(rotary.unsqueeze(2), packed_seq_params)], dim=-1)
-        weight = self.linear_kv_up_proj(None)
-        shape, plan = LatentShape(config.kv_lora_rank, config.qk_head_dim), packed_seq_params.plan(core.window)
+        weight, plan = self.linear_kv_up_proj(None), packed_seq_params.plan(core.window)
 
         def attend_all(query: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-            return attend_latents(query, latents, weight, shape, plan, core.softmax_scale).flatten(2)
+            return attend_latents(query, latents, weight, plan, core.softmax_scale).flatten(2)
 
         if self.checkpoint_core_attention and self.training:
             return self.linear_proj(tensor_parallel.checkpoint(attend_all, False, query, latents))

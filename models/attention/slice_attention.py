@@ -491,63 +491,48 @@ def add_gradients(
 # -- latent attention -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LatentShape:
-    """Numbers of channels in latent attention: of a latent, and of a key without its rotary channels (`plain`)."""
-
-    latent: int
-    plain: int
-
-
 def attend_latents(
-    query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, shape: LatentShape, plan: SlicePlan, scale: float
+    query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, plan: SlicePlan, scale: float
 ) -> torch.Tensor:
     """Compute latent attention slice by slice for query `[s, 1, n, d + p]`, latents with rotated rotary keys
     `[s, 1, 1, l + p]` and the weight that expands latents `[n * (d + v), l]`. Returns `[s, 1, n, v]`."""
     if plan.heads is None:
-        return _SlicedLatents.apply(query, latents, weight, slice(None), shape, plan, scale)  # type: ignore[no-any-return]
-    weight_rows = len(weight) // plan.heads.size
-    own = slice(plan.heads.rank * weight_rows, (plan.heads.rank + 1) * weight_rows)
+        return _SlicedLatents.apply(query, latents, weight, plan, scale)  # type: ignore[no-any-return]
     query, latents, _ = plan.heads.to_heads(query, latents, latents[..., :0])
-    return plan.heads.to_rows(_SlicedLatents.apply(query, latents, weight, own, shape, plan, scale))
+    return plan.heads.to_rows(_SlicedLatents.apply(query, latents, weight, plan, scale))
 
 
 def _expanded(
-    latents: torch.Tensor, weight: torch.Tensor, num_heads: int, shape: LatentShape
+    latents: torch.Tensor, weight: torch.Tensor, num_heads: int, plain: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expand latents `[m, 1, 1, l + p]` to keys `[m, 1, n, d + p]` and values `[m, 1, n, v]`, with this rank's rows of
-    the weight."""
-    latent, rotary = latents.split([shape.latent, latents.size(-1) - shape.latent], dim=-1)
+    the weight. `plain`: d."""
+    latent, rotary = latents.split([weight.size(1), latents.size(-1) - weight.size(1)], dim=-1)
     both = torch.nn.functional.linear(latent.squeeze(2), weight).unflatten(-1, (num_heads, -1))
-    key, value = both.split([shape.plain, both.size(-1) - shape.plain], dim=-1)
+    key, value = both.split([plain, both.size(-1) - plain], dim=-1)
     return torch.cat([key, rotary.expand(-1, -1, num_heads, -1)], dim=-1), value
 
 
 class _SlicedLatents(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        latents: torch.Tensor,
-        weight: torch.Tensor,
-        own: slice,
-        shape: LatentShape,
-        plan: SlicePlan,
-        scale: float,
+        ctx: Any, query: torch.Tensor, latents: torch.Tensor, weight: torch.Tensor, plan: SlicePlan, scale: float
     ) -> torch.Tensor:
+        own = slice(None) if plan.heads is None else plan.heads.heads_of_ranks(len(weight))[plan.heads.rank]
         heads, own_weight = query.size(2), weight[own]
-        width = len(own_weight) // heads - shape.plain
+        plain = query.size(-1) - latents.size(-1) + weight.size(1)
+        width = len(own_weight) // heads - plain
         ctx.calls = plan.calls(query, width)
         merged, ctx.seeds = MergedOutput(plan.queries, query, width), []
         ends, empty = not any(ctx.needs_input_grad), latents[..., :0]
         for i, (round_latents, _) in keys_of_rounds(plan, plan.order, latents, empty, ends):
-            keys = (
-                _expanded(round_latents, own_weight, heads, shape) if ctx.calls[i] else (round_latents, round_latents)
-            )
+            keys = round_latents, round_latents
+            if ctx.calls[i]:
+                keys = _expanded(round_latents, own_weight, heads, plain)
             ctx.seeds.append(merged.add_all(ctx.calls[i], (query, *keys), scale))
         output, sums = merged.output.to(query.dtype), merged.sums
         ctx.save_for_backward(query, latents, weight, output, sums)
-        ctx.own, ctx.shape, ctx.plan, ctx.scale = own, shape, plan, scale
+        ctx.own, ctx.plain, ctx.plan, ctx.scale = own, plain, plan, scale
         return output
 
     @staticmethod
@@ -562,7 +547,7 @@ class _SlicedLatents(torch.autograd.Function):
             each = plan.rounds[i]
             round_latents = round_latents.detach().requires_grad_()
             with torch.enable_grad():
-                keys = _expanded(round_latents, own_weight, query.size(2), ctx.shape)
+                keys = _expanded(round_latents, own_weight, query.size(2), ctx.plain)
             inputs = query, *(key.detach() for key in keys)
             found = [AccumulatedGradient(key, each.keys) for key in inputs[1:]]
             sides = of_query, *found
@@ -574,4 +559,4 @@ class _SlicedLatents(torch.autograd.Function):
                 rows_grad, empty = rows_grad.float(), empty.float()
             returning.send(each, rows_grad, empty, query.dtype)
         of_latents, _ = returning.collect()
-        return of_query.grad.to(query.dtype), of_latents.to(latents.dtype), of_weight.for_autograd(), *[None] * 4
+        return of_query.grad.to(query.dtype), of_latents.to(latents.dtype), of_weight.for_autograd(), None, None
