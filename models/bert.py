@@ -25,17 +25,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.rotary import switches_at
 from configs.schema import Config
-from models.attention.layers import takes_rows
-from models.attention.sequence_rows import (
-    SLICES,
-    MicroBatchRows,
-    RowSlices,
-    is_sharded,
-    padding_slices,
-    position_ids,
-    sequence_parallel_group,
-    with_slices,
-)
+from models.attention.layers import row_settings, takes_rows
+from models.attention.sequence_rows import SLICES, RowSlices, is_sharded, padding_slices, position_ids, with_slices
 from models.blueprint.ends import NUM_TOKEN_TYPES
 from models.gpt import POSITION_EMBEDDINGS
 from models.loss.token_loss import Targets, targets_of
@@ -174,20 +165,13 @@ class Bert(LanguageModule):
         """Prepare a pass through this stage's layers: return their input, their other arguments, and a function that
         turns their output into losses or logits."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
-        if self.pre_process:
-            numbers = position_ids(tokens) if share is None else share.positions
-            hidden = self.embedding(input_ids=tokens, position_ids=numbers, tokentype_ids=types)
         positions = None if share is None else share.positions
-        micro_batch_rows = MicroBatchRows(
-            tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
-        )
-        settings = {
-            # Megatron-core's convention: True = masked. Only keys are masked: the outputs of padding positions reach no
-            # loss.
-            "attention_mask": ~padding_mask[:, None, None, :],
-            "rotary_pos_emb": micro_batch_rows.angles,
-            "packed_seq_params": micro_batch_rows if self.passes_rows else None,
-        }
+        if self.pre_process:
+            numbers = position_ids(tokens) if positions is None else positions
+            hidden = self.embedding(input_ids=tokens, position_ids=numbers, tokentype_ids=types)
+        # Megatron-core's convention: True = masked. Only keys are masked: the outputs of padding positions reach no
+        # loss.
+        settings = {"attention_mask": ~padding_mask[:, None, None, :], **row_settings(self, tokens, slices, positions)}
         return StartedPass(hidden, settings, partial(self._end, targets, share))
 
     def _end(self, targets: Targets | None, share: BertShare | None, hidden: torch.Tensor) -> Output:

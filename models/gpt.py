@@ -16,17 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs.rotary import switches_at
 from configs.schema import Config
-from models.attention.layers import takes_rows
-from models.attention.sequence_rows import (
-    SLICES,
-    MicroBatchRows,
-    RowSlices,
-    document_slices,
-    is_sharded,
-    position_ids,
-    sequence_parallel_group,
-    with_slices,
-)
+from models.attention.layers import row_settings, takes_rows
+from models.attention.sequence_rows import SLICES, RowSlices, document_slices, is_sharded, position_ids, with_slices
 from models.loss.output_layer import LossOutput
 from models.loss.token_loss import Targets, targets_of
 from models.pointwise.rotary import Rotary
@@ -82,19 +73,11 @@ class Gpt(GPTModel):
     ) -> StartedPass:
         """Prepare a pass through this stage's layers: return their input, their other arguments, and a function that
         turns their output into losses or logits."""
-        micro_batch_rows = MicroBatchRows(
-            tokens, self.rotary, slices, positions, sequence_parallel_group(self.config, self.pg_collection)
-        )
         hidden = None  # a later stage: the decoder holds what the previous one sent
         if self.pre_process:
             numbers = position_ids(tokens) if positions is None else positions
             hidden = self.embedding(input_ids=tokens, position_ids=numbers)
-        settings = {
-            "attention_mask": None,
-            # latent attention takes them from the rows
-            "rotary_pos_emb": None if self.config.multi_latent_attention else micro_batch_rows.angles,
-            "packed_seq_params": micro_batch_rows if self.passes_rows else None,
-        }
+        settings = {"attention_mask": None, **row_settings(self, tokens, slices, positions)}
         return StartedPass(hidden, settings, partial(self._end, targets))
 
     def _end(self, targets: Targets | None, hidden: torch.Tensor) -> torch.Tensor | LossOutput:

@@ -30,7 +30,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from models.attention.sequence_rows import MicroBatchRows, ShardedSlices
+from models.attention.sequence_rows import MicroBatchRows, RowSlices, ShardedSlices
 from models.attention.slice_attention import SlicePlan, attend, attend_latents
 from models.pointwise.rotary import rotate, split_and_rotate
 
@@ -322,3 +322,17 @@ def takes_rows(chunk: torch.nn.Module) -> bool:
     `packed_seq_params`. Megatron-core's layers with TransformerEngine take only packed sequences there."""
     ours = RotarySelfAttention, LatentAttention, ScaledDotProductAttention
     return any(isinstance(module, ours) for module in chunk.modules())
+
+
+def row_settings(
+    chunk: Any, tokens: torch.Tensor, slices: RowSlices | None, positions: torch.Tensor | None
+) -> dict[str, Any]:
+    """Return the arguments by which the layers of a model chunk get the rows of a micro-batch. `tokens`, `slices`,
+    `positions`: as in MicroBatchRows."""
+    group = chunk.pg_collection.tp if chunk.config.sequence_parallel else None
+    micro_batch_rows = MicroBatchRows(tokens, chunk.rotary, slices, positions, group)
+    return {
+        # latent attention takes them from the rows
+        "rotary_pos_emb": None if chunk.config.multi_latent_attention else micro_batch_rows.angles,
+        "packed_seq_params": micro_batch_rows if chunk.passes_rows else None,
+    }

@@ -14,8 +14,6 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from configs import derived
 from configs.schema import Config
@@ -257,8 +255,3 @@ class MicroBatchRows:
         if self.slices is not None and self.slices.is_long is not None:
             index = index + to_device(self.slices.is_long, self._device) * self._length
         return index.t()
-
-
-def sequence_parallel_group(config: TransformerConfig, groups: ProcessGroupCollection) -> dist.ProcessGroup | None:
-    """Return the tensor-parallel group if sequence parallelism splits the rows over its ranks, else None."""
-    return groups.tp if config.sequence_parallel else None
