@@ -159,12 +159,10 @@ class PairSplit(NamedTuple):
     end: int
 
 
-def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool:
+def rebalance_pair(ledger: ShardLedger, one: int, other: int) -> bool:
     """Redistribute the row spans of two ranks if that reduces their work above the limit, or the key rows that they
-    receive. Returns whether it did.
-
-    At most `most` groups of spans may move. Both ranks keep their number of rows.
-    """
+    receive. Returns whether it did. Both ranks keep their number of rows."""
+    most = MOST_FREE if len(ledger.missing) <= FEW_RANKS else MOST_FREE - 2
     units, kept = _units(ledger, one, other, most)
     if not units:
         return False
@@ -180,12 +178,8 @@ def rebalance_pair(ledger: ShardLedger, one: int, other: int, most: int) -> bool
     for number, unit in enumerate(units):
         if number == choice.cut:
             (span,) = unit.spans
-            end = span.begin + span.num_rows
-            for owner, begin, last in (
-                (1, span.begin, choice.begin),
-                (0, choice.begin, choice.end),
-                (1, choice.end, end),
-            ):
+            rows = (span.begin, choice.begin, choice.end, span.begin + span.num_rows)
+            for owner, begin, last in zip((1, 0, 1), rows, rows[1:]):
                 if begin < last:
                     found[owner].append(ledger.span(span.segment, begin, last))
         else:
@@ -255,9 +249,8 @@ def _units(
             whose = dict(found)
             groups = [((span,), whose.get(span, 2)) for span in spans]
         for group, owner in groups:
-            units.append(
-                SpanGroup(sum(span.num_rows for span in group), sum(span.work for span in group), group, owner)
-            )
+            num_rows, work = sum(span.num_rows for span in group), sum(span.work for span in group)
+            units.append(SpanGroup(num_rows, work, group, owner))
     units.sort(key=lambda unit: (unit.owner < 2, -unit.num_rows, unit.spans))
     kept: tuple[list[SpanGroup], list[SpanGroup]] = ([], [])
     if units[most:] and units[most].owner == 2:
@@ -373,12 +366,12 @@ def _candidates(
     """Yield candidates for a swap: the spans of `own` that a rank gives and the spans of `found` that it takes, with
     `surplus` more rows given than taken. One span for one comes first, then two for one, then one for two."""
     most = 8  # spans of equal length that are tried
-    for span in (None, *own):
-        wanted = (span.num_rows if span else 0) - surplus
-        given = (span,) if span else ()
+    choices: list[tuple[tuple[RowSpan, ...], int]] = [
+        ((), -surplus),
+        *(((span,), span.num_rows - surplus) for span in own),
+    ]
+    for given, wanted in choices:
         if wanted == 0:
-            for other in found.get(0, ()) or ():
-                yield given, (other,)
             yield given, ()
         for one in found.get(wanted, ())[:most]:
             yield given, (one,)
@@ -388,9 +381,7 @@ def _candidates(
                 yield (first, second), (one,)
     lengths = sorted(found)
     tried = 0
-    for span in (None, *own):
-        wanted = (span.num_rows if span else 0) - surplus
-        given = (span,) if span else ()
+    for given, wanted in choices:
         for num_rows in lengths[: bisect_left(lengths, (wanted + 1) // 2)]:
             tried += 1
             if tried > MOST_TRIED // 16:
@@ -518,7 +509,6 @@ def balance_work(ledger: ShardLedger) -> None:
     """Reduce the work of ranks above the limit: first redistribute spans between pairs of ranks; after MOST_LEVELLED
     pairs, or if that does not help, trade rows between ranks."""
     cp_size = len(ledger.missing)
-    most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0
     if cp_size == 2 and max(ledger.work) > ledger.limit:
         _repartition(ledger, 0, 1)
@@ -538,7 +528,7 @@ def balance_work(ledger: ShardLedger) -> None:
             sharing = [each for each in others if any(span.segment in segments for span in ledger.spans[each])]
             for other in dict.fromkeys((*sharing[:2], *others[:2])):
                 tried += 1
-                if found := rebalance_pair(ledger, cp_rank, other, most):
+                if found := rebalance_pair(ledger, cp_rank, other):
                     break
         if found or any(_trade_rows(ledger, cp_rank, other) for other in others[:4]):
             stuck.clear()
@@ -551,17 +541,11 @@ def _trade_rows(ledger: ShardLedger, most: int, least: int) -> bool:
     Trades as few rows as bring `most` down to the limit, or both ranks to equal work. Returns whether rows were
     traded."""
 
-    def ends(cp_rank: int) -> list[tuple[int, int, RowSpan]]:
-        return [
-            (
-                ledger.work_of(span.segment, span.begin + span.num_rows - 1, span.begin + span.num_rows),
-                ledger.work_of(span.segment, span.begin, span.begin + 1),
-                span,
-            )
-            for span in ledger.held(cp_rank)
-        ]
+    def first_and_last(span: RowSpan) -> list[int]:
+        return [ledger.work_of(span.segment, row, row + 1) for row in (span.begin, span.begin + span.num_rows - 1)]
 
-    long, short = max(ends(most))[2], min((first, span) for _, first, span in ends(least))[1]
+    long = max(ledger.held(most), key=lambda span: (*first_and_last(span)[::-1], span))
+    short = min(ledger.held(least), key=lambda span: (first_and_last(span)[0], span))
     end = long.begin + long.num_rows
     wanted = min(ledger.work[most] - ledger.limit, (ledger.work[most] - ledger.work[least]) // 2)
 
@@ -596,7 +580,6 @@ def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
     """Redistribute spans between pairs of ranks so that fewer rows are exchanged. With more than FEW_RANKS ranks, only
     a few pairs are tried if at most `enough` rows are exchanged already."""
     cp_size = len(ledger.missing)
-    most = MOST_FREE if cp_size <= FEW_RANKS else MOST_FREE - 2
     tried = 0
     costs = [exchange_cost(ledger, cp_rank) for cp_rank in range(cp_size)]
     held = sum(len(spans) for spans in (*ledger.spans, *ledger.fixed))
@@ -616,7 +599,7 @@ def reduce_exchange(ledger: ShardLedger, enough: int) -> None:
         for one, other in pairs:
             tried += 1
             done.add((min(one, other), max(one, other)))
-            if rebalance_pair(ledger, one, other, most):
+            if rebalance_pair(ledger, one, other):
                 costs[one], costs[other] = exchange_cost(ledger, one), exchange_cost(ledger, other)
                 done = {pair for pair in done if one not in pair and other not in pair}
                 done.add((min(one, other), max(one, other)))
