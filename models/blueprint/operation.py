@@ -220,16 +220,7 @@ def hidden(config: Config, name: str) -> Tensor:
 
 
 def column_linear(
-    config: Config,
-    name: str,
-    x: str,
-    output: str,
-    sizes: tuple[int, int],
-    *,
-    bias: bool = False,
-    gated: bool = False,
-    weights: tuple[Weight, ...] | None = None,
-    frees: tuple[str, ...] = (),
+    config: Config, name: str, x: str, output: str, sizes: tuple[int, int], *, bias: bool = False, gated: bool = False
 ) -> ModelOperation:
     """Return the operation of a linear layer with `sizes` (inputs, outputs) and outputs split over the tensor ranks.
     With sequence parallelism, it gathers its input first."""
@@ -243,19 +234,10 @@ def column_linear(
             Collective("reduce_scatter", TENSOR, whole, is_backward=True),
         )
     splits = (Split(0, TENSOR),)
-    own = [Weight(f"{name}.weight", (features, width), "matrix", splits, gated)]
-    own += [Weight(f"{name}.bias", (features,), "bias", splits, gated)] if bias else []
-    return ModelOperation(
-        "column_linear",
-        name,
-        (x,),
-        (Tensor(output, features, TOKENS, TENSOR),),
-        saved=(x,),
-        frees=frees,
-        weights=tuple(own) if weights is None else weights,
-        flops=2.0 * width * features,
-        collectives=collectives,
-    )
+    weights = [Weight(f"{name}.weight", (features, width), "matrix", splits, gated)]
+    weights += [Weight(f"{name}.bias", (features,), "bias", splits, gated)] if bias else []
+    linear = ModelOperation("column_linear", name, (x,), (Tensor(output, features, TOKENS, TENSOR),), saved=(x,))
+    return replace(linear, weights=tuple(weights), flops=2.0 * width * features, collectives=collectives)
 
 
 def row_linear(
