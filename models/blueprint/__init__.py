@@ -47,16 +47,13 @@ __all__ = [
 ]
 
 # The order in which Megatron-core creates its modules. Post-norm layers have their norms elsewhere: models/specs.py.
+ATTENTION_ORDER = (
+    "linear_proj linear_qkv linear_q_proj linear_q_down_proj linear_q_up_proj linear_kv_down_proj linear_kv_up_proj "
+    "q_layernorm kv_layernorm k_layernorm"
+)
 LAYER_ORDER = (
     "input_layernorm",
-    *(
-        f"self_attention.{name}"
-        for name in ("linear_proj", "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj")
-    ),
-    *(
-        f"self_attention.{name}"
-        for name in ("linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm", "k_layernorm")
-    ),
+    *(f"self_attention.{name}" for name in ATTENTION_ORDER.split()),
     "pre_cross_attn_layernorm",
     "pre_mlp_layernorm",
     "mlp",
@@ -116,11 +113,9 @@ def layer(config: Config, is_moe: bool) -> Block:
     a norm."""
     build = _pre_norm if config.model.norm_position == "pre" else _post_norm
     operations = build(config, is_moe)
-    return block(
-        "",
-        [recomputed("layer", (INPUT,), operations)] if config.training.recompute == "full" else operations,
-        LAYER_ORDER,
-    )
+    if config.training.recompute == "full":
+        operations = [recomputed("layer", (INPUT,), operations)]
+    return block("", operations, LAYER_ORDER)
 
 
 def _pre_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
@@ -141,17 +136,11 @@ def _pre_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
 def _post_norm(config: Config, is_moe: bool) -> list[ModelOperation]:
     size = config.model.hidden_size
     fed = (experts if is_moe else feed_forward)(config, "middle", "fed")
+    frees = ("attended", "attention.sum")
     return [
         *attention(config, INPUT, "attended"),
         *residual_sum(config, "attended", INPUT, "attention.sum", biased=True),
-        norm(
-            config,
-            "pre_cross_attn_layernorm",
-            "attention.sum",
-            hidden(config, "middle"),
-            size,
-            frees=("attended", "attention.sum"),
-        ),
+        norm(config, "pre_cross_attn_layernorm", "attention.sum", hidden(config, "middle"), size, frees=frees),
         *fed,
         *residual_sum(config, "fed", "middle", "mlp.sum", biased=not is_moe),
         norm(config, "mlp_bda.norm", "mlp.sum", hidden(config, "output"), size, frees=("fed", "mlp.sum", "middle")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from configs import derived
@@ -65,14 +66,11 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     rotates = model.position_embedding == "rope" and not model.qk_norm
     if not rotates and 1 < groups // config.parallel.tensor < heads // config.parallel.tensor:
         # The heads of a group are not equally spaced in memory, so they are copied.
-        query = then(
-            query, [ModelOperation("reshape", MODULE, (query.name,), (_heads("query.together", query.width),))]
-        )
+        together = _heads("query.together", query.width)
+        query = then(query, [ModelOperation("reshape", MODULE, (query.name,), (together,))])
     if model.qk_norm:
-        query, key = (
-            then(query, _head_norm(config, "q_layernorm", query, heads)),
-            then(key, _head_norm(config, "k_layernorm", key, groups)),
-        )
+        query = then(query, _head_norm(config, "q_layernorm", query, heads))
+        key = then(key, _head_norm(config, "k_layernorm", key, groups))
     if rotates:
         # One function rotates and copies them all, so that no view keeps the output of linear_qkv in memory.
         channels = int(head * model.rotary_fraction)
@@ -84,15 +82,10 @@ def _grouped(config: Config, x: str, output: str) -> list[ModelOperation]:
     elif model.position_embedding == "rope":
         channels = int(head * model.rotary_fraction)
         query, key = then(query, [_rotated(query, channels)]), then(key, [_rotated(key, channels)])
-    operations += _core(config, query, key, value, (head, head))
+    operations += _core(config, (query, key, value), (head, head))
+    frees = ("context", *sorted(held))
     return operations + row_linear(
-        config,
-        f"{MODULE}.linear_proj",
-        "context",
-        output,
-        heads * head,
-        bias=model.linear_bias,
-        frees=("context", *sorted(held)),
+        config, f"{MODULE}.linear_proj", "context", output, heads * head, bias=model.linear_bias, frees=frees
     )
 
 
@@ -173,7 +166,7 @@ def _expanded_latents(
         joined,
         ModelOperation("concatenate", MODULE, (key_turn.output.name,), (key,), passes=(plain_key.name,)),
         changed_copy(MODULE, value_part.name, value, frees=done),
-        *_core(config, query, key, value, (head + rotating, value_dim)),
+        *_core(config, (query, key, value), (head + rotating, value_dim)),
     ]
 
 
@@ -197,13 +190,9 @@ def _shared_latents(config: Config, query: Tensor, key_turn: ModelOperation) -> 
         "concatenate", MODULE, (normed, key_turn.output.name), (latents,), frees=tuple(frees), collectives=collectives
     )
     operations += [key_turn, joined]
-    weight = Weight(
-        f"{MODULE}.linear_kv_up_proj.weight",
-        (heads * (head + model.value_head_dim), rank),
-        "matrix",
-        (Split(0, TENSOR),),
-    )
-    return operations + _core(config, query, latents, None, (head + rotating, model.value_head_dim), weight)
+    shape = heads * (head + model.value_head_dim), rank
+    weight = Weight(f"{MODULE}.linear_kv_up_proj.weight", shape, "matrix", (Split(0, TENSOR),))
+    return operations + _core(config, (query, latents), (head + rotating, model.value_head_dim), weight)
 
 
 def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[ModelOperation]:
@@ -231,31 +220,26 @@ def _narrow(config: Config, name: str, x: str, output: str, width: int) -> list[
 
 
 def _core(
-    config: Config,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    channels: tuple[int, int],
-    expansion: Weight | None = None,
+    config: Config, own: Sequence[Tensor], channels: tuple[int, int], expansion: Weight | None = None
 ) -> list[ModelOperation]:
     """Return the operations of core attention (scores, softmax, weighted sum), with FLOPs for all query-key pairs,
     masked or not. Context-parallel ranks exchange heads for sequence rows before it, and back after it. Keys and values
     are sent in rounds.
 
-    `channels`: of a key head and of a value head. `expansion`: weight that expands latents, which are then in `key`.
+    `own`: query, key and value; or query and latents, with the weight that expands these (`expansion`). `channels`: of
+    a key head and of a value head.
     """
     heads, ranks = config.model.num_attention_heads, config.parallel.tensor * context_heads(config)
-    own = [query, key] if value is None else [query, key, value]
-    given, exchanges, inputs = own, context_heads(config) > 1, tuple(tensor.name for tensor in own)
+    given, exchanges, inputs = list(own), context_heads(config) > 1, tuple(tensor.name for tensor in own)
     output = _heads("context", heads * channels[1])
     operations, attended = list[ModelOperation](), output
-    widths, axis = [key.width], None  # one latent for all heads
+    widths, axis = [own[1].width], None  # one latent for all heads
     if expansion is None:
         # With fewer key heads than ranks, several ranks hold the same head.
-        key_heads = max(key.width // channels[0], ranks)
+        key_heads = max(own[1].width // channels[0], ranks)
         widths, axis = [key_heads * size for size in channels], HEADS
     if exchanges:
-        given = [_exchanged(query.name, query.width)]
+        given = [_exchanged(own[0].name, own[0].width)]
         given += [_exchanged(tensor.name, width, axis) for tensor, width in zip(own[1:], widths, strict=True)]
         attended = _exchanged("context", output.width)
         collectives = _both_directions("all_to_all", *given)
@@ -268,25 +252,13 @@ def _core(
     row = Tensor("key_value", sum(widths), SCALAR, axis)
     # In the backward pass, keys and values are sent again, and their gradients are sent back.
     rounds = (*_both_directions("rounds", row), Collective("rounds", CONTEXT, row, is_backward=True))
-    operations.append(
-        ModelOperation(
-            "attention" if expansion is None else "latent_attention",
-            f"{MODULE}.core_attention",
-            names,
-            (attended,),
-            saved=(*names, attended.name),
-            flops=2.0 * heads * sum(channels) * config.model.sequence_length,
-            collectives=rounds if num_cp_ranks(config) > 1 else (),
-        )
-    )
+    kind, held = "attention" if expansion is None else "latent_attention", (*names, attended.name)
+    core = ModelOperation(kind, f"{MODULE}.core_attention", names, (attended,), saved=held)
+    flops = 2.0 * heads * sum(channels) * config.model.sequence_length
+    operations.append(replace(core, flops=flops, collectives=rounds if num_cp_ranks(config) > 1 else ()))
     if exchanges:
-        collectives = _both_directions("all_to_all", attended)
-        frees = (*names, attended.name)
-        operations.append(
-            ModelOperation(
-                "exchange", f"{MODULE}.heads", (attended.name,), (output,), frees=frees, collectives=collectives
-            )
-        )
+        back = ModelOperation("exchange", f"{MODULE}.heads", (attended.name,), (output,), frees=held)
+        operations.append(replace(back, collectives=_both_directions("all_to_all", attended)))
     if config.training.recompute == "selective":
         return [recomputed(f"{MODULE}.core_attention", inputs, operations)]
     return operations
@@ -312,18 +284,11 @@ def _head_norm(config: Config, module: str, x: Tensor, heads: int) -> list[Model
     output = _heads(f"{x.name}.normed", x.width)
     if config.model.qk_norm_over == "head":
         return [norm(config, name, x.name, output, head)]
+    width, channels = heads * head, heads * head // config.parallel.tensor
     together = _heads(f"{x.name}.flat", x.width)  # the heads are not adjacent: those of other tensors are between them
     return [
         ModelOperation("reshape", name, (x.name,), (together,)),
-        norm(
-            config,
-            name,
-            together.name,
-            output,
-            heads * head,
-            channels=heads * head // config.parallel.tensor,
-            frees=(together.name,),
-        ),
+        norm(config, name, together.name, output, width, channels=channels, frees=(together.name,)),
     ]
 
 

@@ -110,18 +110,11 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
     sums = Tensor("softmax", 3, whole.row_kind, dtype=FLOAT32)  # per token: largest logit, sum, label's logit
     gathered = [Collective("all_gather", TENSOR, whole), Collective("reduce_scatter", TENSOR, whole)]
     exchanged = gathered if config.parallel.sequence else [Collective("all_reduce", TENSOR, whole)]
-    operations.append(
-        ModelOperation(
-            "token_loss",
-            "output_layer",
-            (last,),
-            (Tensor("loss", 1, dtype=FLOAT32),),
-            frees=tuple(done),  # the hidden states are held until the loss is computed
-            weights=tuple(weights),
-            flops=2.0 * size * vocab_size * derived.predicted_share(config),
-            collectives=(*exchanged, Collective("all_reduce", TENSOR, sums)),
-        )
-    )
+    collectives = (*exchanged, Collective("all_reduce", TENSOR, sums))
+    flops = 2.0 * size * vocab_size * derived.predicted_share(config)
+    # The hidden states are held until the loss is computed.
+    loss = ModelOperation("token_loss", "output_layer", (last,), (Tensor("loss", 1, dtype=FLOAT32),), frees=tuple(done))
+    operations.append(replace(loss, weights=tuple(weights), flops=flops, collectives=collectives))
     if sentences:
         total = Tensor("total_loss", 1, SCALAR, dtype=FLOAT32)
         operations.append(ModelOperation("sum", "loss", ("loss", "pooled"), (total,), frees=("loss",)))
@@ -167,24 +160,17 @@ def _language_model_head(config: Config, x: str) -> list[ModelOperation]:
 def _pooler(config: Config, x: str) -> list[ModelOperation]:
     """Return the operations of BERT's head for sentence pairs, which reads the first token of each sample."""
     size = config.model.hidden_size
-    weights = [
+    weights = (
         Weight("pooler.dense.weight", (size, size), "matrix"),
         Weight("pooler.dense.bias", (size,), "bias"),
         Weight("binary_head.weight", (2, size), "matrix"),
         Weight("binary_head.bias", (2,), "bias"),
-    ]
+    )
     gathered = (Collective("all_gather", TENSOR, Tensor(x, size)),) if config.parallel.sequence else ()
     pooled = Tensor("pooled", size, SAMPLES)
     flops = 2.0 * size * (size + 2) / config.model.sequence_length
     return [
         ModelOperation(
-            "pooler",
-            "pooler",
-            (x,),
-            (pooled,),
-            frees=("pooled",),
-            weights=tuple(weights),
-            flops=flops,
-            collectives=gathered,
+            "pooler", "pooler", (x,), (pooled,), frees=("pooled",), weights=weights, flops=flops, collectives=gathered
         )
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from configs import derived
 from configs.schema import Config
 from models.blueprint.operation import (
@@ -47,26 +49,19 @@ def _linears(config: Config, module: str, x: str, output: str, width: int, bias:
     operations = [column_linear(config, f"{module}.linear_fc1", x, preactivation.name, sizes, bias=bias, gated=gated)]
     last = preactivation.name
     if bias:
-        last = f"{last}.biased"
-        operations.append(
-            changed_copy(module, preactivation.name, Tensor(last, columns, TOKENS, TENSOR), frees=(preactivation.name,))
-        )
+        biased = Tensor(f"{last}.biased", columns, TOKENS, TENSOR)
+        operations.append(changed_copy(module, last, biased, frees=(last,)))
+        last = biased.name
     if gated and module != "mlp":  # a shared expert, whose activation Megatron-core computes in separate operations
         gate, up, factor, copied = (
             Tensor(f"{module}.{name}", width, TOKENS, TENSOR) for name in ("gate", "up", "silu", "up.copied")
         )
+        factors = factor.name, copied.name
         operations += [
             ModelOperation("split", module, (last,), (gate, up)),
             ModelOperation("activation", module, (gate.name,), (factor,), saved=(gate.name,)),
             changed_copy(module, up.name, copied),
-            ModelOperation(
-                "multiply",
-                module,
-                (factor.name, copied.name),
-                (active,),
-                saved=(factor.name, copied.name),
-                frees=(factor.name, copied.name, last),
-            ),
+            ModelOperation("multiply", module, factors, (active,), saved=factors, frees=(*factors, last)),
         ]
     else:
         operations.append(ModelOperation("activation", module, (last,), (active,), saved=(last,), frees=(last,)))
@@ -84,16 +79,10 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
     router += [Weight("mlp.router.bias", (moe.num_experts,), "bias")] if config.model.linear_bias else []
     router += [Weight("mlp.router.expert_bias", (moe.num_experts,), "router_bias")] if moe.expert_bias else []
     probs = Tensor("probs", moe.num_experts, own_row_kind(config), dtype=FLOAT32)
+    flops, exchange = 2.0 * moe.num_experts * size, _capacity_exchange(config)
     operations = [
         ModelOperation(
-            "router",
-            "mlp.router",
-            (x,),
-            (probs,),
-            saved=(x,),
-            weights=tuple(router),
-            flops=2.0 * moe.num_experts * size,
-            collectives=_capacity_exchange(config),
+            "router", "mlp.router", (x,), (probs,), saved=(x,), weights=tuple(router), flops=flops, collectives=exchange
         )
     ]
     source, name = x, output if moe.shared_expert_ffn_hidden_size is None else f"{output}.routed"
@@ -112,19 +101,10 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
         routed = hidden(config, name)
     kept = moe.top_k * derived.kept_share(config)  # assignments per token
     matrices = 3 if config.model.activation == "swiglu" else 2
-    operations.append(
-        ModelOperation(
-            "experts",
-            "mlp.experts",
-            (source, "probs"),
-            (routed,),
-            saved=(source,),
-            frees=("probs",),
-            weights=_expert_weights(config),
-            flops=2.0 * matrices * size * derived.expert_ffn_hidden_size(config) * kept,
-            collectives=(Collective("all_to_all", EXPERT, routed),),
-        )
-    )
+    flops = 2.0 * matrices * size * derived.expert_ffn_hidden_size(config) * kept
+    exchange = (Collective("all_to_all", EXPERT, routed),)
+    layer = ModelOperation("experts", "mlp.experts", (source, "probs"), (routed,), saved=(source,), frees=("probs",))
+    operations.append(replace(layer, weights=_expert_weights(config), flops=flops, collectives=exchange))
     if split > 1:
         operations.append(scatter("mlp.experts", routed, hidden(config, name), (source, routed.name), EXPERT_TENSOR))
     if moe.shared_expert_ffn_hidden_size is None:
@@ -160,9 +140,8 @@ def _expert_weights(config: Config) -> tuple[Weight, ...]:
     of_rank, outputs, inputs = Split(0, EXPERT), Split(1, EXPERT_TENSOR), Split(2, EXPERT_TENSOR)
     bias = config.model.linear_bias
     weights = [Weight("mlp.experts.linear_fc1.weight", (count, columns, size), "matrix", (of_rank, outputs), gated)]
-    weights += (
-        [Weight("mlp.experts.linear_fc1.bias", (count, columns), "bias", (of_rank, outputs), gated)] if bias else []
-    )
+    if bias:
+        weights += [Weight("mlp.experts.linear_fc1.bias", (count, columns), "bias", (of_rank, outputs), gated)]
     weights += [Weight("mlp.experts.linear_fc2.weight", (count, size, width), "output_matrix", (of_rank, inputs))]
     weights += [Weight("mlp.experts.linear_fc2.bias", (count, size), "bias", (of_rank,))] if bias else []
     return tuple(weights)

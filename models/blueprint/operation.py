@@ -266,17 +266,10 @@ def scatter(name: str, whole: Tensor, own: Tensor, frees: tuple[str, ...] = (), 
 
 
 def norm(
-    config: Config,
-    name: str,
-    x: str,
-    output: Tensor,
-    width: int,
-    *,
-    channels: int | None = None,
-    frees: tuple[str, ...] = (),
+    config: Config, name: str, x: str, output: Tensor, width: int, *, channels: int = 0, frees: tuple[str, ...] = ()
 ) -> ModelOperation:
     """Return the operation of the model's norm (LayerNorm or RMSNorm), with `width` weights, over rows of `channels`
-    numbers (None: `width`)."""
+    numbers (0: `width`)."""
     weights = [Weight(f"{name}.weight", (width,), "norm")]
     weights += [Weight(f"{name}.bias", (width,), "bias")] if config.model.normalization == "layernorm" else []
     return ModelOperation(
