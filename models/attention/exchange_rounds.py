@@ -182,12 +182,11 @@ class ExchangeSchedule:
         # Over its own keys: the slices of segments that the rank holds whole, then those of cut segments.
         here = _only(self._whole, self._whole.cp_rank == cp_rank)
         own, lengths, sample = here.own, here.end - here.begin, np.zeros_like(here.own)
-        if self._segments.keys is None:
-            whole = Slices(np.full(len(own), CAUSAL), sample, own, lengths, own, lengths)
-            if self._window is not None and len(own):
-                whole = windowed(whole, self._window)
-        else:
-            whole = Slices(np.full(len(own), FULL), sample, own, lengths, own, self._segments.keys[here.segment])
+        keys_of = self._segments.keys
+        kind, num_keys = (CAUSAL, lengths) if keys_of is None else (FULL, keys_of[here.segment])
+        whole = Slices(np.full(len(own), kind), sample, own, lengths, own, num_keys)
+        if self._window is not None and keys_of is None and len(own):
+            whole = windowed(whole, self._window)
         return Slices(*(np.concatenate(pair) for pair in zip(whole.columns, slices[0].columns))), rounds
 
     # -- transfers -----------------------------------------------------------------------------------------------------
@@ -241,12 +240,9 @@ class ExchangeSchedule:
         for each, owner, num_rows in zip(number.tolist(), coming.owner.tolist(), coming.num_rows.tolist()):
             receives[each][owner] = receives[each].get(owner, 0) + num_rows
         own = _only(self._cut, self._cut.cp_rank == cp_rank)
-        keys = _Keys(
-            np.concatenate([np.full(len(own.begin), OWN), number]),
-            np.concatenate([own.begin, coming.begin]),
-            np.concatenate([own.end, coming.end]),
-            np.concatenate([own.own, buffer]),
-        )
+        held = np.full(len(own.begin), OWN), own.begin, own.end, own.own
+        received = number, coming.begin, coming.end, buffer
+        keys = _Keys(*(np.concatenate(pair) for pair in zip(held, received)))
         order = np.argsort(keys.begin, kind="stable")
         return _only(keys, order), receives
 

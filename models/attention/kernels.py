@@ -41,7 +41,7 @@ def takes_launches(query: torch.Tensor, width: int) -> bool:
 
 def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash: bool) -> None:
     """Raise KernelDemandError if the CUDA attention kernel cannot take these inputs (dtypes, head sizes, strides)."""
-    widths = {tensor.size(-1) for tensor in (query, key, value)}
+    heads, widths = -2 if flash else 1, {tensor.size(-1) for tensor in (query, key, value)}
     dtypes = {tensor.dtype for tensor in (query, key, value)}
     wrong = [
         text
@@ -52,10 +52,7 @@ def check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, flash:
             (flash and max(widths) > FLASH_WIDTH, f"at most {FLASH_WIDTH} channels per head, not {max(widths)}"),
             (any(width % ALIGNED for width in widths), f"channels per head in multiples of {ALIGNED}, not {widths}"),
             (any(tensor.stride(-1) != 1 for tensor in (query, key, value)), "contiguous channels"),
-            (
-                query.size(-2 if flash else 1) % key.size(-2 if flash else 1) != 0,
-                "a number of query heads that the number of key heads divides",
-            ),
+            (query.size(heads) % key.size(heads) != 0, "a number of query heads that the number of key heads divides"),
             (not flash and query.size(1) != key.size(1), "as many key heads as query heads"),
         )
         if is_wrong
@@ -107,9 +104,8 @@ def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, caus
     length, width = query.size(2), value.size(-1)
     query, key, value = _for_cuda(query), _repeated(_for_cuda(key), query), _repeated(_for_cuda(value), query)
     check(query, key, value, flash=False)
-    output, sums, *seeds = aten._scaled_dot_product_efficient_attention(
-        query, key, value, None, True, 0.0, causal, scale=scale
-    )
+    given = query, key, value, None, True, 0.0, causal
+    output, sums, *seeds = aten._scaled_dot_product_efficient_attention(*given, scale=scale)
     return output[..., :width], sums[..., :length], tuple(seeds)
 
 
@@ -154,11 +150,9 @@ def launch_forward(
     """Compute flash attention for consecutive slices of any lengths, with query `[t, n, d]`, key `[t, g, d]` and value
     `[t, g, dv]`. Returns output `[t, n, dv]`, fp32 log-sum-exp `[n, t]`, and tensors for the backward pass."""
     width = value.size(-1)
-    query, key, value = _equally_wide(query, key, value)
-    check(query, key, value, flash=True)
-    output, sums, *seeds, _ = aten._flash_attention_forward(
-        query, key, value, *lengths, 0.0, causal, False, scale=scale
-    )
+    inputs = _equally_wide(query, key, value)
+    check(*inputs, flash=True)
+    output, sums, *seeds, _ = aten._flash_attention_forward(*inputs, *lengths, 0.0, causal, False, scale=scale)
     return output[..., :width], sums, tuple(seeds)
 
 

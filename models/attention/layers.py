@@ -62,14 +62,11 @@ class RotarySelfAttention(SelfAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the attention output `[s, b, h]` without its bias, and the bias. `hidden_states`: `[s, b, h]`.
         `rotary_pos_emb`: rotary angles `[s, 1 or b, 1, rotating channels]`."""
-        sequence_rows = packed_seq_params
+        sequence_rows, for_core = packed_seq_params, _for_core(self.core_attention, packed_seq_params)
         if rotary_pos_emb is None or self.config.num_query_groups < self.world_size:
             # a rule of the configuration refuses fractions of a head; Megatron-core has no factor
             assert rotary_pos_emb is None or self.rotary_factor == 1.0
-            others |= {
-                "rotary_pos_emb": rotary_pos_emb,
-                "packed_seq_params": _for_core(self.core_attention, sequence_rows),
-            }
+            others |= {"rotary_pos_emb": rotary_pos_emb, "packed_seq_params": for_core}
             return super().forward(hidden_states, attention_mask, **others)
         assert sequence_rows is not None, "rotary embedding needs the rows of the micro-batch"
         unsupported = [name for name, value in others.items() if value is not None]
@@ -80,15 +77,10 @@ class RotarySelfAttention(SelfAttention):
             query, key = rotate(query, *cos_sin), rotate(key, *cos_sin)
         else:
             mixed, _ = self.linear_qkv(hidden_states)
-            groups = self.num_query_groups_per_partition
-            size = self.hidden_size_per_attention_head
+            groups, size = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
             cos_sin = sequence_rows.tables(mixed.dtype, self.rotary_factor)
             query, key, value = split_and_rotate(mixed, groups, size, cos_sin)
-        core = functools.partial(
-            self.core_attention,
-            attn_mask_type=self.attn_mask_type,
-            packed_seq_params=_for_core(self.core_attention, sequence_rows),
-        )
+        core = functools.partial(self.core_attention, attn_mask_type=self.attn_mask_type, packed_seq_params=for_core)
         if self.checkpoint_core_attention and self.training:
             context = tensor_parallel.checkpoint(core, False, query, key, value, attention_mask)
         else:
@@ -180,9 +172,7 @@ class LatentAttention(MLASelfAttention):
         latent, rotary = both.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         latent = self.kv_layernorm(latent)
         if config.sequence_parallel:
-            latent, rotary = (
-                gather_from_sequence_parallel_region(each, group=self.tp_group) for each in (latent, rotary)
-            )
+            latent, rotary = (gather_from_sequence_parallel_region(x, group=self.tp_group) for x in (latent, rotary))
         else:  # each tensor rank has some heads; `_gather` has copied the rotary key
             latent = copy_to_tensor_model_parallel_region(latent)
         plain, turned = query.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
@@ -197,17 +187,10 @@ class LatentAttention(MLASelfAttention):
             return self.linear_proj(tensor_parallel.checkpoint(attend_all, False, query, latents))
         return self.linear_proj(attend_all(query, latents))
 
-    def get_query_key_value_tensors(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        packed_seq_params: MicroBatchRows | None = None,
-        **others: Any,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return Megatron-core's query, key and value tensors, without passing on `packed_seq_params`: Megatron-core
-        would take it for packed sequences."""
-        return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
+    def get_query_key_value_tensors(self, *inputs: Any, **others: Any) -> tuple[torch.Tensor, ...]:
+        """Return Megatron-core's query, key and value tensors, without passing on `packed_seq_params`, the fourth
+        input: Megatron-core would take it for packed sequences."""
+        return super().get_query_key_value_tensors(*inputs[:3], **{**others, "packed_seq_params": None})
 
     def _rotated(self, x: torch.Tensor, sequence_rows: MicroBatchRows) -> torch.Tensor:
         """Rotate channels `[s, 1, heads, p]` by the rotary angles of their rows (`sequence_rows`), with Megatron-core's
@@ -287,16 +270,11 @@ class ScaledDotProductAttention(MegatronModule):
         # Heads are split over tensor ranks, so each draws its own dropout: from the tracker's stream. Under sequence
         # parallelism the whole block already runs inside it (as in Megatron's DotProductAttention).
         own_stream = dropout > 0 and not self.config.sequence_parallel
+        scale, grouped = self.softmax_scale, query.size(2) != key.size(2)
+        inputs = [each.permute(1, 2, 0, 3) for each in (query, key, value)]
         with tensor_parallel.get_cuda_rng_tracker().fork() if own_stream else nullcontext():
             context = F.scaled_dot_product_attention(
-                query.permute(1, 2, 0, 3),
-                key.permute(1, 2, 0, 3),
-                value.permute(1, 2, 0, 3),
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=causal,
-                scale=self.softmax_scale,
-                enable_gqa=query.size(2) != key.size(2),
+                *inputs, attn_mask=mask, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
             )
         return context.permute(2, 0, 1, 3).reshape(query.size(0), query.size(1), -1)
 

@@ -57,8 +57,7 @@ class RowSlices(ABC):
 
     @abstractmethod
     def _make(self, window: int | None) -> SlicePlan:
-        """Make the plan (kernel calls and key exchanges) for attention in layers with this sliding window (None: no
-        window)."""
+        """Make the plan that `plan` returns."""
 
 
 class BatchSlices(RowSlices):
@@ -200,13 +199,10 @@ class MicroBatchRows:
         self._shape, self._device = tokens.shape, tokens.device
         self._length = tokens.size(1) if slices is None else slices.length
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._angles: torch.Tensor | None = None
 
     def plan(self, window: int | None) -> SlicePlan:
-        """Return the plan (kernel calls and key exchanges) for attention in layers with this sliding window (None: no
-        window)."""
-        slices = joined_slices(*self._shape) if self.slices is None else self.slices
-        return slices.plan(window)
+        """Return the plan for attention in layers with this sliding window, as `RowSlices.plan` does."""
+        return (joined_slices(*self._shape) if self.slices is None else self.slices).plan(window)
 
     @functools.cached_property
     def routed(self) -> RouterRows | None:
@@ -223,14 +219,13 @@ class MicroBatchRows:
         """Factor that multiplies the cosines and sines of the rotary angles."""
         return 1.0 if self._rotary is None else self._rotary.factor
 
-    @property
+    @functools.cached_property
     def angles(self) -> torch.Tensor | None:
         """Rotary angle of each row, fp32 `[s, 1 or b, 1, rotating channels]`; None without rotary positions."""
-        if self._angles is None and self._rotary is not None:
-            self._angles = self._all_angles(self._rotary)
-            if self._positions is not None:
-                self._angles = self._angles[self._index].squeeze(2)
-        return self._angles
+        if self._rotary is None:
+            return None
+        angles = self._all_angles(self._rotary)
+        return angles if self._positions is None else angles[self._index].squeeze(2)
 
     def tables(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines of each row's rotary angles, and their sines with the first half negated,

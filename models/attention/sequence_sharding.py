@@ -208,13 +208,12 @@ class _Packing:
         return self._until(before + num_rows) - self._until(before)
 
     def _until(self, num_rows: int) -> int:
-        i = bisect_right(self.cumulative_rows, num_rows) - 1
-        share = num_rows - self.cumulative_rows[i]
-        if i + 1 == len(self.cumulative_rows):
-            return self.cumulative_work[-1] + share * self.cap // self.ledger.rows_per_rank
-        return self.cumulative_work[i] + (self.cumulative_work[i + 1] - self.cumulative_work[i]) * share // (
-            self.cumulative_rows[i + 1] - self.cumulative_rows[i]
-        )
+        rows, work = self.cumulative_rows, self.cumulative_work
+        i = bisect_right(rows, num_rows) - 1
+        share = num_rows - rows[i]
+        if i + 1 == len(rows):
+            return work[-1] + share * self.cap // self.ledger.rows_per_rank
+        return work[i] + (work[i + 1] - work[i]) * share // (rows[i + 1] - rows[i])
 
     def put(self, cp_rank: int, span: RowSpan, *, fixed: bool = False) -> None:
         if cp_rank in self.counting:
@@ -248,10 +247,8 @@ class _Packing:
         short = max(self.short_rows - self.before(cp_rank), 0)
 
         def head(tail: int) -> int:
-            return max(
-                0,
-                min(max(capacity - tail - short, span.num_rows - tail - others), capacity - tail, span.num_rows - tail),
-            )
+            least = max(capacity - tail - short, span.num_rows - tail - others)
+            return max(0, min(least, capacity - tail, span.num_rows - tail))
 
         low, high = 0, min(capacity, span.num_rows)
         while low < high:
@@ -328,20 +325,16 @@ def _pack(ledger: ShardLedger, spans: list[RowSpan], cap: int, *, cut: bool) -> 
 
 def _in_runs(ledger: ShardLedger, lengths: np.ndarray) -> SequenceSharding:
     begins = (np.cumsum(lengths) - lengths).tolist()
-    holders: list[int] = []
-    first: list[int] = []
-    length: list[int] = []
+    runs: list[list[int]] = []  # rank, first row and length
     for cp_rank, (spans, fixed) in enumerate(zip(ledger.spans, ledger.fixed)):
         end = -1
         for begin, num_rows in sorted((begins[span.segment] + span.begin, span.num_rows) for span in (*spans, *fixed)):
             if begin == end:
-                length[-1] += num_rows
+                runs[-1][2] += num_rows
             else:
-                holders.append(cp_rank)
-                first.append(begin)
-                length.append(num_rows)
+                runs.append([cp_rank, begin, num_rows])
             end = begin + num_rows
-    return SequenceSharding(len(ledger.missing), *(np.array(each, dtype=np.int64) for each in (holders, first, length)))
+    return SequenceSharding(len(ledger.missing), *(np.array(column, dtype=np.int64) for column in zip(*runs)))
 
 
 def cut_at_segments(

@@ -43,7 +43,6 @@ class RowRuns:
 
     def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
         self.first, self.sample, self.length, self.is_first = first, sample, length, is_first
-        self._index: RowIndex | None = None
 
     def view(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return these rows of `x` `[s, b, ...]` as a view `[m, length, ...]`, or None if the runs are not evenly
@@ -70,13 +69,11 @@ class RowRuns:
         else:
             self.index.put(x, values.flatten(0, 1))
 
-    @property
+    @functools.cached_property
     def index(self) -> RowIndex:
         """RowIndex of the runs, which lists their rows one by one."""
-        if self._index is None:
-            lengths = np.full(len(self.first), self.length)
-            self._index = RowIndex(*row_numbers(self.first, lengths, self.sample), self.is_first)
-        return self._index
+        lengths = np.full(len(self.first), self.length)
+        return RowIndex(*row_numbers(self.first, lengths, self.sample), self.is_first)
 
 
 class RowIndex:
@@ -100,9 +97,8 @@ class RowIndex:
         if self._is_all:
             return slice(None), 0  # nothing is copied
         if device not in self._on:
-            self._on[device] = tuple(
-                to_device(torch.from_numpy(each), device) for each in (self._row_numbers, self._samples)
-            )
+            both = torch.from_numpy(self._row_numbers), torch.from_numpy(self._samples)
+            self._on[device] = tuple(to_device(each, device) for each in both)
         return self._on[device]
 
 
@@ -172,9 +168,8 @@ class SliceBatch:
         """Return the gradients of these slices' query, key and value rows, `[m, rows, heads, channels]`. `grad`: the
         output gradient of all rows."""
         grad, output, sums = (self._side(self.queries, each) for each in (grad, *result[:2]))
-        found = kernels.backward(
-            grad, self._heads_first(inputs), (output, sums, result[2]), self.shape.kind != FULL, scale
-        )
+        given, merged = self._heads_first(inputs), (output, sums, result[2])
+        found = kernels.backward(grad, given, merged, self.shape.kind != FULL, scale)
         return tuple(self._rows_first(each) for each in found)  # type: ignore[return-value]
 
     def _heads_first(self, inputs: Inputs) -> kernels.Triple:
@@ -240,28 +235,21 @@ class KeyRound:
         self, slices: Slices, queries: RowCoverage, keys: RowCoverage, exchange: RowExchange | None = None
     ) -> None:
         self.keys, self.exchange = keys, exchange
-        self._groups = [
-            (
-                group,
-                queries.add(group.sample, group.query, group.queries),
-                keys.add(group.sample, group.key, group.keys),
-            )
-            for group in slices.launches()
-        ]
+        self._groups: list[tuple[Slices, bool, bool]] = []
+        for group in slices.launches():
+            of_queries = queries.add(group.sample, group.query, group.queries)
+            self._groups.append((group, of_queries, keys.add(group.sample, group.key, group.keys)))
         num_samples, length = keys.counts.shape
         self._every = np.arange(length) if num_samples == 1 else None
 
     @functools.cached_property
     def launches(self) -> list[SliceLaunch]:
         """The slices, grouped for a kernel that takes cumulative lengths."""
-        return [
-            SliceLaunch(
-                group,
-                self._index(group, group.query, group.queries, of_queries),
-                self._index(group, group.key, group.keys, of_keys),
-            )
-            for group, of_queries, of_keys in self._groups
-        ]
+        found = []
+        for group, of_queries, of_keys in self._groups:
+            queries = self._index(group, group.query, group.queries, of_queries)
+            found.append(SliceLaunch(group, queries, self._index(group, group.key, group.keys, of_keys)))
+        return found
 
     def _index(self, group: Slices, first: np.ndarray, lengths: np.ndarray, is_first: bool) -> RowIndex:
         numbers, samples = row_numbers(first, lengths, group.sample, flips=int(group.kind[0]) == ANTI_CAUSAL)
@@ -270,15 +258,12 @@ class KeyRound:
     @functools.cached_property
     def batches(self) -> list[SliceBatch]:
         """The slices, grouped by shape for kernels with a batch dimension."""
-        return [
-            SliceBatch(
-                shape,
-                RowRuns(each.query, each.sample, shape.queries, of_queries),
-                RowRuns(each.key, each.sample, shape.keys, of_keys),
-            )
-            for group, of_queries, of_keys in self._groups
-            for shape, each in group.batches()
-        ]
+        found = []
+        for group, of_queries, of_keys in self._groups:
+            for shape, each in group.batches():
+                queries = RowRuns(each.query, each.sample, shape.queries, of_queries)
+                found.append(SliceBatch(shape, queries, RowRuns(each.key, each.sample, shape.keys, of_keys)))
+        return found
 
 
 class SlicePlan:
@@ -302,9 +287,7 @@ class SlicePlan:
         self.leaving: deque[tuple[ArrivingRows, int]] = deque()
         halves = slices.halves() if rounds else [slices]
         own = [KeyRound(each, self.queries, RowCoverage(num_samples, length)) for each in halves]
-        others = [
-            KeyRound(each, self.queries, RowCoverage(1, exchange.num_rows), exchange) for each, exchange in rounds
-        ]
+        others = (KeyRound(each, self.queries, RowCoverage(1, sent.num_rows), sent) for each, sent in rounds)
         self.rounds = [*own, *others]
         # Keys arrive while own slices are computed; in the backward pass the last gradients also return meanwhile.
         self.order = range(len(self.rounds))
