@@ -100,17 +100,14 @@ class Bert(LanguageModule):
     ) -> None:
         super().__init__(config=megatron, pg_collection=topology.groups)
         self.model_type = ModelType.encoder_or_decoder
-        self.pre_process = pre_process
-        self.post_process = post_process
-        self.vp_stage = vp_stage
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = config.model.tie_embeddings
-        position_type = POSITION_EMBEDDINGS[config.model.position_embedding]
         if pre_process:
             self.embedding = BertEmbedding(
                 megatron,
                 vocab_size=padded_vocab_size,
                 max_sequence_length=config.model.sequence_length,
-                position_embedding_type=position_type,
+                position_embedding_type=POSITION_EMBEDDINGS[config.model.position_embedding],
             )
         self.rotary = Rotary(config) if config.model.position_embedding == "rope" else None
         self.encoder = TransformerBlock(
@@ -177,8 +174,7 @@ class Bert(LanguageModule):
     def _end(self, targets: Targets | None, share: BertShare | None, hidden: torch.Tensor) -> Output:
         sentence_logits = None
         if self.pooler is not None:
-            pooled = self.pooler(hidden, 0) if share is None else self._pooled(hidden, share)
-            sentence_logits = self.binary_head(pooled)
+            sentence_logits = self.binary_head(self.pooler(hidden, 0) if share is None else self._pooled(hidden, share))
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
@@ -221,14 +217,9 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
     The last stage returns (sum of the losses, loss per token fp32 `[b, s]`, sentence logits `[b, 2]` or None). Without
     labels, it returns (logits `[b, s, v]`, sentence logits or None). Other stages return hidden states `[s, b, h]`.
     """
-    return model(
-        tokens=batch["tokens"],
-        types=batch["types"],
-        padding_mask=batch["padding_mask"],
-        targets=targets_of(batch),
-        slices=batch.get(SLICES),
-        share=BertShare(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None,
-    )
+    inputs = {name: batch[name] for name in ("tokens", "types", "padding_mask")}
+    share = BertShare(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None
+    return model(**inputs, targets=targets_of(batch), slices=batch.get(SLICES), share=share)
 
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

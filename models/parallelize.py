@@ -104,11 +104,10 @@ def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
 
     Megatron-core marks weights when it initializes them, which is turned off here.
     """
-    for item in logical_tensors(list(chunks)):
+    for item in logical_tensors(chunks):
         if item.dim is not None and not hasattr(item.local, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(
-                item.local, is_parallel=True, dim=item.dim, stride=2 if item.gated else 1
-            )
+            stride = 2 if item.gated else 1
+            set_tensor_model_parallel_attributes(item.local, is_parallel=True, dim=item.dim, stride=stride)
     for chunk in chunks:
         for parameter in chunk.parameters():
             set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -51,7 +51,7 @@ class Backend:
     attention: type
     column_linear: type
     row_linear: type
-    norm_column_linear: type | None
+    norm_column_linear: type | None = None
 
 
 class PostNorm(torch.nn.Module):
@@ -244,9 +244,7 @@ def _latent_attention(backend: Backend) -> ModuleSpec:
 def _backend(name: str, megatron: TransformerConfig) -> Backend:
     if name == "portable":
         norm = norm_class(megatron)
-        return Backend(
-            norm, norm, ScaledDotProductAttention, ColumnParallelLinear, bias_copying(RowParallelLinear), None
-        )
+        return Backend(norm, norm, ScaledDotProductAttention, ColumnParallelLinear, bias_copying(RowParallelLinear))
     from megatron.core.extensions import transformer_engine as te
 
     return Backend(

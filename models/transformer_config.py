@@ -86,18 +86,16 @@ def fusions(config: Config, backend: str) -> dict[str, Any]:
     model = config.model
     if backend != "transformer_engine" or model.fusions == "off":
         return {}
-    chosen: dict[str, Any] = {}
     # Not for latent attention, which fuses with Megatron-core's own YaRN only, nor with a factor of cosines and sines.
     rotates = model.position_embedding == "rope" and model.attention == "grouped"
     joined = config.data.documents == "joined"  # the kernel takes one list of angles for all samples
-    if rotates and joined and attention_factor(model.rotary_scaling) == 1.0:
-        chosen["apply_rope_fusion"] = True
-    # The fused GELU is the tanh approximation, not the exact function that `gelu` means.
-    if model.activation == "swiglu":
-        chosen["bias_activation_fusion"] = True
-    if model.hidden_dropout > 0 or model.linear_bias:  # otherwise it is a single addition
-        chosen["bias_dropout_fusion"] = True
-    return chosen
+    chosen = {
+        "apply_rope_fusion": rotates and joined and attention_factor(model.rotary_scaling) == 1.0,
+        # The fused GELU is the tanh approximation, not the exact function that `gelu` means.
+        "bias_activation_fusion": model.activation == "swiglu",
+        "bias_dropout_fusion": model.hidden_dropout > 0 or model.linear_bias,  # otherwise it is a single addition
+    }
+    return {name: True for name, is_on in chosen.items() if is_on}
 
 
 def _latent(config: Config) -> dict[str, Any]:

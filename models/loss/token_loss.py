@@ -108,7 +108,8 @@ class _TokenLoss(torch.autograd.Function):
             scales = mask if targets.loss_grad is None else mask * targets.loss_grad
             grads = _Gradients(hidden, weight, bias, is_whole, targets.loss_grad is not None)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        for own in work.slices():
+        for start in range(0, len(hidden), work.own_tile):
+            own = slice(start, min(start + work.own_tile, len(hidden)))
             exponentials, label_logits, sums = work.softmax(own, labels[:, own].reshape(-1))
             losses[:, own] = (torch.log(sums) - label_logits).view(shard.ranks, -1)
             if grads is not None:
@@ -170,11 +171,6 @@ class _Tiles:
         self.gathered = hidden.new_empty(group, hidden.size(1)) if shard.is_spread else None
         self.own = slice(0, 0)  # this rank's rows of the group
         self.factor: torch.Tensor | None = None  # for this rank's exponentials
-
-    def slices(self) -> list[slice]:
-        """Return this rank's rows of each tile, as slices."""
-        end = len(self.hidden)
-        return [slice(start, min(start + self.own_tile, end)) for start in range(0, end, self.own_tile)]
 
     @property
     def is_full(self) -> bool:
@@ -263,7 +259,7 @@ class _Gradients:
     def __init__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_whole: bool, is_known: bool
     ):
-        self.parameter, self.is_whole = weight, is_whole
+        self.parameter = weight
         self.hidden = torch.empty_like(hidden)
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None

@@ -29,17 +29,13 @@ def _has_sentence_head(config: Config) -> bool:
 
 EMBEDDINGS, LAYER, HEAD = "bert.embeddings", "bert.encoder.layer.{l}", "cls.predictions"
 OURS = "encoder.layers.{l}"
+QKV_NAMES = " ".join(f"{LAYER}.attention.self.{name}" for name in ("query", "key", "value"))
 RULES = (
     Rule("embedding.word_embeddings.weight", (f"{EMBEDDINGS}.word_embeddings.weight",), "vocab hidden"),
     Rule("embedding.position_embeddings.weight", (f"{EMBEDDINGS}.position_embeddings.weight",), "positions hidden"),
     Rule("embedding.tokentype_embeddings.weight", (f"{EMBEDDINGS}.token_type_embeddings.weight",), "two hidden"),
     *weight_and_bias("embedding.layer_norm", f"{EMBEDDINGS}.LayerNorm", "hidden"),
-    *weight_and_bias(
-        f"{OURS}.self_attention.linear_qkv",
-        " ".join(f"{LAYER}.attention.self.{name}" for name in ("query", "key", "value")),
-        "queries hidden",
-        QKV,
-    ),
+    *weight_and_bias(f"{OURS}.self_attention.linear_qkv", QKV_NAMES, "queries hidden", QKV),
     *weight_and_bias(f"{OURS}.self_attention.linear_proj", f"{LAYER}.attention.output.dense", "hidden queries"),
     *weight_and_bias(f"{OURS}.pre_cross_attn_layernorm", f"{LAYER}.attention.output.LayerNorm", "hidden"),
     *weight_and_bias(f"{OURS}.mlp.linear_fc1", f"{LAYER}.intermediate.dense", "ffn hidden"),

@@ -43,16 +43,10 @@ def _read(own: str, keys: HfConfig) -> Overrides:
         rule = f"be {FULL} or {SLIDING} for each of num_hidden_layers ({num_layers})"
         must(len(kinds) == num_layers and set(kinds) <= {FULL, SLIDING}, *named, rule)
         slides = [kind == SLIDING for kind in kinds]
-        must(
-            window is not None or not any(slides),
-            *named,
-            f"be {FULL} for all layers unless use_sliding_window and sliding_window are set",
-        )
-    must(
-        slides == sorted(slides),
-        *named,
-        f"have no {FULL} layer after a {SLIDING} layer: only the last layers may have the window",
-    )
+        rule = f"be {FULL} for all layers unless use_sliding_window and sliding_window are set"
+        must(window is not None or not any(slides), *named, rule)
+    rule = f"have no {FULL} layer after a {SLIDING} layer: only the last layers may have the window"
+    must(slides == sorted(slides), *named, rule)
     if any(slides):
         overrides["model"] |= {"sliding_window": window, "sliding_window_from": slides.index(True)}
     overrides["model"][own] = True
@@ -72,12 +66,9 @@ def _write(model_type: str, architecture_name: str, config: Config) -> HfConfig:
     return hf
 
 
+QWEN2_RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, llama.QKV_BIAS_RULE, *llama.DENSE_RULES)
 QWEN2 = llama.family(
-    "qwen2",
-    QWEN2_KEYS,
-    partial(_read, "qkv_bias"),
-    partial(_write, "qwen2", "Qwen2ForCausalLM"),
-    (*llama.COMMON_RULES, *llama.ATTENTION_RULES, llama.QKV_BIAS_RULE, *llama.DENSE_RULES),
+    "qwen2", QWEN2_KEYS, partial(_read, "qkv_bias"), partial(_write, "qwen2", "Qwen2ForCausalLM"), QWEN2_RULES
 )
 QWEN3_RULES = (*llama.COMMON_RULES, *llama.ATTENTION_RULES, *llama.qk_norm_rules("head", "head"), *llama.DENSE_RULES)
 QWEN3 = llama.family(
