@@ -8,7 +8,7 @@ tokens of a sample, h hidden size, v padded vocabulary rows of this tensor rank.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +39,6 @@ from parallel.topology import Axis, Topology
 Output: TypeAlias = (
     torch.Tensor | tuple[torch.Tensor, torch.Tensor | None] | tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 )
-
-
-class BertShare(NamedTuple):
-    """A rank's share of a micro-batch under context parallelism. `positions`: the position of each row in its sample,
-    int64 `[1, s]`. `first_rows`: indices of the rows that are the first token of a sample, int64 `[k]`."""
-
-    positions: torch.Tensor
-    first_rows: torch.Tensor
 
 
 class BertEmbedding(LanguageModelEmbedding):
@@ -157,24 +149,27 @@ class Bert(LanguageModule):
         padding_mask: torch.Tensor,
         targets: Targets | None = None,
         slices: RowSlices | None = None,
-        share: BertShare | None = None,
+        positions: torch.Tensor | None = None,
+        first_rows: torch.Tensor | None = None,
     ) -> StartedPass:
         """Prepare a pass through this stage's layers: return their input, their other arguments, and a function that
-        turns their output into losses or logits."""
+        turns their output into losses or logits. Under context parallelism, a rank's share of a micro-batch has
+        `positions`: the position of each row in its sample, int64 `[1, s]`; and `first_rows`: indices of the rows that
+        are the first token of a sample, int64 `[k]`."""
         hidden = None  # a later stage: the encoder holds what the previous one sent
-        positions = None if share is None else share.positions
         if self.pre_process:
             numbers = position_ids(tokens) if positions is None else positions
             hidden = self.embedding(input_ids=tokens, position_ids=numbers, tokentype_ids=types)
         # Megatron-core's convention: True = masked. Only keys are masked: the outputs of padding positions reach no
         # loss.
         settings = {"attention_mask": ~padding_mask[:, None, None, :], **row_settings(self, tokens, slices, positions)}
-        return StartedPass(hidden, settings, partial(self._end, targets, share))
+        return StartedPass(hidden, settings, partial(self._end, targets, first_rows))
 
-    def _end(self, targets: Targets | None, share: BertShare | None, hidden: torch.Tensor) -> Output:
+    def _end(self, targets: Targets | None, first_rows: torch.Tensor | None, hidden: torch.Tensor) -> Output:
         sentence_logits = None
         if self.pooler is not None:
-            sentence_logits = self.binary_head(self.pooler(hidden, 0) if share is None else self._pooled(hidden, share))
+            pooled = self.pooler(hidden, 0) if first_rows is None else self._pooled(hidden, first_rows)
+            sentence_logits = self.binary_head(pooled)
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         if targets is None:
             logits, _ = self.output_layer(self.lm_head(hidden), weight=weight)
@@ -182,13 +177,13 @@ class Bert(LanguageModule):
         transformed = self.lm_head(self.output_layer.select(hidden, targets))
         return *self.output_layer(transformed, weight=weight, targets=targets), sentence_logits
 
-    def _pooled(self, hidden: torch.Tensor, share: BertShare) -> torch.Tensor:
+    def _pooled(self, hidden: torch.Tensor, first_rows: torch.Tensor) -> torch.Tensor:
         """Pool the first tokens that this rank holds (possibly none): return `[k, h]` for hidden states `[s, 1, h]`.
         The gathered hidden states are freed on return, before the loss."""
         assert self.pooler is not None
         if self.config.sequence_parallel:  # all tensor ranks compute the same from here on
             hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return torch.tanh(self.pooler.dense(hidden[share.first_rows, 0]))
+        return torch.tanh(self.pooler.dense(hidden[first_rows, 0]))
 
 
 build_chunk = Bert
@@ -218,8 +213,9 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
     labels, it returns (logits `[b, s, v]`, sentence logits or None). Other stages return hidden states `[s, b, h]`.
     """
     inputs = {name: batch[name] for name in ("tokens", "types", "padding_mask")}
-    share = BertShare(batch["positions"], batch["first_rows"]) if "first_rows" in batch else None
-    return model(**inputs, targets=targets_of(batch), slices=batch.get(SLICES), share=share)
+    if "first_rows" in batch:
+        inputs |= {name: batch[name] for name in ("positions", "first_rows")}
+    return model(**inputs, targets=targets_of(batch), slices=batch.get(SLICES))
 
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

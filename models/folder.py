@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,17 +56,16 @@ class _ReadableTensor:
 
 
 class Reader:
-    """Reader of single tensors by name, from a folder's model.safetensors or the files of its index. With `pickled`,
-    also from pytorch_model.bin if the folder has no safetensors file. Raises ConfigError if files are missing, damaged,
-    or differ from the index."""
+    """Reader of single tensors by name, from a folder's model.safetensors or the files of its index. Raises ConfigError
+    if files are missing, damaged, or differ from the index."""
 
     def __init__(self, folder: Path, pickled: bool = False, bounce: BounceBuffers | None = None) -> None:
-        """Open the weight files of a folder. `pickled`: accept a file of torch.save if there is no safetensors file.
+        """Open the weight files of a folder. `pickled`: accept pytorch_model.bin if there is no safetensors file.
         `bounce`: buffers for direct reads, which bypass the kernel's page cache."""
         # Folders may hold the model a second time in another format (consolidated.safetensors).
         choice = choose(folder, pickled)
         index = folder / choice.name
-        files: dict[str, set[str] | None]  # the tensors that each file must hold; None without an index
+        files: Mapping[str, set[str] | None]  # the tensors that each file must hold; None without an index
         files = _read_index(index, choice.suffix) if choice.name.endswith(".json") else {choice.name: None}
         self.folder = folder
         self.notes = [] if choice.note is None else [choice.note]  # for the user
@@ -173,23 +172,21 @@ class Reader:
             tensor.file.close()
 
 
-def _read_index(path: Path, suffix: str) -> dict[str, set[str] | None]:
+def _read_index(path: Path, suffix: str) -> dict[str, set[str]]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
             f"{path} weight_map ({show_json(weight_map)}) must be an object that maps the name of each tensor to the "
             "name of its file. Copy the file again."
         )
-    files: dict[str, set[str] | None] = {}
+    files: dict[str, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(suffix) or Path(file).name != file:
             raise ConfigError(
                 f"{path} weight_map.{name} ({show_json(file)}) must be the name of a {suffix} file in the same folder. "
                 "Correct it, or copy the file again."
             )
-        names = files.setdefault(file, set())
-        assert names is not None
-        names.add(name)
+        files.setdefault(file, set()).add(name)
     return files
 
 

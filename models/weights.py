@@ -81,8 +81,7 @@ class LogicalTensor:
             return slices[0]
         if self.gated:
             return torch.cat([local.chunk(2)[half] for half in range(2) for local in slices])
-        full = torch.cat(list(slices), dim=self.dim)
-        return full.narrow(self.dim, 0, self.shape[self.dim])
+        return torch.cat(list(slices), dim=self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
 
 def logical_tensors(chunks: Sequence[torch.nn.Module]) -> list[LogicalTensor]:

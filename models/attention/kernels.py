@@ -73,8 +73,7 @@ def forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal:
 def backward(grad: torch.Tensor, inputs: Triple, result: Found, causal: bool, scale: float) -> Triple:
     """Return the gradients of query, key and value for slices of equal shape. `result`: what the forward pass returned;
     its output and log-sum-exp may be merged over several slices of a row."""
-    run = _efficient_backward if grad.is_cuda else _on_cpu_backward
-    return run(grad, inputs, result, causal, scale)
+    return (_efficient_backward if grad.is_cuda else _on_cpu_backward)(grad, inputs, result, causal, scale)
 
 
 def _on_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float) -> Found:

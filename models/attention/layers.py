@@ -216,8 +216,7 @@ def window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
     """Return the mask of sliding-window attention, bool `[length, length]`: each token attends to the last `window`
     tokens, including itself. Cached, so that all layers share it."""
     with torch.inference_mode(False):
-        square = torch.ones(length, length, dtype=torch.bool, device=device)
-        return square.tril_().triu_(1 - window)
+        return torch.ones(length, length, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 class ScaledDotProductAttention(MegatronModule):

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Kinds. Causal: query row i of a square attends to key rows 0 to i. Anti-causal: it attends to key rows i to the last.
-FULL, CAUSAL, ANTI_CAUSAL = range(3)
+FULL, CAUSAL, ANTI_CAUSAL = range(3)  # kinds of slices: see Slices
 # Numbers of query rows below which torch's CPU kernels are slower in half precision than in fp32: up to 9 times in the
 # backward pass, and even slower at the first call with a new length.
 SHORT, SHORT_BACKWARD = 128, 768

@@ -90,8 +90,7 @@ def shard_sequence(
     if keys is not None and (len(keys) != len(lengths) or np.any((keys < 1) | (keys > lengths))):
         raise ValueError("keys must be from 1 to the number of rows for each segment")
     of_work = RowWork(_integer_work(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
-    segments = np.arange(len(lengths))
-    works = of_work.of_each(segments, np.zeros_like(lengths), lengths).tolist()
+    works = of_work.of_each(np.arange(len(lengths)), np.zeros_like(lengths), lengths).tolist()
     all_work = sum(works)
     limit = LIMIT * all_work // (OF * cp_size)
     spans = [

@@ -407,8 +407,7 @@ def _allowed_moves(
         moved[other] = moved.get(other, 0) - span.work
     if not all(ledger.fits(cp_rank, other, work) for other, work in moved.items()):
         return None
-    taking = [(other, cp_rank, [span]) for other, span in taken]
-    return [*taking, (cp_rank, target, list(given))]
+    return [*((other, cp_rank, [span]) for other, span in taken), (cp_rank, target, list(given))]
 
 
 def _repartition(ledger: ShardLedger, one: int, other: int) -> None:

@@ -309,8 +309,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: Sl
     `[s, b, n, v]`; rows that are in no slice get 0."""
     if plan.heads is None:
         return _Sliced.apply(query, key, value, plan, scale)
-    output = _Sliced.apply(*plan.heads.to_heads(query, key, value), plan, scale)
-    return plan.heads.to_rows(output)
+    return plan.heads.to_rows(_Sliced.apply(*plan.heads.to_heads(query, key, value), plan, scale))
 
 
 class _Sliced(torch.autograd.Function):
@@ -533,8 +532,7 @@ class _SlicedLatents(torch.autograd.Function):
                 keys = _expanded(round_latents, own_weight, query.size(2), ctx.plain)
             inputs = query, *(key.detach() for key in keys)
             found = [AccumulatedGradient(key, each.keys) for key in inputs[1:]]
-            sides = of_query, *found
-            add_gradients(ctx.calls[i], ctx.seeds[i], grad, inputs, (output, sums), ctx.scale, sides)
+            add_gradients(ctx.calls[i], ctx.seeds[i], grad, inputs, (output, sums), ctx.scale, (of_query, *found))
             of_keys = [side.grad.to(query.dtype) for side in found]
             rows_grad, weight_grad = torch.autograd.grad(keys, [round_latents, own_weight], of_keys)
             of_weight.add(weight_grad, ctx.own)

@@ -111,8 +111,7 @@ def blocks(config: Config, vocab_size: int, chunk: ModelChunk) -> list[Block]:
 def layer(config: Config, is_moe: bool) -> Block:
     """Return the operations of a transformer layer as a block: attention and feed-forward, each with a residual sum and
     a norm."""
-    build = _pre_norm if config.model.norm_position == "pre" else _post_norm
-    operations = build(config, is_moe)
+    operations = (_pre_norm if config.model.norm_position == "pre" else _post_norm)(config, is_moe)
     if config.training.recompute == "full":
         operations = [recomputed("layer", (INPUT,), operations)]
     return block("", operations, LAYER_ORDER)

@@ -89,11 +89,13 @@ def open_weights(
     reader = Reader(path, pickled=True, bounce=bounce)
     for name in sorted(reader.names()):
         if reader.dtype(name) == WEIGHT_TYPE:
-            raise ConfigError(
-                f"tensor {name} of folder {path} has type {WEIGHT_TYPE}, but config.json has no {SECTION} that says "
-                f"how to dequantise it. {COPY_AGAIN}"
-            )
+            problem = f"has type {WEIGHT_TYPE}, but config.json has no {SECTION} that says how to dequantise it"
+            raise _wrong(path, name, problem)
     return reader
+
+
+def _wrong(folder: Path, name: str, problem: str) -> ConfigError:
+    return ConfigError(f"tensor {name} of folder {folder} {problem}. {COPY_AGAIN}")
 
 
 class _Fp8Reader(Reader):
@@ -119,10 +121,7 @@ class _Fp8Reader(Reader):
             )
             if weight not in self._quantized:
                 has = "is missing" if weight not in names else f"has type {super().dtype(weight)}"
-                raise ConfigError(
-                    f"tensor {name} of folder {path} is the scale of {weight}, which {has}; it must be {WEIGHT_TYPE}. "
-                    f"{COPY_AGAIN}"
-                )
+                raise _wrong(path, name, f"is the scale of {weight}, which {has}; it must be {WEIGHT_TYPE}")
         plain = names - self._hidden - self._quantized
         self._dtype = super().main_dtype(plain) if dtype is None else getattr(torch, dtype)
         self._dtype_name = next(name for name, known in WEIGHT_DTYPES.items() if known == self._dtype)
@@ -130,21 +129,13 @@ class _Fp8Reader(Reader):
     def _check(self, name: str) -> None:
         scale, shape = f"{name}{SCALE}", self.shape(name)
         if scale not in self._scales:
-            raise ConfigError(
-                f"tensor {name} of folder {self.folder} has type {WEIGHT_TYPE}, but no scale tensor {scale}. "
-                f"{COPY_AGAIN}"
-            )
+            raise _wrong(self.folder, name, f"has type {WEIGHT_TYPE}, but no scale tensor {scale}")
         if len(shape) != 2:
-            raise ConfigError(
-                f"tensor {name} of folder {self.folder} has shape {list(shape)}; with type {WEIGHT_TYPE} it must be a "
-                f"matrix. {COPY_AGAIN}"
-            )
+            problem = f"has shape {list(shape)}; with type {WEIGHT_TYPE} it must be a matrix"
+            raise _wrong(self.folder, name, problem)
         kind = super().dtype(scale)
         if kind not in SCALE_TYPES:
-            raise ConfigError(
-                f"tensor {scale} of folder {self.folder} has type {kind}; it must be {' or '.join(SCALE_TYPES)}. "
-                f"{COPY_AGAIN}"
-            )
+            raise _wrong(self.folder, scale, f"has type {kind}; it must be {' or '.join(SCALE_TYPES)}")
         found = self.shape(scale)
         if self._block is None:
             if found not in ((), (1,), (1, 1)):

@@ -262,7 +262,8 @@ class _Gradients:
         self.parameter = weight
         self.hidden = torch.empty_like(hidden)
         self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
+        adds_bias = bias is not None and bias.requires_grad
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if adds_bias else None
         self.buffer: torch.Tensor | None = None
         self.writes_over = self.to_buffer = False
         if weight.requires_grad and not is_whole:
@@ -271,8 +272,6 @@ class _Gradients:
                 self.buffer, self.writes_over = open_buffer(weight)
             else:
                 self.buffer, self.writes_over = torch.empty_like(weight, dtype=torch.float32), True
-        if bias is not None and bias.requires_grad:
-            self.bias = torch.zeros_like(bias, dtype=torch.float32)
 
     def add_tile(self, own: slice, logits_grad: torch.Tensor, shard: VocabularyShard) -> None:
         """Add a tile's gradients of hidden states and bias. `own`: this rank's rows of the tile."""

@@ -218,7 +218,6 @@ V2_KEYS: Keys = {
     "qk_nope_head_dim": carried(kinds.COUNT, 128),
     "qk_rope_head_dim": carried(kinds.COUNT, 64),
     "v_head_dim": carried(kinds.COUNT, 128),
-    "head_dim": carried(kinds.or_null(kinds.COUNT), None),
     "num_experts": carried(kinds.COUNT, 64, also=("n_routed_experts",)),
     "num_experts_per_tok": carried(kinds.COUNT),
     "moe_intermediate_size": carried(kinds.COUNT, 1407),

@@ -28,8 +28,7 @@ def _read(keys: HfConfig) -> Overrides:
     must(keys["head_dim"] in (None, hidden // heads), "head_dim", keys["head_dim"], rule)
     overrides = llama.read_common(keys)
     overrides["model"] |= {"qk_norm": True, "qk_norm_over": "all_heads"}
-    experts = llama.read_experts(keys, "intermediate_size")
-    overrides["moe"] = {**experts, "normalize_top_k": keys["norm_topk_prob"]}
+    overrides["moe"] = {**llama.read_experts(keys, "intermediate_size"), "normalize_top_k": keys["norm_topk_prob"]}
     return overrides
 
 
