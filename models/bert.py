@@ -220,10 +220,8 @@ def forward(model: torch.nn.Module, batch: dict[str, Any]) -> Output:
 
 def loss(output: Output, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the masked-LM loss as an fp32 scalar, summed over the predicted tokens (`loss_mask` is 1), and a dict of
-    extra losses.
-
-    The extra losses are `{"sentence_loss": mean}` with a sentence head (`sentence_label` int64 `[b]`), else empty.
-    """
+    extra losses. The extra losses are `{"sentence_loss": mean}` with a sentence head (`sentence_label` int64 `[b]`),
+    else empty."""
     assert isinstance(output, tuple) and len(output) == 3, "only the last pipeline stage has a loss"
     loss_sum, _, sentence_logits = output
     extra = {}

@@ -15,10 +15,8 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class FeedForward(MLP):
-    """Megatron-core's MLP with a fused SwiGLU for the cases in which Megatron-core does not fuse it.
-
-    `tile`: number of rows that are computed at once if the layer is recomputed in the backward pass; None: all rows.
-    """
+    """Megatron-core's MLP with a fused SwiGLU for the cases in which Megatron-core does not fuse it. `tile`: number of
+    rows that are computed at once if the layer is recomputed in the backward pass; None: all rows."""
 
     tile: int | None = None
 

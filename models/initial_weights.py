@@ -42,10 +42,8 @@ def fill_off_device(
 
 
 def fill(item: LogicalTensor, config: Config) -> None:
-    """Fill this rank's slice of a logical tensor with initial values, and padding rows of the vocabulary with 0.
-
-    Raises ValueError for an unknown kind of weight.
-    """
+    """Fill this rank's slice of a logical tensor with initial values, and padding rows of the vocabulary with 0. Raises
+    ValueError for an unknown kind of weight."""
     mean, std = distribution(item.name, item.kind, config)
     dim = item.dim or 0
     if sum(length for _, _, length in item.segments()) < item.local.size(dim):

@@ -100,10 +100,8 @@ def accumulate_in_products(chunks: Sequence[torch.nn.Module]) -> None:
 
 def mark_tensor_parallel(chunks: Sequence[torch.nn.Module]) -> None:
     """Mark each weight as split over the tensor ranks or replicated. The gradient norm counts split weights on every
-    rank, and replicated weights only on rank 0.
-
-    Megatron-core marks weights when it initializes them, which is turned off here.
-    """
+    rank, and replicated weights only on rank 0. Megatron-core marks weights when it initializes them, which is turned
+    off here."""
     for item in logical_tensors(chunks):
         if item.dim is not None and not hasattr(item.local, "tensor_model_parallel"):
             stride = 2 if item.gated else 1

@@ -56,9 +56,7 @@ class Backend:
 
 class PostNorm(torch.nn.Module):
     """The end of a post-norm sublayer (Vaswani et al. 2017, section 3.1): bias, dropout, residual sum, then the norm.
-
-    Replaces Megatron-core's bias-dropout-add in a spec: a call with (training, fused) returns the function to apply.
-    """
+    Replaces Megatron-core's bias-dropout-add in a spec: a call with (training, fused) returns the function to apply."""
 
     def __init__(self, norm: type, config: TransformerConfig) -> None:
         super().__init__()
@@ -89,10 +87,7 @@ def bias_copying(row_linear: type) -> type:
 
 def resolve_backend(config: Config, device: torch.device) -> str:
     """Return the backend that `model.backend` selects. `auto` selects transformer_engine if the device is a CUDA GPU
-    and TransformerEngine works, else portable.
-
-    Raises ConfigError if transformer_engine is required but cannot run.
-    """
+    and TransformerEngine works, else portable. Raises ConfigError if transformer_engine is required but cannot run."""
     wanted = config.model.backend
     fault = transformer_engine_fault()
     if wanted == "transformer_engine" and device.type != "cuda":

@@ -79,10 +79,8 @@ def transformer_config(config: Config, backend: str = "portable") -> Transformer
 
 def fusions(config: Config, backend: str) -> dict[str, Any]:
     """Return the settings that turn on the fusions of Megatron-core that this model can use; {} if fusions are off, or
-    for a backend other than transformer_engine.
-
-    The fused kernels are compiled by torch or belong to TransformerEngine.
-    """
+    for a backend other than transformer_engine. The fused kernels are compiled by torch or belong to
+    TransformerEngine."""
     model = config.model
     if backend != "transformer_engine" or model.fusions == "off":
         return {}

@@ -67,10 +67,8 @@ class LogicalTensor:
 
     def segments(self) -> list[tuple[int, int, int]]:
         """Return this rank's runs of indices along the split dimension, as (first local index, first index of the
-        logical weight, length).
-
-        A weight that is not split is one run along dimension 0. Local indices outside the runs pad the vocabulary.
-        """
+        logical weight, length). A weight that is not split is one run along dimension 0. Local indices outside the runs
+        pad the vocabulary."""
         if self.dim is None:
             return [(0, 0, self.shape[0])]
         return local_runs(self.shape[self.dim], self.local.size(self.dim), self.group.rank(), self.gated)

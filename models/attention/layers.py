@@ -43,10 +43,7 @@ def _for_core(core_attention: torch.nn.Module, sequence_rows: MicroBatchRows | N
 
 class RotarySelfAttention(SelfAttention):
     """Megatron-core's self attention, with one function that splits queries, keys and values and rotates queries and
-    keys.
-
-    `rotary_factor`: factor that multiplies the cosines and sines of the rotary angles.
-    """
+    keys. `rotary_factor`: factor that multiplies the cosines and sines of the rotary angles."""
 
     def __init__(self, *args: Any, rotary_factor: float = 1.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -23,10 +23,8 @@ from parallel.topology import Axis
 
 class RowExchange:
     """Exchange of key and value rows, and of their gradients, between the ranks of the context-parallel group, in one
-    round.
-
-    `_sends`: indices of the rows to send, by receiving rank. `_receives`: number of rows to receive, by sending rank.
-    """
+    round. `_sends`: indices of the rows to send, by receiving rank. `_receives`: number of rows to receive, by sending
+    rank."""
 
     def __init__(self, found: ExchangeRound, context: Axis, heads: int) -> None:
         head = context.rank % heads

@@ -36,10 +36,7 @@ Inputs = kernels.Triple  # query `[s, b, n, d]`, key `[s, b, g, d]`, value `[s, 
 
 class RowRuns:
     """The query rows or the key rows of attention slices of equal length, as runs of rows: first row and sample of each
-    run, int64 `[m]`.
-
-    `is_first`: True if no earlier slice has any of these rows.
-    """
+    run, int64 `[m]`. `is_first`: True if no earlier slice has any of these rows."""
 
     def __init__(self, first: np.ndarray, sample: np.ndarray, length: int, is_first: bool) -> None:
         self.first, self.sample, self.length, self.is_first = first, sample, length, is_first
@@ -343,10 +340,8 @@ class _Sliced(torch.autograd.Function):
 
 
 class ReturningGradients:
-    """Key and value gradients that are being sent to the ranks that hold these rows, while later rounds compute.
-
-    At most twice this rank's rows, plus one round, are in flight.
-    """
+    """Key and value gradients that are being sent to the ranks that hold these rows, while later rounds compute. At
+    most twice this rank's rows, plus one round, are in flight."""
 
     def __init__(self) -> None:
         self._own: list[torch.Tensor] = []

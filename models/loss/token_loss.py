@@ -28,9 +28,7 @@ from parallel.megatron.grad_buffers import open_buffer
 @dataclass(frozen=True)
 class VocabularyShard:
     """The vocabulary rows of a tensor rank, starting at row `first`: `num_real` are tokens, the rest is padding.
-
-    `is_spread`: tensor ranks hold different rows of the hidden states (sequence parallelism).
-    """
+    `is_spread`: tensor ranks hold different rows of the hidden states (sequence parallelism)."""
 
     group: dist.ProcessGroup
     first: int
@@ -45,12 +43,9 @@ class VocabularyShard:
 
 @dataclass(frozen=True)
 class Targets:
-    """The labels and masks from which the output layer computes the loss.
-
-    `labels` int64 and `loss_mask` fp32, `[b, s]`. `loss_rows`: indices of the rows that predict a token, int64 `[ranks,
-    m]`; None: all rows. `loss_grad`: fp32 `[]`, the gradient of the sum of losses if it is known before the forward
-    pass.
-    """
+    """The labels and masks from which the output layer computes the loss. `labels` int64 and `loss_mask` fp32, `[b,
+    s]`. `loss_rows`: indices of the rows that predict a token, int64 `[ranks, m]`; None: all rows. `loss_grad`: fp32
+    `[]`, the gradient of the sum of losses if it is known before the forward pass."""
 
     labels: torch.Tensor
     loss_mask: torch.Tensor

@@ -36,10 +36,7 @@ class WeightFileChoice:
 
 def choose(folder: Path, pickled: bool) -> WeightFileChoice:
     """Return the weight file or index to read in a folder. `pickled`: accept a file of torch.save if the folder has no
-    safetensors file.
-
-    Raises ConfigError if there is no such file, or if two files of one format could be the model.
-    """
+    safetensors file. Raises ConfigError if there is no such file, or if two files of one format could be the model."""
     formats = [(SINGLE_NAME, INDEX_NAME), *([(PICKLED_SINGLE_NAME, PICKLED_INDEX_NAME)] if pickled else [])]
     found = [[name for name in names if os.path.lexists(folder / name)] for names in formats]
     there = [names for names in found if names]
