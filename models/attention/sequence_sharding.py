@@ -207,12 +207,12 @@ class _Packing:
         return self._until(before + num_rows) - self._until(before)
 
     def _until(self, num_rows: int) -> int:
-        rows, work = self.cumulative_rows, self.cumulative_work
-        i = bisect_right(rows, num_rows) - 1
-        share = num_rows - rows[i]
-        if i + 1 == len(rows):
-            return work[-1] + share * self.cap // self.ledger.rows_per_rank
-        return work[i] + (work[i + 1] - work[i]) * share // (rows[i + 1] - rows[i])
+        row_sums, sums = self.cumulative_rows, self.cumulative_work
+        i = bisect_right(row_sums, num_rows) - 1
+        share = num_rows - row_sums[i]
+        if i + 1 == len(row_sums):
+            return sums[-1] + share * self.cap // self.ledger.rows_per_rank
+        return sums[i] + (sums[i + 1] - sums[i]) * share // (row_sums[i + 1] - row_sums[i])
 
     def put(self, cp_rank: int, span: RowSpan, *, fixed: bool = False) -> None:
         if cp_rank in self.counting:

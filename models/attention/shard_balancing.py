@@ -178,8 +178,8 @@ def rebalance_pair(ledger: ShardLedger, one: int, other: int) -> bool:
     for number, unit in enumerate(units):
         if number == choice.cut:
             (span,) = unit.spans
-            rows = (span.begin, choice.begin, choice.end, span.begin + span.num_rows)
-            for owner, begin, last in zip((1, 0, 1), rows, rows[1:]):
+            cuts = (span.begin, choice.begin, choice.end, span.begin + span.num_rows)
+            for owner, begin, last in zip((1, 0, 1), cuts, cuts[1:]):
                 if begin < last:
                     found[owner].append(ledger.span(span.segment, begin, last))
         else:

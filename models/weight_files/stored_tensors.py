@@ -196,8 +196,8 @@ class _BandReader:
                 low, high = max(source, columns.start), min(source + length, columns.stop)
                 if low < high:
                     to = column + low - source
-                    part = numbers[:, low - columns.start : high - columns.start]
-                    _copy_band(part, overlap.target[here, to : to + high - low])
+                    band_part = numbers[:, low - columns.start : high - columns.start]
+                    _copy_band(band_part, overlap.target[here, to : to + high - low])
 
     def _numbers(self, stored: StoredMatrix, band: range, columns: range) -> torch.Tensor:
         """Return some rows and columns of a stored matrix, dequantised. The next call may overwrite the result."""
