@@ -143,7 +143,7 @@ def rounded(norm: float) -> float:
 
 
 def _counts(held: HeldShard, parameter: torch.nn.Parameter, topology: Topology) -> bool:
-    """Return whether this rank adds a shard's gradient to the norm; of the ranks with the same gradient, one must.
+    """Return whether this rank adds a shard's gradient to the norm: exactly one rank with this gradient does.
 
     The gradients of some parameters are equal on tensor-parallel ranks and, unless the optimizer is sharded, on
     data-parallel ranks (Megatron-core's get_main_grads_for_grad_norm). A parameter's owner object, if any, decides.

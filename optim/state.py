@@ -78,8 +78,8 @@ def sharded_state(
 
     Boxes are views of state on the device, or StoredTensors without data for offloaded state. Nothing is copied or
     communicated. `model_state` is the sharded state dict of the same model chunks. A sharded optimizer has a range of a
-    parameter's elements, which is cut into a few boxes. As each element is on one rank, each box is the main replica
-    among the data-parallel ranks. Before the first step there are no moments.
+    parameter's elements, which is cut into a few boxes. Each element is on one data-parallel rank, so each box is a
+    main replica. Before the first step there are no moments.
     """
     parameters = list(_parameters(chunks))
     sharded_by_id = get_param_id_to_sharded_param_map(model_state, (parameter for _, parameter in parameters))

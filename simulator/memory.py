@@ -186,8 +186,8 @@ def staying_bytes(config: Config, stage: int) -> int:
 def after_backward_bytes(config: Config, of_stage: dict[str, list[Buffer]], device: str, alone: bool) -> int:
     """Return the bytes that reducing and clipping gradients allocate; 0 on a GPU, where nothing is copied.
 
-    `of_stage`: the gradient buffers. On a CPU, gloo's reduce-scatter and, in fp32, the optimizer of a single rank
-    (`alone`) copy all gradients. Clipping copies one parameter's gradient at a time.
+    `of_stage`: the gradient buffers. On a CPU, gloo's reduce-scatter copies all gradients (in half precision not with
+    a single rank, `alone`). Clipping copies one parameter's gradient at a time.
     """
     if device != "cpu":
         return 0

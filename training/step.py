@@ -1,8 +1,8 @@
 """Take one optimizer step, or evaluate the model, in any parallel layout.
 
 The minimised loss is the sum of the losses of the global batch's predicted tokens, divided by their number, so it does
-not depend on how the batch is split over ranks and micro-batches. Megatron's schedule averages over micro-batches, and
-`Engine.scale_loss` over data parallel ranks; `_loss` cancels both averages.
+not depend on how the batch is split over ranks and micro-batches. Megatron's schedule divides the loss by the number of
+micro-batches, and `Engine.scale_loss` by the number of data-parallel ranks; `_loss` multiplies by both numbers.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def token_loss(
     """Return the sum of the losses of tokens whose `loss_mask` is 1, fp32 `[]`, and the loss of each token, fp32 `[b,
     s]`, detached.
 
-    With `targets.loss_grad` gradients are computed from it, and the gradient that autograd passes is ignored. A weight
+    With `targets.loss_grad`, the gradient of the sum, all gradients are computed in the forward pass, and the gradient
+    that autograd passes is ignored. A weight
     with a `main_grad` then gets its gradient in the forward pass, unless a single tile has all tokens.
 
     Args: hidden `[M, H]`: this rank's rows of `targets.loss_rows`. weight `[V, H]`. bias `[V]` or None. tile: number of
