@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 
 from moe.router import Router
 
-# Megatron's tracker names -> ours. Under sequence and context parallelism, each rank has other tokens; the sum over these
-# ranks is then the load-balancing loss, and their mean is the z-loss.
+# Megatron's tracker names -> ours. Under sequence and context parallelism, each rank has other tokens; the sum over
+# these ranks is then the load-balancing loss, and their mean is the z-loss.
 LOSSES = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "sequence_aux_loss", "z_loss": "z_loss"}
 # With fewer experts than vector lanes, a CPU's softmax over the last dimension is not vectorized.
 FEW_EXPERTS = 16
