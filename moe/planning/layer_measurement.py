@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -162,8 +161,7 @@ class _Bench:
         if self.exchange is None:
             return LayerCosts(exchange=NOTHING, gather=NOTHING, combine_sum=NOTHING, **result)
         known = LayerCosts(**result, **self._communication(self.exchange, forward))
-        given = self.weights, self.exchange, self.group, self.shape, self.experts, self.whole_budget
-        return replace(known, **Residuals(*given).measure(known))
+        return replace(known, **_residuals(self, known))
 
     def link_is(self, line: Line) -> bool:
         """Return whether exchanges still take about as long as `line` (an earlier measurement) predicts."""
@@ -236,8 +234,7 @@ class _Bench:
 
     def _prepare(self, n: int) -> Call:
         token_rows, num_rows, experts = self._synthetic(n)
-        chunks = partial(route.make_chunks, token_rows, experts, [num_rows], [[slice(0, n)]], self.num_experts)
-        return lambda: _drop(chunks())
+        return lambda: _drop(route.make_chunks(token_rows, experts, [num_rows], [[slice(0, n)]], self.num_experts))
 
     def _regroup(self, n: int) -> Call:
         hidden = torch.zeros(n, self.weights.fc1.size(1), dtype=self.source.dtype, device=self.device)
@@ -381,99 +378,81 @@ Degrees = tuple[int, int]
 Times = dict[Degrees, tuple[list[float], list[float]]]  # seconds of the forward and of the backward passes
 
 
-class Residuals:
-    """A measurement of residuals: the time of whole passes that the times of their operations do not explain.
+def _residuals(bench: _Bench, known: LayerCosts) -> dict[str, Any]:
+    """Measure residuals: the time of whole passes that the times of their operations (`known`) do not explain.
 
-    All ranks of `group` time the passes of a layer together, for at most about `budget` seconds.
+    All ranks of the group time the passes of a layer together, for at most about `whole_budget` seconds. Returns the
+    residual seconds by field of LayerCosts; nothing if the passes are too slow to measure. A residual is BELIEVED times
+    the difference between measured and predicted seconds.
     """
+    load, alone = bench.load, replace(known, shared_forward=0.0, shared_backward=0.0)
+    best = {(r, r): best_plan(alone, load, Limits((r,), (r,), ("keep",))).plan for r in DEGREES}
+    best[MIXED] = replace(best[MIXED[1], MIXED[1]], degree=MIXED[0])
+    best = {degrees: plan for degrees, plan in best.items() if max(degrees) <= max(load.tokens, 1)}
+    expected = {degrees: predict(alone, load, plan) for degrees, plan in best.items()}
+    seconds = {degrees: prediction.forward + prediction.backward for degrees, prediction in expected.items()}
+    some = {degrees: plan for degrees, plan in best.items() if degrees in FEWER}
+    if STEPS * sum(seconds.values()) <= bench.whole_budget:
+        times = _time_plans(bench, best)
+    elif STEPS * sum(seconds[degrees] for degrees in some) <= bench.whole_budget:
+        times = _time_plans(bench, some)
+    else:
+        return {}
+    rest = {}
+    for degrees, (forwards, backwards) in times.items():
+        prediction = expected[degrees]
+        rest[degrees] = [
+            BELIEVED * (statistics.median(measured) - predicted)
+            for measured, predicted in ((forwards, prediction.forward), (backwards, prediction.backward))
+        ]
+    same = [degrees[0] for degrees in rest if degrees != MIXED]
+    curves = []
+    for i in (0, 1):
+        curve = Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))
+        end = 2 * curve.sizes[-1]  # beyond the last size the curve must not fall
+        curves.append(Curve((*curve.sizes, end), (*curve.seconds, max(curve.seconds[-1], curve(end)))))
+    forward, backward = curves
+    mixed = sum(rest[MIXED]) - forward(MIXED[0]) - backward(MIXED[1]) if MIXED in rest else 0.0
+    return {"forward_rest": forward, "backward_rest": backward, "mixed_rest": max(mixed, 0.0)}
 
-    def __init__(
-        self,
-        weights: Slab,
-        exchange: AllToAll,
-        group: dist.ProcessGroup | None,
-        shape: Shape,
-        experts: ExpertCompute,
-        budget: float,
-    ) -> None:
-        self.weights, self.exchange, self.group, self.shape = weights, exchange, group, shape
-        self.experts, self.budget, self.device = experts, budget, weights.fc1.device
 
-    def measure(self, known: LayerCosts) -> dict[str, Any]:
-        """Return the residual seconds of passes, by field of LayerCosts; empty if the passes are too slow to measure.
+def _time_plans(bench: _Bench, plans: dict[Degrees, Plan]) -> Times:
+    """Run the plans in turn, and return the measured seconds of both passes of each plan."""
+    shape, exchange, dtype = bench.shape, bench.exchange, bench.weights.fc1.dtype
+    assert exchange is not None
+    generator = torch.Generator().manual_seed(exchange.rank)
+    drawn = torch.rand(shape.tokens, shape.num_experts, generator=generator)
+    routing = torch.zeros_like(drawn, dtype=torch.bool).scatter_(1, drawn.topk(shape.top_k).indices, True)
+    routing = routing.to(bench.device)
+    inputs = torch.randn(shape.tokens, shape.hidden_size, device=bench.device).to(dtype)
+    tensors = inputs, routing.to(dtype), bench.weights.fc1.detach(), bench.weights.fc2.detach()
+    x, probs, fc1, fc2 = (tensor.view_as(tensor).requires_grad_() for tensor in tensors)
+    weights, output_grad = replace(bench.weights, fc1=fc1, fc2=fc2), torch.ones_like(x)
 
-        A residual is BELIEVED times the difference between measured and predicted seconds. `known`: all other costs.
-        """
-        load = self.shape.even()
-        alone = replace(known, shared_forward=0.0, shared_backward=0.0)
-        limits = Limits(strategies=("keep",))
-        best = {
-            (r, r): best_plan(alone, load, replace(limits, degrees=(r,), backward_degrees=(r,))).plan for r in DEGREES
-        }
-        best[MIXED] = replace(best[MIXED[1], MIXED[1]], degree=MIXED[0])
-        best = {degrees: plan for degrees, plan in best.items() if max(degrees) <= max(load.tokens, 1)}
-        expected = {degrees: predict(alone, load, plan) for degrees, plan in best.items()}
-        seconds = {degrees: prediction.forward + prediction.backward for degrees, prediction in expected.items()}
-        some = {degrees: plan for degrees, plan in best.items() if degrees in FEWER}
-        if STEPS * sum(seconds.values()) <= self.budget:
-            times = self._time_plans(best)
-        elif STEPS * sum(seconds[degrees] for degrees in some) <= self.budget:
-            times = self._time_plans(some)
-        else:
-            return {}
-        rest = {}
-        for degrees, (forwards, backwards) in times.items():
-            prediction = expected[degrees]
-            rest[degrees] = [
-                BELIEVED * (statistics.median(measured) - predicted)
-                for measured, predicted in ((forwards, prediction.forward), (backwards, prediction.backward))
-            ]
-        same = [degrees[0] for degrees in rest if degrees != MIXED]
-        curves = []
-        for i in (0, 1):
-            curve = Curve(tuple(map(float, same)), tuple(rest[r, r][i] for r in same))
-            end = 2 * curve.sizes[-1]  # beyond the last size the curve must not fall
-            curves.append(Curve((*curve.sizes, end), (*curve.seconds, max(curve.seconds[-1], curve(end)))))
-        forward, backward = curves
-        mixed = sum(rest[MIXED]) - forward(MIXED[0]) - backward(MIXED[1]) if MIXED in rest else 0.0
-        return {"forward_rest": forward, "backward_rest": backward, "mixed_rest": max(mixed, 0.0)}
+    def step(plan: Plan) -> list[float]:
+        outputs: list[torch.Tensor] = []
 
-    def _time_plans(self, plans: dict[Degrees, Plan]) -> Times:
-        """Run the plans in turn, and return the measured seconds of both passes of each plan."""
-        shape, dtype = self.shape, self.weights.fc1.dtype
-        generator = torch.Generator().manual_seed(self.exchange.rank)
-        drawn = torch.rand(shape.tokens, shape.num_experts, generator=generator)
-        routing = torch.zeros_like(drawn, dtype=torch.bool).scatter_(1, drawn.topk(shape.top_k).indices, True)
-        routing = routing.to(self.device)
-        inputs = torch.randn(shape.tokens, shape.hidden_size, device=self.device).to(dtype)
-        tensors = inputs, routing.to(dtype), self.weights.fc1.detach(), self.weights.fc2.detach()
-        x, probs, fc1, fc2 = (tensor.view_as(tensor).requires_grad_() for tensor in tensors)
-        weights, output_grad = replace(self.weights, fc1=fc1, fc2=fc2), torch.ones_like(x)
+        def forward() -> None:
+            with torch.enable_grad():
+                setting = Setting(exchange, assignments_per_token=shape.top_k, experts=bench.experts)
+                outputs.append(routed_experts(x, probs, routing, weights, plan, setting))
 
-        def step(plan: Plan) -> list[float]:
-            outputs: list[torch.Tensor] = []
+        def backward() -> None:
+            torch.autograd.grad(outputs, [x, probs, fc1, fc2], [output_grad])
 
-            def forward() -> None:
-                with torch.enable_grad():
-                    setting = Setting(self.exchange, assignments_per_token=shape.top_k, experts=self.experts)
-                    outputs.append(routed_experts(x, probs, routing, weights, plan, setting))
+        return [measure.time_call(call, bench.device) for call in (forward, backward)]
 
-            def backward() -> None:
-                torch.autograd.grad(outputs, [x, probs, fc1, fc2], [output_grad])
-
-            return [measure.time_call(call, self.device) for call in (forward, backward)]
-
-        begin = time.perf_counter()
-        times: Times = {degrees: ([], []) for degrees in plans}
-        for visit in range(1, MAX_VISITS + 1):
-            for degrees, plan in plans.items():
-                step(plan)
-                for _ in range(STEPS - 1):
-                    measure.max_over_ranks([0.0], self.device, self.group)  # ranks start together
-                    slowest = measure.max_over_ranks(step(plan), self.device, self.group)
-                    for of_pass, seconds in zip(times[degrees], slowest, strict=True):
-                        of_pass.append(seconds)
-            (spent,) = measure.max_over_ranks([time.perf_counter() - begin], self.device, self.group)
-            if spent * (visit + 1) / visit > self.budget:
-                break
-        return times
+    begin = time.perf_counter()
+    times: Times = {degrees: ([], []) for degrees in plans}
+    for visit in range(1, MAX_VISITS + 1):
+        for degrees, plan in plans.items():
+            step(plan)
+            for _ in range(STEPS - 1):
+                measure.max_over_ranks([0.0], bench.device, bench.group)  # ranks start together
+                slowest = measure.max_over_ranks(step(plan), bench.device, bench.group)
+                for of_pass, seconds in zip(times[degrees], slowest, strict=True):
+                    of_pass.append(seconds)
+        (spent,) = measure.max_over_ranks([time.perf_counter() - begin], bench.device, bench.group)
+        if spent * (visit + 1) / visit > bench.whole_budget:
+            break
+    return times
