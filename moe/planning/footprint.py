@@ -25,15 +25,18 @@ TAKE, GIVE, USE, FLY = range(4)
 Step = tuple[int, str]  # a kind of access to a buffer, and its name among the sizes
 Sizes = dict[str, int]  # elements (in the load's dtype) of each buffer, by name
 
-
 _EXPERTS: list[Step] = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (GIVE, "expert_rows")]
 _no_buffer: Callable[[Any], list[Step]] = lambda operation: []  # noqa: E731
 
 
+def _with_first(operation: program.ChunkOperation, name: str) -> list[Step]:
+    """Return the access to a buffer that exists from the first chunk on."""
+    return [(TAKE, name)] if operation.chunk == 0 else []
+
+
 def _local(operation: program.LocalExperts | program.LocalGrads) -> list[Step]:
-    result = [(TAKE, "output")] if operation.chunk == 0 else []
     computed = [(TAKE, "expert_rows"), (USE, "scratch"), (TAKE, "sums"), (USE, "chunk_sum"), (GIVE, "expert_rows")]
-    return [*result, (TAKE, "regrouped"), *computed]
+    return [*_with_first(operation, "output"), (TAKE, "regrouped"), *computed]
 
 
 LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
@@ -52,18 +55,13 @@ LINES: dict[type[Operation], Callable[[Any], list[Step]]] = {
     program.Experts: lambda operation: [(TAKE, "offloaded"), *_EXPERTS],
     # a buffer for the rows that return; the computed ones are sent
     program.Combine: lambda operation: [(TAKE, "sums"), (FLY, "sums")],
-    # The result exists from the first chunk on.
-    program.SumCombine: lambda operation: [
-        *([(TAKE, "output")] if operation.chunk == 0 else []),
-        (USE, "chunk_sum"),
-        (GIVE, "sums"),
-    ],
+    program.SumCombine: lambda operation: [*_with_first(operation, "output"), (USE, "chunk_sum"), (GIVE, "sums")],
     program.Fetch: lambda operation: [(TAKE, "fetched")],
     program.InputGrads: lambda operation: [(TAKE, "regrouped"), (TAKE, "work"), *_EXPERTS],
     program.Release: lambda operation: [(GIVE, "offloaded"), (GIVE, "released")],
     program.SendProbsGrad: lambda operation: [(FLY, "nothing")],
     program.ExpertWeightGrads: lambda operation: [
-        *([(TAKE, "new_copy_grads")] if operation.chunk == 0 else []),
+        *_with_first(operation, "new_copy_grads"),
         (USE, "weight_scratch"),
         (GIVE, "work"),
         (GIVE, "read"),
@@ -147,8 +145,8 @@ def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag:
         "released": regrouped,
         "scratch": expert_sizes.input_scratch(load, chunk.block, strategy.preactivations == "recompute"),
         "work": (chunk.assignments + _spare(load)) * (load.hidden_columns + load.width),
-        "read": chunk.token_rows
-        * (1 if strategy.token_rows == "keep" else 2),  # gradients, and token rows that are not kept
+        # gradients, and token rows that are not kept
+        "read": chunk.token_rows * (1 if strategy.token_rows == "keep" else 2),
         "weight_scratch": expert_sizes.weight_scratch(load, chunk.block),
     }
     return peak(_ledger(program.backward, degree, strategy, weight_lag, load.has_replicas), sizes) * load.element_size

@@ -74,7 +74,7 @@ class Shape:
 
     def placed(self, ran: Ran) -> LayerLoad:
         """Return the load of a call from the measured numbers `ran`; experts may have replicas."""
-        wide = max(self.element_size, FP32)
+        grad_size = max(self.element_size, FP32) if self.block_rows is None else self.element_size
         return LayerLoad(
             tokens=self.tokens,
             token_rows=math.ceil(ran.token_rows),
@@ -89,9 +89,7 @@ class Shape:
             block=self.block_rows or (WHOLE if self.whole else BLOCK_ROWS),
             replica_numbers=self.replica_slots * self.expert_numel,
             fetched_bytes=math.ceil(ran.fetched * self.expert_numel * self.element_size),
-            returned_bytes=math.ceil(
-                ran.returned * self.expert_numel * (wide if self.block_rows is None else self.element_size)
-            ),
+            returned_bytes=math.ceil(ran.returned * self.expert_numel * grad_size),
         )
 
     def _unique(self, assignments: float) -> float:

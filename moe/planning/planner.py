@@ -223,10 +223,8 @@ def _why_none_fits(load: LayerLoad, limits: Limits) -> str:
             f"in common, as strategies ({limits.strategies}) copy the chunks of the forward pass back from the host. "
             "Try the same numbers for both."
         )
-    least, plan = min(
-        ((limits.replica_bytes + memory_bytes(load, plan, limits.live_calls), plan) for plan in plans),
-        key=lambda pair: pair[0],
-    )
+    plan = min(plans, key=lambda plan: memory_bytes(load, plan, limits.live_calls))
+    least = limits.replica_bytes + memory_bytes(load, plan, limits.live_calls)
     return (
         f"moe.memory_budget ({(limits.memory_budget or 0) / 2**20:.6g} MiB) is less than any allowed plan needs for "
         f"{load.tokens} tokens, {load.token_rows} rows, {load.assignments} assignments and {limits.live_calls} calls "
@@ -289,11 +287,8 @@ class Planner:
 
     def fits(self, plan: Plan, load: LayerLoad) -> bool:
         """Return whether a plan fits the memory budget with this load."""
-        limits = self.limits
-        return (
-            limits.memory_budget is None
-            or limits.replica_bytes + memory_bytes(rounded_up(load), plan, limits.live_calls) <= limits.memory_budget
-        )
+        budget, limits, rounded = self.limits.memory_budget, self.limits, rounded_up(load)
+        return budget is None or limits.replica_bytes + memory_bytes(rounded, plan, limits.live_calls) <= budget
 
     def expected(self, decision: Decision) -> float:
         """Return the sum of the scores of a decision's passes, in seconds, corrected by the factors of `learn`."""

@@ -235,10 +235,7 @@ class ChunkSeconds:
         return max(least + self.costs.backward_rest(self.degree), 0.0)
 
     def _copy_seconds(self, both: tuple[float, float], strategy: Strategy) -> Seconds:
-        token_rows, preactivations = both
-        seconds = (token_rows if strategy.token_rows == "offload" else 0.0) + (
-            preactivations if strategy.preactivations == "offload" else 0.0
-        )
+        seconds = both[0] * (strategy.token_rows == "offload") + both[1] * (strategy.preactivations == "offload")
         by_program = self.costs.copies_by_program
         return {"program_copy": seconds if by_program else 0.0, "copy": 0.0 if by_program else seconds}
 
@@ -261,10 +258,8 @@ def forward_of(chunk: ChunkSeconds, other: ChunkSeconds, strategy: Strategy) -> 
 
 def backward_seconds(costs: LayerCosts, load: LayerLoad, plan: Plan) -> float:
     """Return the seconds of a plan's backward pass."""
-    same = plan.degree == plan.backward_degree
-    return backward_of(
-        ChunkSeconds(costs, load, plan.backward_degree), STRATEGIES[plan.memory_strategy], plan.weight_lag, same
-    )
+    chunk, same = ChunkSeconds(costs, load, plan.backward_degree), plan.degree == plan.backward_degree
+    return backward_of(chunk, STRATEGIES[plan.memory_strategy], plan.weight_lag, same)
 
 
 def backward_of(chunk: ChunkSeconds, strategy: Strategy, lag: int, same: bool) -> float:
