@@ -149,9 +149,7 @@ class MixtrainMoELayer(MoELayer):
         self.plan, self.timer, self.expert_compute = plan or Plan(), PassTimer(), ExpertCompute()
         self.token_dispatcher = None  # Megatron's constructor builds one, which is not used here
         self.expert_tensor_group = pg_collection.expt_tp
-        self.exchange: AllToAll | None = (
-            shared_exchange(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
-        )
+        self.exchange = shared_exchange(self.ep_group, all_to_all) if self.ep_group.size() > 1 else None
         self.placement: LayerPlacement | None = None
         self._strided = strided
         self._block_rows = None if placement is None else placement.block_rows
@@ -281,15 +279,10 @@ def moe_spec(
     `activation`: swiglu, gelu or gelu_tanh. `strided`: each chunk takes every K-th token. `off_device`: the experts'
     weights are offloaded.
     """
+    of_layer = {"plan": plan, "all_to_all": all_to_all, "placement": placement, "strided": strided}
     return ModuleSpec(
         module=MixtrainMoELayer,
-        params={
-            "pg_collection": groups,
-            "plan": plan,
-            "all_to_all": all_to_all,
-            "placement": placement,
-            "strided": strided,
-        },
+        params={"pg_collection": groups, **of_layer},
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation, "off_device": off_device}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),

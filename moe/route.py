@@ -311,9 +311,8 @@ def dispatch_order(
         ranks_P = ranks_P.clamp(max=num_ranks - 1)
     rows_P = rows_P[:-1]
     packed_P = slots_P.add(rows_P - first_rows.index_select(0, ranks_P), alpha=num_slots)
-    return DispatchOrder(
-        order, tokens_P, rows_P, packed_P, num_slots, bounded[:, 1] - bounded[:, 0], row_per_assignment
-    )
+    counts = bounded[:, 1] - bounded[:, 0]
+    return DispatchOrder(order, tokens_P, rows_P, packed_P, num_slots, counts, row_per_assignment)
 
 
 @dataclass(frozen=True)
@@ -343,8 +342,7 @@ class ChunkOffsets:
 
         `counts`: `token_rows` for a list of rows, `assignments` for a list of assignments.
         """
-        first = 0
-        result = []
+        first, result = 0, []
         for of_rank in counts:
             start = first + sum(of_rank[:chunk])
             result.append(slice(start, start + of_rank[chunk]))

@@ -71,10 +71,8 @@ class RouterWatch:
         statistics = [self._counts.flatten(), self._entropy]
         for name in self.losses:
             entry = tracker.get(next(theirs for theirs, ours in LOSSES.items() if ours == name))
-            values = (
-                self._counts.new_zeros(self.num_layers) if entry is None else entry["values"].to(self._counts.dtype)
-            )
-            statistics.append(values)
+            values = self._counts.new_zeros(self.num_layers) if entry is None else entry["values"]
+            statistics.append(values.to(self._counts.dtype))
         flat = torch.cat(statistics)
         self._counts.zero_()
         self._entropy.zero_()

@@ -97,6 +97,8 @@ class FlatAllToAll:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self.pairwise = dist.get_backend(group) == "gloo"
+        # Each rank begins with its successor, so that not all ranks send to the same rank first.
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]
         self._tag = 0
 
     def count(self, counts: torch.Tensor) -> ExchangeCounts:
@@ -121,7 +123,7 @@ class _FlatHandle:
         self._sends: list[Any] = []
         self._sent: torch.Tensor | None = None
         if exchange.pairwise:
-            for rank in _others(exchange):
+            for rank in exchange.others:
                 if len(view := self._receive_views[rank]):
                     self._receives.append(dist.irecv(view, group=exchange.group, group_src=rank, tag=tag))
 
@@ -132,7 +134,7 @@ class _FlatHandle:
         send_views = token_rows.split(counts)
         self._sent = token_rows  # alive until `finish`
         if exchange.pairwise:
-            for rank in _others(exchange):
+            for rank in exchange.others:
                 if len(view := send_views[rank]):
                     self._sends.append(dist.isend(view, group=exchange.group, group_dst=rank, tag=self._tag))
         else:
@@ -156,8 +158,3 @@ class _FlatHandle:
             work.wait()
         self._sends.clear()
         self._sent = None
-
-
-def _others(exchange: FlatAllToAll) -> list[int]:
-    # Each rank begins with its successor, so that not all ranks send to the same rank first.
-    return [(exchange.rank + step) % exchange.size for step in range(1, exchange.size)]

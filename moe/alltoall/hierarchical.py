@@ -89,7 +89,7 @@ class HierarchicalAllToAll:
         self.mates = [(self.local + step) % ranks_per_node for step in range(1, ranks_per_node)]  # local ranks
         self._next = 0
         # Combines have their own thread: their first stage is the slow one, and dispatches should not wait for it.
-        self._relays = (_Worker(), _Worker()) if self.pairwise else None
+        self.relays = _Worker(), _Worker()  # of dispatches and of combines; their threads start with the first job
 
     def count(self, counts: torch.Tensor) -> HierarchicalCounts:
         """Exchange counts [ranks, columns] over the same relays as rows, so that each relay learns its row counts."""
@@ -109,11 +109,6 @@ class HierarchicalAllToAll:
         # One tag per node, because two ranks of a node exchange one message per node.
         self._next = (self._next + 1) % (MAX_TAG // self.num_nodes)
         return _HierarchicalHandle(self, buffer, split_sizes, self._next * self.num_nodes)
-
-    def relay(self, job: Callable[[], list[Any]], back: bool) -> Future[list[Any]]:
-        """Queue a job for the thread that relays dispatches (`back`: combines), and return the job's future."""
-        assert self._relays is not None
-        return self._relays[back].submit(job)
 
 
 class _Message(NamedTuple):
@@ -174,7 +169,7 @@ class _HierarchicalHandle:
             self._sends = self._send(first)
             # Not before `send`: a relay thread waits for one exchange after the other, so that all ranks must queue
             # exchanges in the same order.
-            self._relay = exchange.relay(self._pass_on, split_sizes.back)
+            self._relay = exchange.relays[split_sizes.back].submit(self._pass_on)
             self._sends += self._send(direct)
         else:
             # The second batch follows the first on the communicator's stream. Messages of two ranks match in this

@@ -215,9 +215,7 @@ class _Bench:
             preactivation = torch.randn(n + SPARE_ROWS, self.weights.fc1.size(1), device=self.device).to(source.dtype)
 
         def call() -> WeightWork:
-            _, work = compute.input_grads(
-                source, chunk.token_rows, chunk, preactivation, source, chunk.token_rows, None
-            )
+            _, work = compute.input_grads(source, chunk.token_rows, chunk, preactivation, source, chunk.token_rows)
             assert work is not None
             return work
 

@@ -63,7 +63,7 @@ class ChunkCompute:
         preactivation: torch.Tensor | None,
         sums_grad_RH: torch.Tensor,
         sums_rows_n: torch.Tensor,
-        grads: WeightGrads | None,
+        grads: WeightGrads | None = None,
         out_RH: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, WeightWork | None]:
         """Return the gradients of a chunk's rows [R, H], and the inputs of its weight gradients.

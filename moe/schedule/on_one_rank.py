@@ -120,10 +120,8 @@ class _LocalForward:
 
     def experts(self, operation: program.LocalExperts) -> None:
         chunk, preactivation = self.call.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
-        out_RH = self.result.output(chunk.first_row, chunk.num_rows)
-        sums_RH, preactivation = self.compute.sums(
-            self.x_TH, _rows_of_layer(self.call, chunk), chunk, preactivation, out_RH
-        )
+        out_RH, rows_n = self.result.output(chunk.first_row, chunk.num_rows), _rows_of_layer(self.call, chunk)
+        sums_RH, preactivation = self.compute.sums(self.x_TH, rows_n, chunk, preactivation, out_RH)
         self.call.preactivations.put(operation.chunk, preactivation)
         self.result.put(sums_RH)
 

@@ -47,6 +47,10 @@ class Arrived:
 class SpreadCall:
     """The state of an MoE layer's call between its forward and backward pass, if its experts are on several ranks."""
 
+    # set by the forward pass
+    dispatched_rows: restore.DispatchedRows
+    arrived: Arrived
+
     def __init__(
         self,
         choice: Choice,
@@ -69,8 +73,6 @@ class SpreadCall:
         orders = [each.send_order(row_tokens_U, choice, exchange.rank, order_U) for each in dict.fromkeys(sizes)]
         self.forward_order, self.backward_order = orders[0], orders[-1]
         self.shared = None if shared_expert is None else _SharedGraph(shared_expert)
-        self.dispatched_rows: restore.DispatchedRows | None = None  # from the forward pass on
-        self.arrived: Arrived | None = None  # from the forward pass on
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Run the forward pass; return [T, H]: the weighted sums of expert outputs, plus the shared expert's output."""
@@ -79,7 +81,6 @@ class SpreadCall:
         with card.exchanges_under_way():
             program.perform(operations, FORWARD, state, INTERPRETER)
         output_TH = state.finish()
-        assert self.arrived is not None
         # Frees the memory of tensors that only the forward pass has read.
         self.forward_order, self.arrived.chunks = self.backward_order, self.arrived.backward_chunks
         return output_TH
@@ -98,9 +99,8 @@ class SpreadCall:
         with card.exchanges_under_way():
             program.perform(operations, BACKWARD, state, INTERPRETER)
         x_grad_TH = state.finish()
-        state.arrived.preactivations.free()
-        state.dispatched_rows.free()
-        assert state.probs_grad_P is not None
+        self.arrived.preactivations.free()
+        self.dispatched_rows.free()
         return x_grad_TH, state.probs_grad_P
 
 
@@ -129,6 +129,8 @@ class _SharedGraph:
 class _Pass(ABC):
     """The state of one pass over several ranks: all-to-alls in flight, and tensors that later operations need."""
 
+    message: Handle  # exchange of values of all assignments
+
     def __init__(self, call: SpreadCall, sizes: PassSizes, order: SendOrder, tensors: dict[str, torch.Tensor]) -> None:
         self.call, self.sizes, self.order = call, sizes, order
         self.tensors = tensors  # dispatched tensors [T, H], by their name in the program
@@ -137,7 +139,6 @@ class _Pass(ABC):
         self.sums_RH: torch.Tensor | None = None  # result of the computed chunk
         # Exchanges, and the send buffers to free after them.
         self.in_flight: list[tuple[Handle, torch.Tensor | None]] = []
-        self.message: Handle | None = None  # exchange of values of all assignments
         self.combines: dict[int, Handle] = {}
         self.shared_TH: torch.Tensor | None = None
         self.result = ChunkedResult(tensors["rows"], call.choice.order_T)
@@ -204,7 +205,6 @@ class _Pass(ABC):
 
     def take_message(self) -> torch.Tensor:
         """Wait for the all-to-all that `send_message` started, and return the received entries."""
-        assert self.message is not None
         return self.message.wait()
 
     def follow(self, handle: Handle, send_buffer: torch.Tensor | None = None) -> Handle:
@@ -221,12 +221,13 @@ class _Pass(ABC):
 
 
 class _Forward(_Pass):
+    compute: ChunkCompute  # once the assignments are received
+
     def __init__(self, call: SpreadCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
         super().__init__(call, call.forward_sizes, call.forward_order, {"rows": x_TH})
         self.x_TH, self.probs_P, self.weights = x_TH, probs_P, weights
         strategy = restore.ROW_STRATEGIES[call.strategy.token_rows]
         self.dispatched_rows = call.dispatched_rows = strategy(self.sizes.received_rows, x_TH, call.experts.link)
-        self.compute: ChunkCompute | None = None  # once the assignments are received
 
     def buffer(self, chunk: int) -> torch.Tensor:
         return self.dispatched_rows.out(chunk)
@@ -270,38 +271,30 @@ class _Forward(_Pass):
         self.compute = ChunkCompute(call.experts, self.weights, probs_Q, self.x_TH.dtype, chunks)
 
     def experts(self, operation: program.Experts) -> None:
-        arrived, compute = self.call.arrived, self.compute
-        assert arrived is not None and compute is not None
+        arrived = self.call.arrived
         chunk, preactivation = arrived.chunks[operation.chunk], arrived.preactivations.out(operation.chunk)
-        self.sums_RH, preactivation = compute.sums(self.received["rows"], chunk.token_rows, chunk, preactivation)
+        self.sums_RH, preactivation = self.compute.sums(self.received["rows"], chunk.token_rows, chunk, preactivation)
         arrived.preactivations.put(operation.chunk, preactivation)
 
     def offload(self, operation: program.Offload) -> None:
-        assert self.call.arrived is not None
         self.call.arrived.preactivations.offload(operation.chunk)
         self.dispatched_rows.offload(operation.chunk, self.received["rows"])
 
     def release(self, operation: program.Release) -> None:
-        assert self.call.arrived is not None
         self.call.arrived.preactivations.written(operation.chunk)
         self.dispatched_rows.written(operation.chunk, self.received.pop("rows"))
 
 
 class _Backward(_Pass):
+    probs_grad_P: torch.Tensor  # once returned
+
     def __init__(
-        self,
-        call: SpreadCall,
-        x_TH: torch.Tensor,
-        weights: Weights,
-        output_grad_TH: torch.Tensor,
-        grads: WeightGrads | None,
+        self, call: SpreadCall, x_TH: torch.Tensor, weights: Weights, grad_TH: torch.Tensor, grads: WeightGrads | None
     ) -> None:
-        assert call.arrived is not None and call.dispatched_rows is not None
-        super().__init__(call, call.backward_sizes, call.backward_order, {"rows": x_TH, "grads": output_grad_TH})
+        super().__init__(call, call.backward_sizes, call.backward_order, {"rows": x_TH, "grads": grad_TH})
         self.arrived, self.dispatched_rows, self.grads = call.arrived, call.dispatched_rows, grads
         chunks = self.arrived.backward_chunks
         self.compute = ChunkCompute(call.experts, weights, self.arrived.probs_Q, x_TH.dtype, chunks)
-        self.probs_grad_P: torch.Tensor | None = None
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
         # For each chunk, the inputs of its weight gradients, and the buffers to free afterwards.
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
@@ -327,7 +320,7 @@ class _Backward(_Pass):
             source_NH, rows_n = self.dispatched_rows.get(i, chunk)
         self.preactivation = self.arrived.preactivations.get(i, chunk)
         self.sums_RH, work = self.compute.input_grads(
-            source_NH, rows_n, chunk, self.preactivation, received["grads"], chunk.token_rows, None
+            source_NH, rows_n, chunk, self.preactivation, received["grads"], chunk.token_rows
         )
         self.works[i] = work, received["grads"], None if self.dispatched_rows.has_all else source_NH
 

@@ -77,20 +77,13 @@ class PassSizes:
     ) -> SendOrder:
         """Return the order in which this rank, `rank`, sends its rows. `order_U`: see `route.combine_sums`."""
         slices = [self.sends.slices(self.sends.token_rows, chunk) for chunk in range(self.degree)]
-        others = [[each for other, each in enumerate(of_chunk) if other != rank] for of_chunk in slices]
-        listed = route.cut_list(
-            row_tokens_U, [each for i in range(self.degree) for each in (*others[i], slices[i][rank])]
-        )
+        in_order = [each for of in slices for each in (*of[:rank], *of[rank + 1 :], of[rank])]
+        listed = route.cut_list(row_tokens_U, in_order)
         if choice.order_T is not None:
             listed = choice.order_T.index_select(0, listed)
-        sizes = []
-        for num_rows, of_chunk in zip(self.sends.total_rows(), slices, strict=True):
-            num_own = of_chunk[rank].stop - of_chunk[rank].start
-            sizes += [num_rows - num_own, num_own]
-        away_and_own = listed.split(sizes)
-        shifts = None
-        if self.degree > 1:
-            shifts = torch.repeat_interleave(*self.tables[2:], output_size=len(row_tokens_U))
+        counts = zip(self.sends.total_rows(), self.sends.token_rows[rank], strict=True)
+        away_and_own = listed.split([size for total, own in counts for size in (total - own, own)])
+        shifts = torch.repeat_interleave(*self.tables[2:], output_size=len(row_tokens_U)) if self.degree > 1 else None
         sums = route.combine_sums(row_tokens_U, choice.num_tokens, self.sends, shifts, order_U)
         return SendOrder(list(away_and_own[::2]), list(away_and_own[1::2]), sums)
 
