@@ -105,9 +105,8 @@ def _run_expert(weights: Slab, assignments: int) -> None:
     x = weights.fc1.detach().new_ones(assignments, weights.fc1.size(2)).requires_grad_()
     probs = x.new_ones(assignments, 1, dtype=torch.float32)
     with torch.enable_grad():
-        output = routed_experts(
-            x, probs, probs.bool(), weights.like(*tensors), Plan(), Setting(assignments_per_token=1)
-        )
+        setting = Setting(assignments_per_token=1)
+        output = routed_experts(x, probs, probs.bool(), weights.like(*tensors), Plan(), setting)
         output.backward(torch.ones_like(output))
 
 

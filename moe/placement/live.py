@@ -146,21 +146,19 @@ class LayerPlacement:
         """
         counts_RDE = self._gather(routing_map_TE, [0, len(routing_map_TE)] if self.block_rows is None else cut)
         if keep and self._planned:
-            plan, is_first = self._planned.popleft(), False
+            plan, self._is_counted = self._planned.popleft(), False
             assert (plan.counts_RDE == counts_RDE).all(), "a recomputed call has other assignments"
         else:
-            plan, is_first = self._plan(counts_RDE), True
+            plan, self._is_counted = self._plan(counts_RDE), True
             if again:
                 self._planned.append(plan)
             self._count(plan)
             self.tally[CHARGED] += np.dot(plan.charged_R[:, self.rank], (primaries.expert_bytes, primaries.grad_bytes))
         used_by_rank = self._used(plan.quotas_ER)
         pins = Counter((expert, rank) for rank, used in enumerate(used_by_rank) for expert in used)
-        replicas = self._call_replicas(
-            used_by_rank, primaries, plan, learns=keep and any(each.requires_grad for each in primaries.given)
-        )
-        self._is_counted = is_first
-        if is_first and (keep or again):
+        learns = keep and any(each.requires_grad for each in primaries.given)
+        replicas = self._call_replicas(used_by_rank, primaries, plan, learns)
+        if self._is_counted and (keep or again):
             self._pinned += pins
         if keep:
             replicas.on_backward = partial(self._backward, pins)
@@ -322,6 +320,5 @@ class LayerPlacement:
         codes_P = torch.empty_like(choice.experts)
         codes_P[order] = to_device(torch.from_numpy(codes), codes_P.device)
         ranks_P = codes_P // num_slots
-        return Destinations(
-            ranks_P, codes_P.sub(ranks_P, alpha=num_slots), self.map.num_ranks, num_slots, num_primary_slots
-        )
+        slots_P = codes_P.sub(ranks_P, alpha=num_slots)
+        return Destinations(ranks_P, slots_P, self.map.num_ranks, num_slots, num_primary_slots)

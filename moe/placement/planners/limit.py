@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 TRIES = 300  # tries to find a plan that keeps the limit
 FEWER = 30  # tries for each higher limit, if no plan keeps the given one
@@ -60,19 +60,15 @@ class Spread:
     experts: list[list[int]]  # experts that each rank computes, ascending
 
     def clone(self) -> Spread:
-        return Spread(
-            [list(each) for each in self.quotas],
-            list(self.loads),
-            list(self.used),
-            [list(each) for each in self.experts],
-        )
+        quotas, experts = ([list(each) for each in of_ranks] for of_ranks in (self.quotas, self.experts))
+        return Spread(quotas, list(self.loads), list(self.used), experts)
 
 
 @dataclass
 class Random:
     """Knuth's linear congruential random number generator, modulo 2^64."""
 
-    state: int = field(default=1)
+    state: int = 1
 
     def below(self, end: int) -> int:
         self.state = (self.state * 6364136223846793005 + 1442695040888963407) % 2**64
@@ -149,11 +145,8 @@ def fill(p: LimitProblem, s: Spread, most: int, near_first: bool, large: bool) -
 
     `near_first`: prefer new replicas in the primary's node to new replicas anywhere. `large`: as in `augment`.
     """
-    while (
-        augment(p, s, most, THERE, large)
-        or (near_first and augment(p, s, most, IN_NODE, large))
-        or augment(p, s, most, ANYWHERE, large)
-    ):
+    reaches = (THERE, IN_NODE, ANYWHERE) if near_first else (THERE, ANYWHERE)
+    while any(augment(p, s, most, reach, large) for reach in reaches):
         pass
 
 

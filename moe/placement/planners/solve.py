@@ -42,12 +42,9 @@ def solve(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: Re
     ranks, experts = counts_RE.shape
     left, replicas = np.empty(experts, np.int64), np.empty((ranks * max(limits.replica_slots, 1), 3), np.int64)
     held = sorted(placement.replicas)
-    starts = np.zeros(experts + 1, np.int64)
-    fresh, pinned = np.empty(len(held), np.int64), np.zeros(len(held), np.int64)
-    if held:
-        fresh[:] = [rank for _, rank in held]
-        pinned[:] = [replica in limits.pinned for replica in held]
-        np.cumsum(np.bincount([expert for expert, _ in held], minlength=experts), out=starts[1:])
+    fresh = np.array([rank for _, rank in held], np.int64)
+    pinned = np.array([replica in limits.pinned for replica in held], np.int64)
+    starts = np.searchsorted([expert for expert, _ in held], np.arange(experts + 1))  # of each expert's replicas
     totals, steps = counts_RE.sum(0), np.array(STEPS)
     far = -1 if costs.replica_between is None else costs.replica_between
     most = -1 if limits.most is None else limits.most
@@ -91,8 +88,7 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
     problem = _Problem(totals, primary_ranks, fresh_ranks, costs, limits, placement.num_ranks)
     primary = best = problem.at_primaries()
     base, least = problem.mean(primary.work), problem.score(primary)
-    thresholds = [base + base * step // 1000 for step in STEPS]
-    thresholds = [threshold for threshold in thresholds if threshold < max(primary.work)]
+    thresholds = [each for step in STEPS if (each := base + base * step // 1000) < max(primary.work)]
     of_fresh = []
     for threshold in thresholds:
         of_fresh.append(primary.clone())
@@ -143,9 +139,7 @@ class _Attempt:
     replicas: list[_Replica] = field(default_factory=list)
 
     def clone(self) -> _Attempt:
-        return _Attempt(
-            list(self.left), list(self.work), list(self.used), [replace(replica) for replica in self.replicas]
-        )
+        return _Attempt(list(self.left), list(self.work), list(self.used), [replace(each) for each in self.replicas])
 
 
 @dataclass
@@ -220,13 +214,13 @@ class _Problem:
         The paths are augmenting paths (Edmonds and Karp 1972). Each of their steps moves assignments from a primary to
         a replica, or from a replica back to its primary.
         """
-        work, left, overhead = attempt.work, attempt.left, self.costs.expert_overhead
+        work, left, primaries, overhead = attempt.work, attempt.left, self.primaries, self.costs.expert_overhead
         by_primary: list[list[_Replica]] = [[] for _ in work]
         at_rank: list[list[_Replica]] = [[] for _ in work]
         for expert, ranks in enumerate(self.fresh):
             for rank in ranks:
                 attempt.replicas.append(self.new_replica(expert, rank))
-                by_primary[self.primaries[expert]].append(attempt.replicas[-1])
+                by_primary[primaries[expert]].append(attempt.replicas[-1])
                 at_rank[rank].append(attempt.replicas[-1])
         for _ in range(4 * len(attempt.replicas)):
             queue = [rank for rank in range(self.ranks) if work[rank] > threshold]
@@ -234,16 +228,8 @@ class _Problem:
             end, headroom, position = -1, 0, 0
             while position < len(queue) and end < 0:
                 rank, position = queue[position], position + 1
-                steps = [
-                    (replica.rank, replica, overhead * (replica.count == 0))
-                    for replica in by_primary[rank]
-                    if left[replica.expert]
-                ]
-                steps += [
-                    (self.primaries[replica.expert], replica, overhead * (left[replica.expert] == 0))
-                    for replica in at_rank[rank]
-                    if replica.count
-                ]
+                steps = [(r.rank, r, overhead * (r.count == 0)) for r in by_primary[rank] if left[r.expert]]
+                steps += [(primaries[r.expert], r, overhead * (left[r.expert] == 0)) for r in at_rank[rank] if r.count]
                 for to, replica, needed in steps:
                     if to not in over:
                         over[to] = replica
@@ -257,7 +243,7 @@ class _Problem:
                 takes = taken.rank == rank
                 path.append((taken, takes))
                 amount = min(amount, left[taken.expert] if takes else taken.count)
-                rank = self.primaries[taken.expert] if takes else taken.rank
+                rank = primaries[taken.expert] if takes else taken.rank
             amount = min(amount, work[rank] - threshold)
             for taken, takes in path:
                 self.give(attempt, taken, amount if takes else -amount)
@@ -285,36 +271,28 @@ class _Problem:
         holds: list[list[int]] = [[] for _ in self.totals]
         for replica in attempt.replicas:
             holds[replica.expert].append(replica.rank)
+
+        def target(ranks: range, least: int, expert: int, wanted: int, donor: int) -> int:
+            used, num_slots, pinned = attempt.used, self.limits.replica_slots, self.limits.pinned
+            headroom = {rank: threshold - overhead - work[rank] for rank in ranks if rank != donor}
+            allowed = [rank for rank in headroom if headroom[rank] > least and rank not in holds[expert]]
+            allowed = [rank for rank in allowed if used[rank] + ((expert, rank) not in pinned) <= num_slots]
+            fits = [rank for rank in allowed if headroom[rank] >= wanted]
+            exact = [rank for rank in fits if used[rank] + 2 <= num_slots or headroom[rank] == wanted]
+            filled = [rank for rank in allowed if headroom[rank] < wanted]
+            if exact or not filled:
+                return max(exact or fits, key=work.__getitem__, default=-1)
+            return min(filled, key=lambda rank: (-used[rank], work[rank]))
+
         for donor in donors:
             experts, first = list(self.experts_of[donor]), donor // node * node
             while work[donor] > threshold and experts:
                 expert = max(experts, key=attempt.left.__getitem__)
                 wanted, cost = min(work[donor] - threshold, attempt.left[expert]), self.costs.replica_in_node
-
-                def target(
-                    ranks: range, least: int, expert: int = expert, wanted: int = wanted, donor: int = donor
-                ) -> int:
-                    headroom = {rank: threshold - overhead - work[rank] for rank in ranks}
-                    allowed = [
-                        rank
-                        for rank in ranks
-                        if headroom[rank] > least
-                        and attempt.used[rank] + self.new_replica(expert, rank).takes <= self.limits.replica_slots
-                        if rank != donor and rank not in holds[expert]
-                    ]
-                    fits = [rank for rank in allowed if headroom[rank] >= wanted]
-                    exact = [
-                        r for r in fits if attempt.used[r] + 2 <= self.limits.replica_slots or headroom[r] == wanted
-                    ]
-                    filled = [rank for rank in allowed if headroom[rank] < wanted]
-                    if exact or not filled:
-                        return max(exact or fits, key=work.__getitem__, default=-1)
-                    return min(filled, key=lambda rank: (-attempt.used[rank], work[rank]))
-
-                rank = target(range(first, min(first + node, self.ranks)), cost)
+                rank = target(range(first, min(first + node, self.ranks)), cost, expert, wanted, donor)
                 if rank < 0 and self.far >= 0:
                     cost = self.far
-                    rank = target(range(self.ranks), cost)
+                    rank = target(range(self.ranks), cost, expert, wanted, donor)
                 count = 0 if rank < 0 else min(wanted, threshold - overhead - work[rank])
                 grads = 0 if rank < 0 else self.blocks(expert, rank, count)
                 # an expert's overhead moves only with all of its assignments
@@ -328,12 +306,10 @@ class _Problem:
     def keep_limit(self, before: _Attempt) -> _Attempt:
         """Return a plan that keeps the limit on each rank's assignments, or exceeds it by no more than `before`."""
         assert self.limits.most is not None
-        ranks, experts, node = range(self.ranks), range(len(self.totals)), self.limits.ranks_per_node
-        kinds = [[limit.NONE] * len(self.totals) for _ in ranks]
-        attempt = self.at_primaries()
-        spread = limit.Spread(
-            [[0] * len(self.totals) for _ in ranks], [0] * self.ranks, attempt.used, [[] for _ in ranks]
-        )
+        ranks, experts, node = range(self.ranks), len(self.totals), self.limits.ranks_per_node
+        kinds, attempt = [[limit.NONE] * experts for _ in ranks], self.at_primaries()
+        quotas = [[0] * experts for _ in ranks]
+        spread = limit.Spread(quotas, [0] * self.ranks, list(attempt.used), [[] for _ in ranks])
         for expert, (primary, total) in enumerate(zip(self.primaries, self.totals, strict=True)):
             for rank in ranks:
                 if rank in self.fresh[expert]:
@@ -344,8 +320,8 @@ class _Problem:
             spread.loads[primary] += total
             spread.experts[primary] += [expert] * (total > 0)
         costs = self.costs.expert_overhead, self.costs.replica_in_node, self.far
-        sizes = len(experts), self.ranks, self.limits.replica_slots, node, *costs, self.totals, self.primaries, kinds
-        problem, attempt = limit.LimitProblem(*sizes), self.at_primaries()
+        sizes = experts, self.ranks, self.limits.replica_slots, node, *costs, self.totals, self.primaries, kinds
+        problem = limit.LimitProblem(*sizes)
         for replica in before.replicas:
             limit.move(problem, spread, replica.expert, self.primaries[replica.expert], replica.rank, replica.count)
         spread = limit.keep(problem, spread, self.limits.most, limit.TRIES, limit.FEWER, limit.POLISH)
