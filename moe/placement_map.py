@@ -45,6 +45,11 @@ class PlacementMap:
         """The slot of each expert's primary on its rank: int64 [E]."""
         return self._indices % self.num_expert_slots
 
+    @cached_property
+    def is_primary_ER(self) -> NDArray[np.bool_]:
+        """Whether each rank has each expert's primary: bool [E, R]."""
+        return np.arange(self.num_ranks) == self.primary_ranks[:, None]
+
     @property
     def _indices(self) -> Integers:
         return np.arange(self.num_experts) if self.primaries is None else np.asarray(self.primaries)

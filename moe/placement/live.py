@@ -47,9 +47,9 @@ def ran(counted: Sequence[float], num_ranks: int) -> Ran | None:
         return None
     most_R = ranks[2:4].max(0) * num_ranks / calls  # `calls` is a sum over ranks
     away_R = most_R - ranks[4] * num_ranks / calls
-    of_call = {name: tally[name] / calls for name in ("busiest", "busiest_expert", "copies", "returned")}
-    given = of_call["busiest"], of_call["busiest_expert"], float(most_R.max()), float(away_R.max())
-    return Ran(*given, of_call["copies"], of_call["returned"])
+    names = "busiest", "busiest_expert", "copies", "returned"
+    busiest, of_expert, fetched, returned = (tally[name] / calls for name in names)
+    return Ran(busiest, of_expert, float(most_R.max()), float(away_R.max()), fetched, returned)
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,8 @@ class LayerPlacement:
             reachable = bool(quotas_ER.sum(0).max() <= limits.most)
             blocks = within_limit(blocks, placement, costs, limits, reachable)
         quotas_ER = blocks.quotas_ER(*quotas_ER.shape)
-        is_replica = np.arange(quotas_ER.shape[1]) != placement.primary_ranks[:, None]
         new_R = ((quotas_ER > 0) & ~held(placement)).sum(0)
-        grads_R = np.where(is_replica, quotas_ER, 0).sum(0) * trains
+        grads_R = np.where(placement.is_primary_ER, 0, quotas_ER).sum(0) * trains
         return CallPlan(counts_RDE, quotas_ER, times, np.stack([new_R, grads_R]), blocks)
 
     def most(self, assignments: int) -> int | None:
@@ -276,7 +275,7 @@ class LayerPlacement:
         if learns and plan.blocks is None:
             for rank, used in enumerate(used_by_rank):
                 self._owing |= {self._held_replica(expert, rank, self._held[rank].index(expert)) for expert in used}
-        elif learns and plan.blocks is not None:
+        elif learns:
             self.tally[RETURNED] += sum(plan.quotas_ER[expert, self.rank] for expert in used_by_rank[self.rank])
         blocks = [] if plan.blocks is None else self._expert_blocks(plan.blocks, used_by_rank)
         replicas = CallReplicas(self.replica_buffers, own, fetched, self._returning(leaving), blocks)

@@ -98,8 +98,7 @@ class RecordedPlanner:
 
     def __call__(self, counts_RE: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Integers:
         quotas_ER = self._planner(counts_RE, placement, costs, limits)
-        away_ER = quotas_ER.copy()
-        away_ER[np.arange(placement.num_experts), placement.primary_ranks] = 0
+        away_ER = np.where(placement.is_primary_ER, 0, quotas_ER)
         self.calls.append([(int(e), int(r), int(away_ER[e, r])) for e, r in zip(*np.nonzero(away_ER), strict=True)])
         return quotas_ER
 
@@ -170,10 +169,8 @@ class Plans:
                 for name, field_name in _KEYS.items():
                     theirs, ours = getattr(recorded, field_name), getattr(own, field_name)
                     if theirs > ours if field_name == "replica_slots" else theirs != ours:
-                        return (
-                            f"{where}: step {step} was recorded with {name}={theirs}, "
-                            f"but this run has {ours}. {_ADVICE}."
-                        )
+                        differs = f"{name}={theirs}, but this run has {ours}"
+                        return f"{where}: step {step} was recorded with {differs}. {_ADVICE}."
                 if list(recorded.primaries) != list(own.primaries):
                     layers = f"{list(recorded.primaries)}, but this run has {list(own.primaries)}"
                     return f"{where}: step {step} was recorded with the MoE layers {layers}. {_ADVICE}."

@@ -95,15 +95,12 @@ class Outcome:
 
 def at_primaries(counts_RE: Integers, placement: PlacementMap) -> Integers:
     """Return quotas [E, R] without replicas: primaries compute all assignments."""
-    quotas_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
-    quotas_ER[np.arange(placement.num_experts), placement.primary_ranks] = counts_RE.sum(0)
-    return quotas_ER
+    return np.where(placement.is_primary_ER, counts_RE.sum(0)[:, None], 0)
 
 
 def held(placement: PlacementMap) -> np.ndarray:
     """Return bool [E, R]: whether a rank has an expert's weights, as primary or replica, before the call sends any."""
-    held_ER = np.zeros((placement.num_experts, placement.num_ranks), dtype=bool)
-    held_ER[np.arange(placement.num_experts), placement.primary_ranks] = True
+    held_ER = placement.is_primary_ER.copy()
     for expert, rank in placement.replicas:
         held_ER[expert, rank] = True
     return held_ER
@@ -118,8 +115,7 @@ def check(
     slot, the primary computes its assignments.
     """
     assert (quotas_ER >= 0).all() and (quotas_ER.sum(1) == counts_RE.sum(0)).all()
-    is_replica = quotas_ER > 0
-    is_replica[np.arange(placement.num_experts), placement.primary_ranks] = False
+    is_replica = (quotas_ER > 0) & ~placement.is_primary_ER
     for expert, rank in limits.pinned if with_pinned else ():
         is_replica[expert, rank] = True
     assert (is_replica.sum(0) <= limits.replica_slots).all(), is_replica.sum(0)
@@ -128,7 +124,7 @@ def check(
 def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: ReplicaLimits) -> Outcome:
     """Return the loads, new replicas and time of a call with given quotas; `costs`: the result of `Costs.of_call`."""
     used = quotas_ER > 0
-    experts, ranks = np.nonzero(used & (np.arange(placement.num_ranks) != placement.primary_ranks[:, None]))
+    experts, ranks = np.nonzero(used & ~placement.is_primary_ER)
     primaries, num_ranks = placement.primary_ranks[experts], placement.num_ranks
     between = primaries // limits.ranks_per_node != ranks // limits.ranks_per_node
     is_new = ~held(placement)[experts, ranks]

@@ -140,8 +140,8 @@ class _State:
         self.pinned_ER = np.zeros(self.shape, dtype=bool)
         for expert, rank in limits.pinned:
             self.pinned_ER[expert, rank] = True
-        self.always_ER = self.pinned_ER.copy()
-        self.always_ER[np.arange(len(self.primaries_E)), self.primaries_E] = True
+        self.is_primary_ER = placement.is_primary_ER
+        self.always_ER = self.pinned_ER | self.is_primary_ER
         self.may_ER = may_hold(placement, costs, limits) | held(placement)
         self.set(blocks.ranks)
 
@@ -247,7 +247,7 @@ class _State:
 
     def remove(self, random: Random) -> list[tuple[int, int]]:
         """Remove up to 2 random replicas, move 1 to 3 random blocks; return (expert, rank) of replicas now barred."""
-        replicas = np.argwhere((self.num_ER > 0) & (np.arange(self.shape[1]) != self.primaries_E[:, None]))
+        replicas = np.argwhere((self.num_ER > 0) & ~self.is_primary_ER)
         barred: list[tuple[int, int]] = []
         for _ in range(random.below(3)):
             if len(replicas):

@@ -107,8 +107,7 @@ def _changes(
 ) -> Iterator[np.ndarray]:
     """Yield the result of each change to try as bool [E, R]: whether a rank has the expert, as primary or replica."""
     primaries_E, loads_R = placement.primary_ranks, quotas_ER.sum(0)
-    replicas_ER = where_ER.copy()
-    replicas_ER[np.arange(placement.num_experts), primaries_E] = False
+    replicas_ER = where_ER & ~placement.is_primary_ER
     free_R = replicas_ER.sum(0) < limits.replica_slots
     busiest = int(loads_R.argmax())
 

@@ -73,8 +73,7 @@ def _loaded() -> ctypes.CDLL | None:
 
 
 def _quotas(placement: PlacementMap, left_E: Integers, replicas: Integers) -> Integers:
-    quotas_ER = np.zeros((placement.num_experts, placement.num_ranks), np.int64)
-    quotas_ER[np.arange(placement.num_experts), placement.primary_ranks] = left_E
+    quotas_ER = np.where(placement.is_primary_ER, left_E[:, None], 0)
     quotas_ER[replicas[:, 0], replicas[:, 1]] = replicas[:, 2]
     return quotas_ER
 
