@@ -88,22 +88,17 @@ def routed_experts(
             strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
             call = LocalCall(choice, plan, strategy, setting.experts, Weights((primaries,)), x_TH, both=keep)
         else:
-            call = _spread(choice, routing_map_TE, primaries, plan, setting, exchange, keep)
+            call = _spread(choice, routing_map_TE, primaries, plan, setting, keep)
         output_TH = execute.run(call, setting.timer, x_TH, probs_P, primaries)
     return output_TH if shared_expert is None or inside is not None else output_TH + shared_expert(x_TH)
 
 
 def _spread(
-    choice: Choice,
-    routing_map_TE: torch.Tensor,
-    primaries: Slab,
-    plan: Plan,
-    setting: Setting,
-    exchange: AllToAll,
-    keep: bool,
+    choice: Choice, routing_map_TE: torch.Tensor, primaries: Slab, plan: Plan, setting: Setting, keep: bool
 ) -> SpreadCall:
     """Prepare a call over several ranks: decide which rank computes each assignment, and exchange the sizes."""
-    degrees, placement = pass_degrees(plan, both=keep), setting.placement
+    degrees, placement, exchange = pass_degrees(plan, both=keep), setting.placement, setting.exchange
+    assert exchange is not None
     row_per_assignment = primaries.block_rows is not None
     assert not row_per_assignment or len(degrees) == 1, "both passes must have the same blocks"
     replicas: CallReplicas | None = None
@@ -222,18 +217,9 @@ class MixtrainMoELayer(MoELayer):
     def _routed(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, shared_expert: SharedExpert | None = None
     ) -> torch.Tensor:
-        streamed = self.expert_compute.streamed
-        setting = Setting(
-            self.exchange,
-            shared_expert,
-            self._assignments_per_token,
-            self._most_per_token,
-            self.placement,
-            comes_again=self.training,
-            strided=self._strided,
-            experts=self.expert_compute,
-            timer=self.timer,
-        )
+        experts, streamed = self.expert_compute, self.expert_compute.streamed
+        given = self.exchange, shared_expert, self._assignments_per_token, self._most_per_token, self.placement
+        setting = Setting(*given, comes_again=self.training, strided=self._strided, experts=experts, timer=self.timer)
         primaries = self.experts() if streamed is None else streamed.open()
         primaries = replace(primaries, block_rows=self._block_rows)
         return routed_experts(x, probs, routing_map, primaries, self.plan, setting)

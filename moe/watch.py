@@ -82,9 +82,8 @@ class RouterWatch:
 
     def split(self, flat: torch.Tensor) -> RouterReport:
         """Split the flat tensor of a step's statistics, summed over ranks, into a report."""
-        counts, entropies, losses = flat.split(
-            [self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers]
-        )
+        sizes = self.num_layers * self.num_experts, self.num_layers, len(self.losses) * self.num_layers
+        counts, entropies, losses = flat.split(sizes)
         by_name = dict(zip(self.losses, losses.view(len(self.losses), self.num_layers), strict=True))
         return RouterReport(counts.view(self.num_layers, self.num_experts), entropies, by_name)
 

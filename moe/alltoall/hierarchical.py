@@ -59,13 +59,9 @@ class HierarchicalCounts(ExchangeCounts):
     relayed: list[list[list[int]]]
 
     def split_sizes(self, columns: Sequence[int], back: bool = False) -> SplitSizes:
-        """Return the split sizes for the rows counted in `columns`, with `relay` as lists [node][local rank].
-
-        `back`: return the split sizes of the combine that returns these rows.
-        """
-        return replace(
-            super().split_sizes(columns, back), relay=[add_columns(of_node, columns) for of_node in self.relayed]
-        )
+        """Return the split sizes as the base class does, with `relay` as lists [node][local rank]."""
+        relay = [add_columns(of_node, columns) for of_node in self.relayed]
+        return replace(super().split_sizes(columns, back), relay=relay)
 
 
 class HierarchicalAllToAll:
@@ -299,9 +295,7 @@ def _serve(jobs: queue.SimpleQueue[tuple[Callable[[], list[Any]], Future[list[An
         del item, job, future  # an idle thread keeps no buffers alive
 
 
-_exchanges: weakref.WeakValueDictionary[tuple[int, str], FlatAllToAll | HierarchicalAllToAll] = (
-    weakref.WeakValueDictionary()
-)
+_exchanges = weakref.WeakValueDictionary[tuple[int, str], FlatAllToAll | HierarchicalAllToAll]()
 
 
 def shared_exchange(group: dist.ProcessGroup, kind: str) -> AllToAll:

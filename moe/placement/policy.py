@@ -42,11 +42,9 @@ def policy_of(config: Config, device: str) -> Policy | None:
 
     `device` is "cpu" or "cuda".
     """
-    placement = config.moe.placement
-    block_rows = derived.block_rows(config)
+    placement, block_rows = config.moe.placement, derived.block_rows(config)
     if derived.places_experts(config):
-        chooses = placement.policy == "auto"
-        planner = POLICIES[placement.policy]
+        planner, chooses = POLICIES[placement.policy], placement.policy == "auto"
         return Policy(planner, ASSUMED[device], placement.extra_slots, block_rows, placement.max_load, chooses)
     return Policy(None, ASSUMED[device], 0, block_rows) if block_rows is not None else None
 

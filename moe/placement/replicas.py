@@ -46,11 +46,10 @@ class ReplicaBuffers:
     """Memory for a layer's replicas on this rank: each slot is one contiguous record of an expert's matrices."""
 
     def __init__(self, group: dist.ProcessGroup, num_slots: int, like: Slab) -> None:
-        """`like`: the weights of this rank's primaries, from which only shapes and dtype are read."""
+        """`like`: weights of this rank's primaries, perhaps still in flight: only their shapes and dtype are read."""
         self.group, self.rank = group, group.rank()
         self._shapes = [each.shape[1:] for each in like.tensors]
         self._sizes = [math.prod(shape) for shape in self._shapes]
-        # The weights of `like` may still be in flight: only its shapes and dtype are read.
         self.weights = torch.zeros(num_slots, sum(self._sizes), dtype=like.fc1.dtype, device=like.fc1.device)
         self._grads: torch.Tensor | None = None  # allocated with the first gradients
         self._written: set[int] = set()  # slots with gradients of this step

@@ -176,22 +176,20 @@ def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
 
     offloads = strategy.preactivations == "offload"
 
-    def sizes(
-        degree: int, regrouped: int, scratch: Callable[[LayerLoad, int, bool], int], computes_again: bool
-    ) -> Sizes:
+    def sizes(degree: int, regrouped: int, scratch: Callable[[LayerLoad, int, bool], int]) -> Sizes:
         chunk = _Chunk(load, degree)
         offloaded = chunk.preactivations if offloads else 0
         result = chunk.sizes | {"offloaded": offloaded, "fetched": offloaded}
         result |= {"regrouped": regrouped, "released": regrouped}
         # With one chunk its sums are the result; with several, the result exists before the first.
         result |= {"sums": chunk.sizes["output"], "output": 0} if degree == 1 else {"sums": 0}
-        return result | {"scratch": scratch(load, chunk.block, computes_again)}
+        return result | {"scratch": scratch(load, chunk.block, not keeps)}
 
     degree, backward_degree = plan.degree, plan.backward_degree
     regroups = keeps and degree != backward_degree
     regrouped = _Chunk(load, backward_degree).assignments * load.hidden_columns if regroups else 0
-    forward = sizes(degree, 0, expert_sizes.forward_scratch, not keeps)
-    backward = sizes(backward_degree, regrouped, expert_sizes.both_scratch, not keeps)
+    forward = sizes(degree, 0, expert_sizes.forward_scratch)
+    backward = sizes(backward_degree, regrouped, expert_sizes.both_scratch)
     forward_peak = peak(_ledger(program.local_forward, degree, strategy), forward)
     backward_peak = peak(_ledger(program.local_backward, backward_degree, strategy), backward)
     return kept, forward_peak * element, backward_peak * element

@@ -43,13 +43,7 @@ WHOLE_SHARE = 0.4  # share of the time for whole passes; the shares below are of
 TRUST = 2.0  # cached costs are measured again if the link is faster or slower by more than this factor
 
 
-def measure_layer(
-    layer: MixtrainMoELayer,
-    shape: Shape,
-    folder: str | os.PathLike[str] | None = None,
-    experts: ExpertCompute | None = None,
-    budget: float = BUDGET,
-) -> LayerCosts:
+def measure_layer(layer: MixtrainMoELayer, shape: Shape, folder: str | os.PathLike[str] | None = None) -> LayerCosts:
     """Return the costs of a layer's operations, measured or from the cache in `folder` (None: no cache).
 
     Collective over the layer's expert parallel group.
@@ -61,7 +55,7 @@ def measure_layer(
     weights = Slab(fc1, fc2, biases[0], biases[1], module.activation)
     shared_width = 0 if shared is None else shared.linear_fc2.weight.size(1)
     group = layer.ep_group if layer.ep_group.size() > 1 else None
-    return measure_costs(weights, layer.exchange, group, shape, shared_width, folder, experts, budget)
+    return measure_costs(weights, layer.exchange, group, shape, shared_width, folder)
 
 
 def measure_costs(

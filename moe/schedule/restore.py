@@ -36,7 +36,7 @@ class DispatchedRows:
 
     has_all = False  # whether one buffer holds the rows of all chunks
 
-    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
+    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None) -> None:
         self._num_rows, self._like, self._link = num_rows, like, link
 
     def out(self, index: int) -> torch.Tensor:
@@ -69,7 +69,7 @@ class KeepRows(DispatchedRows):
 
     has_all = True
 
-    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
+    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None) -> None:
         super().__init__(num_rows, like, link)
         self._buffer = WORKSPACE.take((sum(num_rows), like.size(1)), like)
         self._of_chunks = self._buffer.split(list(num_rows))
@@ -99,7 +99,7 @@ class KeepRows(DispatchedRows):
 class OffloadRows(DispatchedRows):
     """A call's dispatched rows, kept on the host. Both passes must have the same chunks."""
 
-    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None = None) -> None:
+    def __init__(self, num_rows: Sequence[int], like: torch.Tensor, link: HostLink | None) -> None:
         super().__init__(num_rows, like, link)
         self._away: dict[int, OffloadedTensor] = {}
 
@@ -121,12 +121,7 @@ class Preactivations:
     """
 
     def __init__(
-        self,
-        chunks: Chunks,
-        backward_chunks: Chunks,
-        num_columns: int,
-        like: torch.Tensor,
-        link: HostLink | None = None,
+        self, chunks: Chunks, backward_chunks: Chunks, num_columns: int, like: torch.Tensor, link: HostLink | None
     ) -> None:
         self._numbers = [len(chunk.ids) for chunk in chunks]
         self._ids_Q, self._same = chunks.ids_Q, chunks is backward_chunks
