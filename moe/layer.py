@@ -85,8 +85,7 @@ def routed_experts(
     call: LocalCall | SpreadCall
     with setting.timer.measure("forward" if keep else "evaluation", x_TH.device):
         if exchange is None:
-            strategy = STRATEGIES[plan.memory_strategy] if keep else NOTHING_KEPT
-            call = LocalCall(choice, plan, strategy, setting.experts, Weights((primaries,)), x_TH, both=keep)
+            call = LocalCall(choice, plan, setting.experts, Weights((primaries,)), x_TH, both=keep)
         else:
             call = _spread(choice, routing_map_TE, primaries, plan, setting, keep)
         output_TH = execute.run(call, setting.timer, x_TH, probs_P, primaries)
@@ -156,9 +155,8 @@ class MixtrainMoELayer(MoELayer):
             self.placement.active = not placement.chooses
             assert isinstance(self.experts, StackedExperts)
             self.experts.primaries_may_move = True
-        dropless = config.moe_expert_capacity_factor is None
         self._most_per_token = config.moe_router_topk
-        self._assignments_per_token = config.moe_router_topk if dropless else None
+        self._assignments_per_token = self._most_per_token if config.moe_expert_capacity_factor is None else None
 
     def forward(
         self, hidden_states: torch.Tensor, intermediate_tensors: object = None, padding_mask: torch.Tensor | None = None

@@ -14,7 +14,7 @@ import torch
 
 from memory.transfer import lists_to_device
 from moe import route
-from moe.chunk_plan import Plan, Strategy, pass_degrees
+from moe.chunk_plan import NOTHING_KEPT, STRATEGIES, Plan, pass_degrees
 from moe.experts.compute import ExpertCompute, needs_host_ends
 from moe.experts.weights import WeightGrads, Weights
 from moe.route import Choice, Chunk, Chunks
@@ -34,28 +34,22 @@ class LocalCall:
     replicas = None  # there are none, since there are no other ranks
 
     def __init__(
-        self,
-        choice: Choice,
-        plan: Plan,
-        strategy: Strategy,
-        experts: ExpertCompute,
-        weights: Weights,
-        x_TH: torch.Tensor,
-        both: bool,
+        self, choice: Choice, plan: Plan, experts: ExpertCompute, weights: Weights, x_TH: torch.Tensor, both: bool
     ) -> None:
         self.streamed = experts.streamed
-        self.plan, self.strategy, self.experts, self.order_T = plan, strategy, experts, choice.order_T
+        self.strategy = STRATEGIES[plan.memory_strategy] if both else NOTHING_KEPT
+        self.plan, self.experts, self.order_T = plan, experts, choice.order_T
         passes = local_chunks(choice, pass_degrees(plan, both), weights.num_experts)
         if needs_host_ends(weights.primaries):
             route.read_ends([chunk for chunks in passes for chunk in chunks])
         self.chunks, self.backward_chunks = passes[0], passes[-1]
-        restored = restore.PREACTIVATION_STRATEGIES[strategy.preactivations]
+        restored = restore.PREACTIVATION_STRATEGIES[self.strategy.preactivations]
         width = weights.primaries.fc1.size(1)
         self.preactivations = restored(self.chunks, self.backward_chunks, width, x_TH, experts.link)
 
     def forward(self, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> torch.Tensor:
         """Run the forward pass; return the weighted sums of the experts' outputs [T, H]."""
-        state = _LocalForward(self, x_TH, probs_P, weights)
+        state = _LocalPass(self, x_TH, probs_P, weights, self.chunks)
         operations = program.local_forward(self.plan.degree, self.strategy, self.streamed is not None)
         program.perform(operations, FORWARD, state, INTERPRETER)
         self.chunks = self.backward_chunks  # frees the memory of the forward pass's chunks
@@ -70,7 +64,8 @@ class LocalCall:
         grads: WeightGrads | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the backward pass: return the gradients of `x_TH` and `probs_P`, and add weight gradients to `grads`."""
-        state = _LocalBackward(self, x_TH, probs_P, weights, output_grad_TH, grads)
+        state = _LocalPass(self, x_TH, probs_P, weights, self.backward_chunks)
+        state.output_grad_TH, state.grads = output_grad_TH, grads
         operations = program.local_backward(self.plan.backward_degree, self.strategy, self.streamed is not None)
         program.perform(operations, BACKWARD, state, INTERPRETER)
         self.preactivations.free()
@@ -110,41 +105,30 @@ def _rows_of_layer(call: LocalCall, chunk: Chunk) -> torch.Tensor:
     return rows_n if call.order_T is None else call.order_T.index_select(0, rows_n)
 
 
-class _LocalForward:
-    """The state of a forward pass on one rank, which its operations change."""
+class _LocalPass:
+    """The state of a pass on one rank, which its operations change."""
 
-    def __init__(self, call: LocalCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights) -> None:
-        self.call, self.x_TH = call, x_TH
-        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.chunks)
+    # only in a backward pass
+    output_grad_TH: torch.Tensor
+    grads: WeightGrads | None
+    preactivation: torch.Tensor | None  # of the chunk that is computed
+
+    def __init__(
+        self, call: LocalCall, x_TH: torch.Tensor, probs_P: torch.Tensor, weights: Weights, chunks: Chunks
+    ) -> None:
+        self.call, self.x_TH, self.chunks = call, x_TH, chunks
+        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, chunks)
         self.result = ChunkedResult(x_TH, call.order_T)
 
     def experts(self, operation: program.LocalExperts) -> None:
-        chunk, preactivation = self.call.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
+        chunk, preactivation = self.chunks[operation.chunk], self.call.preactivations.out(operation.chunk)
         out_RH, rows_n = self.result.output(chunk.first_row, chunk.num_rows), _rows_of_layer(self.call, chunk)
         sums_RH, preactivation = self.compute.sums(self.x_TH, rows_n, chunk, preactivation, out_RH)
         self.call.preactivations.put(operation.chunk, preactivation)
         self.result.put(sums_RH)
 
-
-class _LocalBackward:
-    """The state of a backward pass on one rank, which its operations change."""
-
-    def __init__(
-        self,
-        call: LocalCall,
-        x_TH: torch.Tensor,
-        probs_P: torch.Tensor,
-        weights: Weights,
-        output_grad_TH: torch.Tensor,
-        grads: WeightGrads | None,
-    ) -> None:
-        self.call, self.x_TH, self.output_grad_TH, self.grads = call, x_TH, output_grad_TH, grads
-        self.compute = ChunkCompute(call.experts, weights, probs_P, x_TH.dtype, call.backward_chunks)
-        self.result = ChunkedResult(x_TH, call.order_T)
-        self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
-
     def grads_of_chunk(self, operation: program.LocalGrads) -> None:
-        chunk = self.call.backward_chunks[operation.chunk]
+        chunk = self.chunks[operation.chunk]
         self.preactivation = self.call.preactivations.get(operation.chunk, chunk)
         rows_n = _rows_of_layer(self.call, chunk)
         out_RH = self.result.output(chunk.first_row, chunk.num_rows)
@@ -163,13 +147,13 @@ class _LocalBackward:
 # The effect of each operation on the state of a pass.
 FORWARD: program.Lines = {
     **STREAMED,
-    program.LocalExperts: _LocalForward.experts,
+    program.LocalExperts: _LocalPass.experts,
     program.Offload: lambda state, operation: state.call.preactivations.offload(operation.chunk),
     program.Release: lambda state, operation: state.call.preactivations.written(operation.chunk),
 }
 BACKWARD: program.Lines = {
     **STREAMED,
     program.Fetch: lambda state, operation: state.call.preactivations.fetch(operation.chunk),
-    program.LocalGrads: _LocalBackward.grads_of_chunk,
-    program.Release: _LocalBackward.release,
+    program.LocalGrads: _LocalPass.grads_of_chunk,
+    program.Release: _LocalPass.release,
 }
