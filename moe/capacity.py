@@ -38,24 +38,23 @@ def keep(
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     if capacity >= size * len(chosen_TE):
         return chosen_TE
-    if positions_T is not None:
-        # One key per assignment, of which the greatest are kept: the policy's value, then the earlier turn.
+    if positions_T is None and policy == "position":
+        counts_RE = _gather(chosen_TE.sum(dim=0, dtype=torch.int32), size, group)
+        return _first(chosen_TE, capacity - counts_RE[:rank].sum(dim=0))
+    # One key per assignment, of which the greatest are kept: the policy's value, then the earlier turn if it is given.
+    if positions_T is None:
+        keys_TE = _bits(probs_TE)
+    else:
         keys_TE = (LAST_TURN - positions_T)[:, None].expand_as(chosen_TE)
         if policy == "probs":
             keys_TE = keys_TE + (_bits(probs_TE).long() << TURN_BITS)
-        keys_TE = keys_TE.masked_fill(~chosen_TE, -1)
-        best_KE = keys_TE.topk(min(capacity, len(keys_TE)), dim=0, sorted=False).values
-        least_E = _gather(best_KE, size, group).flatten(0, 1).topk(capacity, dim=0, sorted=False).values.amin(dim=0)
-        return chosen_TE & (keys_TE >= least_E)
-    if policy == "position":
-        counts_RE = _gather(chosen_TE.sum(dim=0, dtype=torch.int32), size, group)
-        return _first(chosen_TE, capacity - counts_RE[:rank].sum(dim=0))
-    bits_TE = _bits(probs_TE).masked_fill(~chosen_TE, -1)
-    best_KE = bits_TE.topk(min(capacity, len(bits_TE)), dim=0, sorted=False).values
-    best_RKE = _gather(best_KE, size, group)
+    keys_TE = keys_TE.masked_fill(~chosen_TE, -1)
+    best_RKE = _gather(keys_TE.topk(min(capacity, len(keys_TE)), dim=0, sorted=False).values, size, group)
     least_E = best_RKE.flatten(0, 1).topk(capacity, dim=0, sorted=False).values.amin(dim=0)
+    if positions_T is not None:
+        return chosen_TE & (keys_TE >= least_E)
     capacity_left_E = capacity - (best_RKE > least_E).sum(dim=(0, 1)) - (best_RKE[:rank] == least_E).sum(dim=(0, 1))
-    return (bits_TE > least_E) | _first(chosen_TE & (bits_TE == least_E), capacity_left_E)
+    return (keys_TE > least_E) | _first(chosen_TE & (keys_TE == least_E), capacity_left_E)
 
 
 def _bits(probs_TE: torch.Tensor) -> torch.Tensor:
