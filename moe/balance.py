@@ -33,10 +33,8 @@ class GlobalBalance:
         self._sums = torch.zeros(2, len(layers), num_experts, dtype=torch.float64, device=device)
         self._shares = torch.empty(len(layers), num_experts, device=device)
         self.follow(None)
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, Router):
-                    module.global_balance = self._loss  # Megatron builds the router from its spec
+        for module in (each for chunk in chunks for each in chunk.modules() if isinstance(each, Router)):
+            module.global_balance = self._loss  # Megatron builds the router from its spec
 
     def begin(self) -> None:
         """Reset this rank's sums of choices and scores at the start of a step."""

@@ -51,11 +51,9 @@ class RouterWatch:
         self._counts = torch.zeros(num_layers, num_experts, dtype=torch.float64, device=device)
         self._entropy = torch.zeros(num_layers, dtype=torch.float64, device=device)
         self._counts_of, self._entropy_of = self._counts.unbind(), self._entropy.unbind()  # by layer
-        for chunk in chunks:
-            for module in chunk.modules():
-                if isinstance(module, Router):
-                    module.register_forward_hook(self._count)
-                    module.watch = self._watch  # Megatron builds the router from its spec
+        for module in (each for chunk in chunks for each in chunk.modules() if isinstance(each, Router)):
+            module.register_forward_hook(self._count)
+            module.watch = self._watch  # Megatron builds the router from its spec
 
     def _count(self, router: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
         # Without gradients it is an evaluation, or the first of two passes under recompute.

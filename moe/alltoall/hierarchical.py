@@ -170,9 +170,8 @@ class _HierarchicalHandle:
         else:
             # The second batch follows the first on the communicator's stream. Messages of two ranks match in this
             # order.
-            taken, passed_on = (
-                [m for node in exchange.others for m in of[node]] for of in (self._taken, self._passed_on)
-            )
+            taken = [message for node in exchange.others for message in self._taken[node]]
+            passed_on = [message for node in exchange.others for message in self._passed_on[node]]
             self._receives = self._batch([*first, *direct], [*taken, *self._direct])
             self._receives += self._batch(passed_on, self._last)
         if own:

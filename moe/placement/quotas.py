@@ -136,13 +136,8 @@ def outcome(quotas_ER: Integers, placement: PlacementMap, costs: Costs, limits: 
     loads_R = quotas_ER.sum(0)
     work_R = loads_R + costs.expert_overhead * used.sum(0)
     copying_R = np.bincount(ranks, seconds, num_ranks) + np.bincount(primaries, seconds, num_ranks)
-    return Outcome(
-        loads_R,
-        np.bincount(ranks[is_new], minlength=num_ranks),
-        int(is_new.sum()),
-        int((is_new & between).sum()),
-        int((work_R + copying_R.astype(np.int64)).max()),
-    )
+    new_R, busiest = np.bincount(ranks[is_new], minlength=num_ranks), (work_R + copying_R.astype(np.int64)).max()
+    return Outcome(loads_R, new_R, int(is_new.sum()), int((is_new & between).sum()), int(busiest))
 
 
 def shares(counts_RE: Integers, quotas_ER: Integers, ranks_per_node: int, rank: int) -> Integers:

@@ -143,19 +143,17 @@ def read(path: Path, log: Callable[[str], None] | None = None) -> Iterator[tuple
     """
     log = log or partial(print, file=sys.stderr, flush=True)
     with path.open("rb") as file:
-        header, kept = _read_header(file, path), 0
+        header = _read_header(file, path)
         for section in _sections(file):
-            if isinstance(section, _Damage):
-                text = section.text(path, section.last + 1 if section.next is None else section.next)
-                if section.next is None:
-                    text = (
-                        f"{path}: bytes {section.start} to {section.end - 1} at the end are not a complete step: all "
-                        f"steps after {section.last} are lost, and {kept} steps are kept"
-                    )
-                log(text)
-                continue
-            kept += 1
-            yield section.step, _counts(section, header, path)
+            if isinstance(section, _Frame):
+                yield section.step, _counts(section, header, path)
+            elif section.next is not None:
+                log(section.text(path, section.next))
+            else:
+                log(
+                    f"{path}: bytes {section.start} to {section.end - 1} at the end are not a complete step: all "
+                    f"steps after {section.last} are lost, and {section.kept} steps are kept"
+                )
 
 
 def _is_cut_header(path: Path) -> bool:
@@ -205,15 +203,10 @@ def _sections(file: BinaryIO) -> Iterator[_Frame | _Damage]:
 def _frame_at(data: mmap.mmap, start: int, last: int) -> _Frame | None:
     """Return the frame at byte `start`; None if it is damaged, or its step is not after `last`."""
     begin = start + _FRAME.size
-    if begin > len(data):
-        return None
-    length, checksum = _FRAME.unpack_from(data, start)
-    if begin + length > len(data):
-        return None
-    payload = data[begin : begin + length]
-    if zlib.crc32(payload) != checksum:
-        return None
     try:
+        length, checksum = _FRAME.unpack_from(data, start)
+        if begin + length > len(data) or zlib.crc32(payload := data[begin : begin + length]) != checksum:
+            return None
         step = _STEP.unpack_from(zlib.decompressobj().decompress(payload[:_START_BYTES], _STEP.size))[0]
     except (zlib.error, struct.error):
         return None

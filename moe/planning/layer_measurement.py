@@ -284,10 +284,8 @@ class _Bench:
             return self._exchange(exchange, num_rows, posting[num_rows], self._num_messages(num_rows))
 
         sizes, seconds = measure.measure(make, self.row_counts, self.device, self.group, 0.22 * self.budget)
-        line = fit_line(
-            [self._bytes(each) for each in sizes],
-            [total / self._num_messages(each) for each, total in zip(sizes, seconds, strict=True)],
-        )
+        of_message = [total / self._num_messages(each) for each, total in zip(sizes, seconds, strict=True)]
+        line = fit_line([self._bytes(each) for each in sizes], of_message)
         post = NOTHING  # on a GPU an exchange takes no time of the program's own stream
         if self.device.type != "cuda":
             medians = measure.max_over_ranks([statistics.median(posting[n]) for n in sizes], self.device, self.group)

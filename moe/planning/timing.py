@@ -87,16 +87,15 @@ def timeline(operations: Sequence[Operation]) -> Timeline:
                 started = exchanges if kind == SEND else host_copies
                 started[operation] = len(started)
             steps.append((kind, what))
-    counts = {
-        kind: tuple(Counter(what for each, what in steps if each == kind).items())
-        for kind in (COMPUTE, SEND, COPY_HOST)
-    }
+    computed, sent, copied = (
+        tuple(Counter(what for each, what in steps if each == kind).items()) for kind in (COMPUTE, SEND, COPY_HOST)
+    )
     last: list[str] = []
     for kind, what in reversed(steps):
         if kind != COMPUTE:
             break
         last.append(what)
-    return Timeline(tuple(steps), counts[COMPUTE], counts[SEND], counts[COPY_HOST], tuple(last))
+    return Timeline(tuple(steps), computed, sent, copied, tuple(last))
 
 
 @cache

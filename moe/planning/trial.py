@@ -104,14 +104,11 @@ class Trial:
         ratios: dict[tuple[str, PassPlan], list[float]] = {}
         for start in range(0, len(self._seconds), len(self.choices)):
             this_round = self._seconds[start : start + len(self.choices)]
-            means = [
-                statistics.fmean(of_plan[index] for of_plan in of_layer) for of_layer in zip(*this_round, strict=True)
-            ]
+            means = [statistics.fmean(each[index] for each in of_layer) for of_layer in zip(*this_round, strict=True)]
             for (kind, decision), of_plan in zip(self.choices, this_round, strict=True):
                 pass_plan = pass_plans(decision.plan)[index]
-                expected = max((decision.prediction.forward, decision.prediction.backward)[index], LEAST) * (
-                    1.0 + unseen(pass_plan)
-                )
+                predicted = (decision.prediction.forward, decision.prediction.backward)[index]
+                expected = max(predicted, LEAST) * (1.0 + unseen(pass_plan))
                 relative = [seconds[index] / mean / expected for seconds, mean in zip(of_plan, means, strict=True)]
                 ratios.setdefault((kind, pass_plan), []).extend(relative)
         factors = {key: statistics.median(of_key) for key, of_key in ratios.items()}

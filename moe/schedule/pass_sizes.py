@@ -38,18 +38,12 @@ class PassSizes:
 
         Each kind has a column for each chunk of each pass; `first_column` is the column of this pass's first chunk.
         """
-        num_chunks = len(counts.sent[0]) // num_kinds
-        of_rows, of_assignments, *of_primaries = (
-            list(range(first, first + degree))
-            for first in (kind * num_chunks + first_column for kind in range(num_kinds))
-        )
+        num_columns = len(counts.sent[0])
+        firsts = range(first_column, num_columns, num_columns // num_kinds)
+        of_rows, of_assignments, *of_primaries = (list(range(first, first + degree)) for first in firsts)
         self.degree = degree
-        self.sends, self.receives = (
-            ChunkOffsets(
-                *([[of_rank[column] for column in kind] for of_rank in side] for kind in (of_rows, of_assignments))
-            )
-            for side in (counts.sent, counts.received)
-        )
+        kinds, sides = [slice(first, first + degree) for first in firsts[:2]], (counts.sent, counts.received)
+        self.sends, self.receives = (ChunkOffsets(*([each[kind] for each in side] for kind in kinds)) for side in sides)
         self.dispatches = [counts.split_sizes([column]) for column in of_rows]
         self.combines = [counts.split_sizes([column], back=True) for column in of_rows]
         self.assignments = counts.split_sizes(of_assignments)

@@ -166,8 +166,7 @@ class KeepPreactivations(Preactivations):
         self._buffer: torch.Tensor | None = None
         self._kept: list[torch.Tensor] = []
         if self._like.device.type == "cpu":
-            total = chunks[-1].span.stop
-            self._buffer = WORKSPACE.take((total + SPARE_ROWS, self._num_columns), self._like)
+            self._buffer = WORKSPACE.take((chunks[-1].span.stop + SPARE_ROWS, self._num_columns), self._like)
             # A chunk overwrites the spare rows of the chunk before it.
             self._kept = [self._buffer[chunk.span.start : chunk.span.stop + SPARE_ROWS] for chunk in chunks]
 
