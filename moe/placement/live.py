@@ -98,14 +98,13 @@ class LayerPlacement:
         self._pinned: Counter[tuple[int, int]] = Counter()  # calls whose backward pass needs (expert, rank)
         self._planned: deque[CallPlan] = deque()  # plans of forward passes that will be recomputed
         self._owing: set[HeldReplica] = set()  # replicas with gradients of this step that are not yet returned
-        self._backwards = self._num_backwards = 0  # finished and expected backward passes
+        self._backwards, self._num_backwards = 0, 1  # finished and expected backward passes
         # Statistics since `begin_passes`. `tally`: see TALLY. `ranks`: sums over calls of each rank's assignments
         # divided by the mean, without replicas and with the plan; for this rank also token rows sent, received, kept.
         self.tally = np.zeros(len(TALLY))
         self.ranks = np.zeros((5, group.size()))
         self._is_counted = True  # whether the current call is not a recomputation
         self.worst = 0.0  # greatest load of a rank divided by the mean, among calls above the limit
-        self.begin_passes(1)
 
     @property
     def counted(self) -> Integers:

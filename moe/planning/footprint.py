@@ -119,12 +119,11 @@ def kept_bytes(load: LayerLoad, strategy: Strategy) -> int:
 
 def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
     """Return the peak bytes of a forward pass in `degree` chunks, without the bytes that `kept_bytes` counts."""
-    chunk = _Chunk(load, degree)
+    chunk = _Chunk(load, degree, strategy)
     received = 0 if strategy.token_rows == "keep" else chunk.token_rows
     sizes = chunk.sizes | {
         "received": received,
         "released": received,
-        "offloaded": chunk.preactivations if strategy.preactivations == "offload" else 0,
         "scratch": expert_sizes.forward_scratch(load, chunk.block, strategy.preactivations == "recompute"),
     }
     return peak(_ledger(program.forward, degree, strategy, load.has_replicas), sizes) * load.element_size
@@ -133,14 +132,12 @@ def forward_bytes(load: LayerLoad, strategy: Strategy, degree: int) -> int:
 def backward_bytes(load: LayerLoad, strategy: Strategy, degree: int, weight_lag: int, same: bool) -> int:
     """Return the peak bytes of a backward pass, without those of `kept_bytes`. `same`: both passes have the
     same number of chunks."""
-    chunk = _Chunk(load, degree)
-    offloaded = chunk.preactivations if strategy.preactivations == "offload" else 0
+    chunk = _Chunk(load, degree, strategy)
     copied = chunk.assignments * load.hidden_columns + 16 * load.assignments // load.element_size
     regrouped = 0 if same or strategy.preactivations != "keep" else copied
     sizes = chunk.sizes | {
         "received": chunk.token_rows,
-        "offloaded": offloaded,
-        "fetched": (chunk.token_rows if strategy.token_rows == "offload" else 0) + offloaded,
+        "fetched": (chunk.token_rows if strategy.token_rows == "offload" else 0) + chunk.offloaded,
         "regrouped": regrouped,
         "released": regrouped,
         "scratch": expert_sizes.input_scratch(load, chunk.block, strategy.preactivations == "recompute"),
@@ -174,20 +171,16 @@ def local_bytes(load: LayerLoad, plan: Plan) -> tuple[int, int, int]:
     preactivations = (load.assignments + _spare(load)) * load.hidden_columns if keeps else 0
     kept = load.assignments * LOCAL_INDEX_BYTES + preactivations * element
 
-    offloads = strategy.preactivations == "offload"
-
     def sizes(degree: int, regrouped: int, scratch: Callable[[LayerLoad, int, bool], int]) -> Sizes:
-        chunk = _Chunk(load, degree)
-        offloaded = chunk.preactivations if offloads else 0
-        result = chunk.sizes | {"offloaded": offloaded, "fetched": offloaded}
-        result |= {"regrouped": regrouped, "released": regrouped}
+        chunk = _Chunk(load, degree, strategy)
+        result = chunk.sizes | {"fetched": chunk.offloaded, "regrouped": regrouped, "released": regrouped}
         # With one chunk its sums are the result; with several, the result exists before the first.
         result |= {"sums": chunk.sizes["output"], "output": 0} if degree == 1 else {"sums": 0}
         return result | {"scratch": scratch(load, chunk.block, not keeps)}
 
     degree, backward_degree = plan.degree, plan.backward_degree
     regroups = keeps and degree != backward_degree
-    regrouped = _Chunk(load, backward_degree).assignments * load.hidden_columns if regroups else 0
+    regrouped = _Chunk(load, backward_degree, strategy).assignments * load.hidden_columns if regroups else 0
     forward = sizes(degree, 0, expert_sizes.forward_scratch)
     backward = sizes(backward_degree, regrouped, expert_sizes.both_scratch)
     forward_peak = peak(_ledger(program.local_forward, degree, strategy), forward)
@@ -202,14 +195,14 @@ def _spare(load: LayerLoad) -> int:
 class _Chunk:
     """Buffer sizes, in elements, of a call that is split into `degree` equal chunks."""
 
-    def __init__(self, load: LayerLoad, degree: int) -> None:
+    def __init__(self, load: LayerLoad, degree: int, strategy: Strategy) -> None:
         self.assignments = -(-load.assignments // degree)
         self.token_rows = -(-load.token_rows // degree) * load.hidden_size
         # of one expert, or of all experts if one grouped matmul computes them
         of_expert = min(self.assignments, load.block, -(-load.expert_assignments // degree))
         self.block = self.assignments if load.block == WHOLE else of_expert
         with_spare = self.assignments + _spare(load)
-        self.preactivations = with_spare * load.hidden_columns
+        self.offloaded = with_spare * load.hidden_columns if strategy.preactivations == "offload" else 0
         output = load.tokens * load.hidden_size
         self.sizes: Sizes = {
             "nothing": 0,
@@ -219,6 +212,7 @@ class _Chunk:
             "sent": -(-load.away_rows // degree) * load.hidden_size,
             "sums": self.token_rows,
             "expert_rows": with_spare * load.hidden_size,
+            "offloaded": self.offloaded,
             "output": output,
             # A chunk's sum, unless it is added in place, as on the host.
             "chunk_sum": output // degree if degree > 1 and load.block == WHOLE else 0,
