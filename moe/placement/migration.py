@@ -30,8 +30,7 @@ def plan_migrations(loads_E: Integers, placement: PlacementMap, ranks_per_node: 
     `loads_E`: each expert's assignments since the last migrations. Equal inputs give all ranks the same map.
     """
     ranks = placement.num_ranks
-    expert_RS = np.empty((ranks, placement.num_expert_slots), dtype=np.int64)
-    expert_RS[placement.primary_ranks, placement.primary_slots] = np.arange(placement.num_experts)
+    expert_RS = np.array([placement.experts_of(rank) for rank in range(ranks)])
     before_RS = expert_RS.copy()
     nodes = [np.arange(first, first + ranks_per_node) for first in range(0, ranks, ranks_per_node)]
     mean = loads_E.sum() / max(ranks, 1)

@@ -8,7 +8,6 @@ computes, U rows (one for each token and destination rank) that this rank sends,
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +125,7 @@ class _SharedGraph:
         return gradient
 
 
-class _Pass(ABC):
+class _Pass:
     """The state of one pass over several ranks: all-to-alls in flight, and tensors that later operations need."""
 
     message: Handle  # exchange of values of all assignments
@@ -150,9 +149,10 @@ class _Pass(ABC):
         result_TH = self.result.tensor()
         return result_TH if self.shared_TH is None else result_TH.add_(self.shared_TH)
 
-    @abstractmethod
     def buffer(self, chunk: int) -> torch.Tensor:
         """Return the buffer that receives a chunk's dispatched rows."""
+        like = self.tensors["rows"]
+        return WORKSPACE.take((self.sizes.received_rows[chunk], like.size(1)), like)
 
     # -- operations of both passes -----------------------------------------------------------------------------------
 
@@ -298,10 +298,6 @@ class _Backward(_Pass):
         self.preactivation: torch.Tensor | None = None  # of the chunk that is computed
         # For each chunk, the inputs of its weight gradients, and the buffers to free afterwards.
         self.works: dict[int, tuple[WeightWork | None, torch.Tensor, torch.Tensor | None]] = {}
-
-    def buffer(self, chunk: int) -> torch.Tensor:
-        like = self.tensors["rows"]
-        return WORKSPACE.take((self.sizes.received_rows[chunk], like.size(1)), like)
 
     def fetch(self, operation: program.Fetch) -> None:
         self.arrived.preactivations.fetch(operation.chunk)
