@@ -342,12 +342,9 @@ class ChunkOffsets:
 
         `counts`: `token_rows` for a list of rows, `assignments` for a list of assignments.
         """
-        first, result = 0, []
-        for of_rank in counts:
-            start = first + sum(of_rank[:chunk])
-            result.append(slice(start, start + of_rank[chunk]))
-            first += sum(of_rank)
-        return result
+        firsts = accumulate(map(sum, counts), initial=0)  # each rank's first entry
+        starts = [first + sum(of_rank[:chunk]) for first, of_rank in zip(firsts, counts)]
+        return [slice(start, start + of_rank[chunk]) for start, of_rank in zip(starts, counts, strict=True)]
 
 
 def cut_list(values: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:

@@ -298,10 +298,8 @@ def _out_of_range(replicas: ReplicaQuotas, header: PlanHeader) -> str | None:
                 return f"{name} ({value}) must be from {low} to {high}"
     if len({replica[:2] for replica in replicas}) < len(replicas):
         return "a replica is listed twice"
-    most = max(Counter(rank for _, rank, _ in replicas).values(), default=0)
-    return (
-        f"a rank has {most} replicas; expected at most {header.replica_slots}" if most > header.replica_slots else None
-    )
+    most, limit = max(Counter(rank for _, rank, _ in replicas).values(), default=0), header.replica_slots
+    return f"a rank has {most} replicas; expected at most {limit}" if most > limit else None
 
 
 _MOST = 2**48  # assignments: sums of them stay in 64 bits

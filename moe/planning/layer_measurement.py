@@ -122,9 +122,8 @@ class _Bench:
         load = self.load
         self.num_ranks, self.num_experts = shape.num_ranks, len(weights.fc1)
         self.source = torch.randn(max(load.token_rows, 1), load.hidden_size, device=self.device).to(weights.fc1.dtype)
-        self.assignments, self.row_counts = (
-            sorted({max(count // size, 1) for size in SIZES}) for count in (load.assignments, load.token_rows)
-        )
+        counts = load.assignments, load.token_rows
+        self.assignments, self.row_counts = (sorted({max(count // size, 1) for size in SIZES}) for count in counts)
 
     def measure(self, shared_width: int) -> LayerCosts:
         """Measure all operations of a layer, one after the other, and return its costs."""

@@ -140,9 +140,8 @@ class _Search:
 
     def __init__(self, costs: LayerCosts, load: LayerLoad, limits: Limits, factors: Mapping[PassPlan, float]) -> None:
         self.load, self.limits, self.factors = load, limits, factors
-        self.degrees, self.backward_degrees = (
-            allowed_degrees(each, load.tokens) for each in (limits.degrees, limits.backward_degrees)
-        )
+        self.degrees = allowed_degrees(limits.degrees, load.tokens)
+        self.backward_degrees = allowed_degrees(limits.backward_degrees, load.tokens)
         self._chunks = {degree: ChunkSeconds(costs, load, degree) for degree in {*self.degrees, *self.backward_degrees}}
         self._lags: dict[tuple[str, int, bool], list[int]] = {}  # lags that fit the budget
         self._forward: dict[tuple[bool, bool, int, int], float] = {}

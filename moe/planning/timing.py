@@ -169,10 +169,8 @@ class ChunkSeconds:
         row_bytes = load.hidden_size * load.element_size
         self.costs, self.degree, self.has_replicas = costs, degree, load.has_replicas
         # Assignments are sent to other ranks in the same proportion as token rows.
-        away_assignments = load.assignments * load.away_rows / load.token_rows if load.token_rows else 0.0
-        packed_ids, probs_grad = (
-            costs.exchange(size * away_assignments) for size in (ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES)
-        )
+        away = load.assignments * load.away_rows / load.token_rows if load.token_rows else 0.0
+        packed_ids, probs_grad = (costs.exchange(size * away) for size in (ASSIGNMENT_BYTES, ASSIGNMENT_GRADIENT_BYTES))
         self.prepare, self.regroup = costs.prepare(assignments), costs.regroup(assignments)
         self.recompute, self.input_grads = costs.recompute(assignments), costs.input_gradients(assignments)
         preactivation_bytes = assignments * load.hidden_columns * load.element_size

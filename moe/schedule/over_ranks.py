@@ -342,37 +342,35 @@ class _Backward(_Pass):
 
 
 # The effect of each operation on the state of a pass.
-FORWARD: program.Lines = {
+_BOTH: program.Lines = {
     **STREAMED,
+    program.Expect: _Pass.expect,
+    program.Dispatch: _Pass.dispatch,
+    program.WaitDispatch: _Pass.wait_dispatch,
+    program.Combine: _Pass.combine,
+    program.SumCombine: _Pass.sum_combine,
+}
+FORWARD: program.Lines = {
+    **_BOTH,
     program.FetchReplicas: lambda state, _: state.call.replicas.fetch(state.weights.primaries),
     program.WaitReplicas: lambda state, _: state.call.replicas.wait(),
     program.SendAssignments: _Forward.send_assignments,
-    program.Expect: _Forward.expect,
-    program.Dispatch: _Forward.dispatch,
     program.SharedExpert: _Forward.shared_expert,
     program.TakeAssignments: lambda state, _: state.sort_assignments(state.take_message()),
-    program.WaitDispatch: _Forward.wait_dispatch,
     program.Experts: _Forward.experts,
-    program.Combine: _Forward.combine,
     program.Offload: _Forward.offload,
     program.Release: _Forward.release,
-    program.SumCombine: _Forward.sum_combine,
 }
 BACKWARD: program.Lines = {
-    **STREAMED,
-    program.Expect: _Backward.expect,
-    program.Dispatch: _Backward.dispatch,
+    **_BOTH,
     program.SharedExpertGrad: _Backward.shared_expert_grad,
-    program.WaitDispatch: _Backward.wait_dispatch,
     program.Fetch: _Backward.fetch,
     program.InputGrads: _Backward.input_grads,
-    program.Combine: _Backward.combine,
     program.Release: _Backward.release,
     program.SendProbsGrad: lambda state, _: state.send_message(
         state.compute.probs_grad_Q(), state.sizes.assignments_back
     ),
     program.ExpertWeightGrads: _Backward.expert_weight_grads,
-    program.SumCombine: _Backward.sum_combine,
     program.TakeProbsGrad: _Backward.take_probs_grad,
     program.ReturnGrads: lambda state, _: state.call.replicas.return_grads(state.grads),
     program.WaitGrads: lambda state, _: state.call.replicas.wait(),

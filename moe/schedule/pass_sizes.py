@@ -50,9 +50,8 @@ class PassSizes:
         self.assignments_back = counts.split_sizes(of_assignments, back=True)
         self.received_rows = self.receives.total_rows()  # of each chunk
         # Assignments of primaries in each chunk; empty if there can be no replicas.
-        self.num_primary_assignments = [
-            sum(of_rank[column] for of_rank in counts.received) for of in of_primaries for column in of
-        ]
+        columns = [column for kind in of_primaries for column in kind]
+        self.num_primary_assignments = [sum(of_rank[column] for of_rank in counts.received) for column in columns]
         self.tables: list[torch.Tensor] = []  # `host_tables` on the device, for `send_order` and `chunks`
 
     def host_tables(self, num_slots: int) -> list[list[int]]:
