@@ -110,9 +110,7 @@ def reference(counts_RE: Integers, placement: PlacementMap, costs: Costs, limits
                     least, best = now, attempt
             misses = 0 if least < before else misses + 1
     if least[0] > 0:
-        attempt = problem.keep_limit(best)
-        if problem.score(attempt) < least:
-            best = attempt
+        best = min(best, problem.keep_limit(best), key=problem.score)
     replicas = np.array([(c.expert, c.rank, c.count) for c in best.replicas if c.count], np.int64).reshape(-1, 3)
     return _quotas(placement, np.array(best.left, np.int64), replicas)
 
