@@ -342,7 +342,7 @@ class ChunkOffsets:
 
         `counts`: `token_rows` for a list of rows, `assignments` for a list of assignments.
         """
-        firsts = accumulate(map(sum, counts), initial=0)  # each rank's first entry
+        firsts = accumulate((sum(of_rank) for of_rank in counts), initial=0)
         starts = [first + sum(of_rank[:chunk]) for first, of_rank in zip(firsts, counts)]
         return [slice(start, start + of_rank[chunk]) for start, of_rank in zip(starts, counts, strict=True)]
 
