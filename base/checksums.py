@@ -87,7 +87,7 @@ def read_folder_sums(folder: Path) -> dict[str, FileSum]:
     try:
         return {name: FileSum(**entry) for name, entry in read_summed(folder / FOLDER_SUMS)["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it contains no valid checksums: {error}") from None
+        raise ValueError(f"it must list the size and checksum of each file ({type(error).__name__}: {error})") from None
 
 
 def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False) -> None:

@@ -72,7 +72,7 @@ def read(folder: Path) -> dict[str, FileSum]:
             raise _Invalid(f"its {MANIFEST} does not match the checksum that it contains")
         number = folder.name.removeprefix("step_")
         if number.isdigit() and folder.name != number and int(number) != content["step"]:
-            raise _Invalid(f"its {MANIFEST} belongs to step {content['step']}")
+            raise _Invalid(f"its {MANIFEST} belongs to step {content['step']}, not to step {int(number)}")
         files = {name: FileSum(**entry) for name, entry in content["files"].items()}
     except FileNotFoundError:
         raise _Invalid(f"it has no {MANIFEST}") from None
@@ -81,8 +81,9 @@ def read(folder: Path) -> dict[str, FileSum]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _Invalid(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     missing = {STATE, CONFIG} - files.keys()
-    if missing or any(Path(name).name != name for name in files):
-        what = f"does not name {min(missing)}" if missing else "names files of other folders"
+    elsewhere = [name for name in files if Path(name).name != name]
+    if missing or elsewhere:
+        what = f"does not name {min(missing)}" if missing else f"names {elsewhere[0]}, which is in another folder"
         raise _Invalid(f"its {MANIFEST} {what}")
     return files
 

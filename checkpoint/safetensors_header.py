@@ -84,7 +84,7 @@ def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offse
     entry = Entry(key, span.dtype, span.shape, whole, first, start, start + span.num_bytes)
     inside = len(first) == len(entry.box_shape) == len(whole)
     if not inside or not all(0 <= o and 0 <= n and o + n <= g for o, n, g in zip(first, entry.box_shape, whole)):
-        raise ValueError(f"{key} is not inside its global tensor")
+        raise ValueError(f"{key}: the box {list(entry.box_shape)} at {list(first)} is outside its tensor {list(whole)}")
     return entry
 
 
@@ -95,7 +95,8 @@ def incomplete(entries: Iterable[Entry]) -> str | None:
     for entry in entries:
         of_key = held.setdefault(entry.key, [])
         if of_key and of_key[0].global_shape != entry.global_shape:
-            return f"its files disagree on the shape of {entry.key}"
+            shapes = f"{list(of_key[0].global_shape)} and {list(entry.global_shape)}"
+            return f"its files give {entry.key} different shapes, {shapes}"
         of_key.append(entry)
     for key, found in held.items():
         count, whole = sum(math.prod(entry.shape) for entry in found), math.prod(found[0].global_shape)

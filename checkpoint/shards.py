@@ -158,11 +158,13 @@ def _read_back(path: Path, sums: dict[int, tuple[int, int]], buffer: memoryview)
             while filled < length and (count := stream.readinto(chunk[filled:])):
                 filled += count
             if offset != size or filled != length or xxhash.xxh3_64_intdigest(chunk) != expected:
-                raise OSError(f"{path} does not read back the bytes that were written")
+                raise OSError(f"{path} does not read back the bytes that were written: check its disk")
             digest.update(chunk)
             size += length
         if stream.read(1):
-            raise OSError(f"{path} has more bytes than were written")
+            raise OSError(
+                f"{path} has more than the {size} bytes that were written: check whether another program writes to it"
+            )
     return FileSum(size, digest.hexdigest())
 
 

@@ -119,7 +119,8 @@ def lacking_weights(entries: Iterable[Entry], shapes: Mapping[str, tuple[int, ..
         if name in wrong:
             continue
         num_rows, num_columns = (shape[0], 1) if len(shape) == 1 else shape
-        problem = "it is not there" if name not in found else wrong_cover(found[name], num_rows, num_columns)
-        if problem is not None:
-            wrong[name] = f"its files lack the weight {name}: {problem}"
+        if name not in found:
+            wrong[name] = f"its files lack the weight {name}"
+        elif (problem := wrong_cover(found[name], num_rows, num_columns)) is not None:
+            wrong[name] = f"its files do not hold the weight {name} exactly once: {problem}"
     return [wrong[name] for name in shapes if name in wrong]

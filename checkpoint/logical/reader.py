@@ -160,8 +160,11 @@ class BoxFiles:
             found = blocks.get(name, [])
             kinds = {block.stored.dtype for block in found}
             if len(kinds) > 1:
-                several = sorted(map(str, kinds))
-                raise ConfigError(f"checkpoint {folder} has {name} in several types: {several}. {manifest.ADVICE}.")
+                several = " and ".join(sorted(map(str, kinds)))
+                raise ConfigError(
+                    f"checkpoint {folder} has parts of {name} in different types ({several}), but all must have the "
+                    f"same type. {manifest.ADVICE}."
+                )
             if found:
                 self.weights[name] = LogicalWeight(shape, kinds.pop(), tuple(found))
 

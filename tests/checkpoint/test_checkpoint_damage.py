@@ -143,7 +143,7 @@ def test_a_model_is_never_opened_from_damage(run_dir: Path, tmp_path: Path, caps
 
 def test_folders_that_took_each_others_names(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(manifest.folder_of(run_dir, 4), manifest.folder_of(tmp_path, 5))
-    assert manifest.verify(manifest.folder_of(tmp_path, 5)) == "its manifest.json belongs to step 4"
+    assert manifest.verify(manifest.folder_of(tmp_path, 5)) == "its manifest.json belongs to step 4, not to step 5"
     copied = shutil.copytree(manifest.folder_of(run_dir, 4), tmp_path / "best")  # a name of the owner's own is fine
     assert manifest.verify(copied) is None
 

@@ -169,7 +169,8 @@ def test_a_choice_that_was_changed_is_not_obeyed(tmp_path: Path) -> None:
     other_keys = {"values": {"a": 1, "optimizer.lr": 1.0}}
     for content in (other_keys, {"world_size": 2}, {"values": [1]}):
         checksums.write_summed(path, content)
-        reason = "it has the unknown keys optimizer.lr" if content is other_keys else "it has no values"
+        unknown = "its values have the keys optimizer.lr, but may have only a, b"
+        reason = unknown if content is other_keys else "it has no object `values` with the chosen keys"
         with pytest.raises(ConfigError, match=reason):
             read_choice(path, ("a", "b"))
     for text in ("", "[1]", "{"):
