@@ -125,7 +125,7 @@ def unknown_key(key: str, groups: list[str] | None = None, wish: Any = None) -> 
     if close:
         return f"{key} is not a known key. Try {_example(close, wish)}."
     if siblings:
-        return f"{key} is not a known key. {section} has the keys {', '.join(siblings)}."
+        return f"{key} is not a known key. Use one of the keys of {section}: {', '.join(siblings)}."
     tops = dict.fromkeys(name.partition(".")[0] for name in KEYS)
     return f"{key} is not a known key. Try python train.py --help; the sections are {', '.join(tops)}."
 
@@ -238,7 +238,7 @@ def _defaults(entries: Any, group: str) -> list[tuple[str, str]]:
         if more or not isinstance(choice, str) or not isinstance(entries, list):
             raise ConfigError(
                 "each entry of defaults must be `override /model: NAME`, the name of another preset of the same group, "
-                "or _self_"
+                f"or _self_, but one is {show(entry)}. Correct or remove it"
             )
         if isinstance(entry, Mapping) and override != ["override", "model"]:
             other = override[-1] if override else str(name)

@@ -41,9 +41,11 @@ def read_config(folder: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}. {AGAIN}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
+        stated = content.get("format") if isinstance(content, dict) else None
+        has = f"its config.yaml has format {stated}" if path.exists() else "it has no config.yaml"
         raise ConfigError(
-            f"folder {folder} must contain a config.yaml of format {FORMAT}. Create it with `python -m models.convert "
-            "import`."
+            f"folder {folder} must contain a config.yaml of format {FORMAT}, but {has}. Create the folder with "
+            "`python -m models.convert import`."
         )
     found, typed = {section: content.get(section) for section in SECTIONS}, OmegaConf.structured(Config)
     for section, values in found.items():

@@ -116,9 +116,9 @@ def test_another_tokenizer_is_refused_before_a_corpus_is_touched(tmp_path: Path)
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (None, "must contain a config.yaml of format"),
+        (None, f"must contain a config.yaml of format {FORMAT}, but it has no config.yaml"),
         ("a: [", "cannot be read"),
-        ("format: other", "must contain a config.yaml of format"),
+        ("format: other", f"must contain a config.yaml of format {FORMAT}, but its config.yaml has format other"),
         (f"format: {FORMAT}\nmodel: 3\nmoe: {{}}", "model must be a mapping of keys"),
         (f"format: {FORMAT}\nmodel: {{vocab_size: null}}\nmoe: {{}}", "config.yaml must contain model.vocab_size"),
         (f"format: {FORMAT}\nmodel: {{hidden: 3}}\nmoe: {{}}", "model.hidden is not a key of this version"),
