@@ -87,7 +87,7 @@ class Loader:
         """Return the micro-batches of the next step. Raises the errors of the loader's thread, and StopIteration after
         the last step."""
         if self._closed.is_set():
-            raise RuntimeError("the loader is closed")
+            raise RuntimeError("next_step was called after the loader was closed. Make a new loader.")
         if self._steps_left == 0:
             raise StopIteration
         begin = time.perf_counter()

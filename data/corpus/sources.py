@@ -145,7 +145,7 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
             command = file_kinds.dataset_command((name for names in found.left_out.values() for name in names), path)
             advice = "" if command is None else f". Convert the dataset, for example with: {command}"
             raise ConfigError(
-                f"data.corpus={path}: the folder contains no file that can be read{holds}. It may contain "
+                f"data.corpus={path}: the folder contains no file that can be read{holds}. Give a folder with "
                 f"{file_kinds.KNOWN}{advice}"
             )
         sizes = [1] * len(found.pairs) if weight is None else [len(IndexedTokens(pair).tokens) for pair in found.pairs]

@@ -58,7 +58,7 @@ def parse_arguments(arguments: list[str]) -> tuple[DataConfig, str, int | None]:
             near = difflib.get_close_matches(key, known, 1) or difflib.get_close_matches(f"data.{key}", known, 1)
             raise ConfigError(
                 f"{key} is not a known key. "
-                + (f"Did you mean {near[0]}?" if near else f"Known are {', '.join(known)}")
+                + (f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(known)}")
             )
     try:
         merged = OmegaConf.merge(defaults, OmegaConf.from_dotlist(arguments))

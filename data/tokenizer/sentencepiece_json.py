@@ -50,7 +50,7 @@ def tokenizer_json(path: Path, family: str = "gpt") -> dict[str, str]:
     if family == "bert":
         around = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
         if any(token is None for _, token in around):
-            raise NotConvertible("it has no [CLS] or no [SEP]")
+            raise NotConvertible("it lacks the piece [CLS] or [SEP], which BERT needs")
         pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
         tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", pair, around)
     config = json.dumps(settings, indent=2) + "\n"
@@ -76,9 +76,9 @@ def _check(proto: Any, symbols: list[str], unused: int) -> Any:
     trainer = proto.trainer_spec
     kinds = {trainer.UNIGRAM: _unigram, trainer.BPE: _byte_pairs}
     if trainer.model_type not in kinds:
-        raise NotConvertible("its type is neither Unigram nor BPE")
+        raise NotConvertible(f"its type ({trainer.ModelType.Name(trainer.model_type)}) is neither Unigram nor BPE")
     if trainer.treat_whitespace_as_suffix or not proto.normalizer_spec.escape_whitespaces:
-        raise NotConvertible("it writes spaces in an unusual way")
+        raise NotConvertible("it marks spaces at the end of a word, or not at all, instead of at its beginning")
     if spaced := [symbol for symbol in symbols if SPACE in symbol or " " in symbol]:
         raise NotConvertible(f"its piece {spaced[0]!r} contains a space")
     if left_out := [p.piece for p in proto.pieces if p.type == unused]:
@@ -248,7 +248,7 @@ def _unigram(proto: Any, symbols: Symbols) -> Any:
     for p in proto.pieces:
         odd = p.type == kinds.USER_DEFINED and any(character in p.piece for character in STAND_INS)
         if odd or any(stand_in in p.piece for stand_in in STAND_INS.values()):
-            raise NotConvertible(f"its piece {p.piece!r} cannot be represented")
+            raise NotConvertible(f"its piece {p.piece!r} contains <, [ or a character that stands for them")
     texts = [
         p.piece if p.type in (*special, kinds.BYTE) else symbols.stand_ins.get(_escaped(p.piece), _escaped(p.piece))
         for p in proto.pieces

@@ -70,7 +70,8 @@ def read_settings(folder: Path) -> Settings:
             added = {0: {}} if decoder else {}
         if not all(isinstance(token.get("content"), str) for token in added.values()):
             raise ConfigError(
-                f'{folder / CONFIG}: added_tokens_decoder must contain an object with "content" for each token id'
+                f'{folder / CONFIG}: added_tokens_decoder must contain an object with "content" for each token id, not '
+                f"{json.dumps(decoder, ensure_ascii=False):.60}. Download the file again"
             )
         return Settings(values, files, added, True)
     for key, value in _read(folder / MAP).items():

@@ -166,7 +166,8 @@ def test_a_folder_of_one_kind_says_nothing_and_one_without_any_names_what_it_has
     (tmp_path / "a.txt").write_text("Words.")
     assert parse_corpus(str(tmp_path))[0].notes == ()
     (tmp_path / "a.txt").rename(tmp_path / "a.pdf")
-    with pytest.raises(ConfigError, match=r"no file that can be read; it contains 1 \.pdf \(a\.pdf\)\. It may contain"):
+    says = r"no file that can be read; it contains 1 \.pdf \(a\.pdf\)\. Give a folder with \.txt, "
+    with pytest.raises(ConfigError, match=says):
         parse_corpus(str(tmp_path))
 
 

@@ -123,11 +123,14 @@ def test_a_sentencepiece_model_ends_with_the_token_that_is_named(name: str, tmp_
         load_tokenizer(tmp_path)
 
 
+DECODER = 'added_tokens_decoder must contain an object with "content" for each token id'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        (CONFIG, '{"added_tokens_decoder": [1]}', "added_tokens_decoder must contain"),
-        (CONFIG, '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder must contain"),
+        (CONFIG, '{"added_tokens_decoder": [1]}', rf"{DECODER}, not \[1\]\. Download the file again"),
+        (CONFIG, '{"added_tokens_decoder": {"x": {"content": "a"}}}', rf'{DECODER}, not {{"x": {{"content": "a"}}}}\.'),
         (MAP, "[]", f"{MAP} must contain a JSON object"),
         (MAP, "{", f"{MAP} is not JSON"),
         (

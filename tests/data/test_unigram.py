@@ -182,11 +182,11 @@ def test_a_tokenizer_whose_words_could_be_split_otherwise(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"model_type": "word"}, "neither Unigram nor BPE"),
-        ({"model_type": "char"}, "neither Unigram nor BPE"),
-        ({"treat_whitespace_as_suffix": True}, "spaces in an unusual way"),
-        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "spaces in an unusual way"),
-        ({"user_defined_symbols": ["<x>"]}, "its piece '<x>'"),
+        ({"model_type": "word"}, r"its type \(WORD\) is neither Unigram nor BPE"),
+        ({"model_type": "char"}, r"its type \(CHAR\) is neither Unigram nor BPE"),
+        ({"treat_whitespace_as_suffix": True}, "it marks spaces at the end of a word"),
+        ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "it marks spaces at the end of a word"),
+        ({"user_defined_symbols": ["<x>"]}, r"its piece '<x>' contains <, \[ or a character that stands for them"),
         ({"user_defined_symbols": ["a b"], "model_type": "bpe"}, "its piece 'a b' contains a space"),
         ({"user_defined_symbols": ["ab", "bcd"], "model_type": "bpe", "add_dummy_prefix": True}, "overlap"),
     ],

@@ -117,7 +117,7 @@ def _converted(
         if name and name not in specials.values():
             raise ConfigError(
                 f"data.tokenizer={file}: {role} ({name!r}) in tokenizer_config.json must be one of the special tokens, "
-                f"such as {', '.join(list(specials.values())[:5])}"
+                f"such as {', '.join(list(specials.values())[:5])}. Correct tokenizer_config.json"
             )
     taken = set(ranks.values())
     for i, name in specials.items():
