@@ -61,7 +61,7 @@ def _check(model: OpenModel, tokens: list[int], mask: int) -> None:
     wrong = [token for token in tokens if not 0 <= token < model.vocab_size]
     if wrong:
         last = model.vocab_size - 1
-        raise ConfigError(f"--text has the token id {wrong[0]}, but the model's vocabulary ends at {last}. Replace it.")
+        raise ConfigError(f"--text has the token id {wrong[0]}, but the model's token ids are 0 to {last}. Replace it.")
 
 
 def masked_tokens(model: OpenModel, text: str) -> tuple[list[int], int]:

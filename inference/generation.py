@@ -188,7 +188,7 @@ def _check(decoder: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) 
         wrong = [token for token in prompt if not 0 <= token < decoder.vocab_size]
         if wrong:
             raise ConfigError(
-                f"prompt {i + 1} has the token id {wrong[0]}, but the model's vocabulary ends at "
+                f"prompt {i + 1} has the token id {wrong[0]}, but the model's token ids are 0 to "
                 f"{decoder.vocab_size - 1}. Replace it."
             )
         left = None if decoder.max_length is None else decoder.max_length - len(prompt)

@@ -155,10 +155,11 @@ def run_tasks(
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     unknown = sorted(set(tasks) - set(manager.all_tasks))
     if unknown:
-        raise ConfigError(
-            f"--tasks ({unknown[0]}) must be a task in {folder}, which contains: "
-            f"{', '.join(sorted(manager.all_tasks)) or 'none'}."
+        known = sorted(manager.all_tasks)
+        advice = (
+            f"Give one of its tasks: {', '.join(known)}" if known else "Give another --task-folder: it has no tasks"
         )
+        raise ConfigError(f"--tasks ({unknown[0]}) must be a task in {folder}. {advice}.")
     results = lm_eval.simple_evaluate(
         model=HarnessModel(model, decoder, batch_size),
         tasks=list(tasks),

@@ -252,7 +252,7 @@ class UnitLoader:
         return self._stages[soonest_free([stage.users for stage in self._stages])]
 
     def _pinned(self, num_bytes: int) -> torch.Tensor:
-        memory = self._link.take(num_bytes, "weights on their way")
+        memory = self._link.take(num_bytes, "weights in transfer")
         if memory is None:
             raise ConfigError(
                 f"the host has less than {num_bytes / 2**20:.0f} MiB of free memory, which buffers between files and "

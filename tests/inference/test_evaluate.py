@@ -376,6 +376,7 @@ def test_tasks_of_the_harness(tmp_path: Path) -> None:
     assert results["answers"]["exact_match,none"] == pytest.approx(2 / 3)
     status, out, err = distributed.run(_evaluate_tasks, 1, tmp_path / "cache", [*arguments, "choicess"])[0]
     assert (status, out) == (2, "") and "--tasks (choicess) must be a task in " in err
+    assert ". Give one of its tasks: answers, choices, " in err
 
 
 @pytest.mark.parametrize("layout", [[], ["parallel.tensor=2"]])
@@ -408,7 +409,7 @@ def test_masked_words(layout: list[str], tmp_path: Path) -> None:
             generation.main,
             [*source[:4], "--prompt", "a"],
         ),
-        f"vocabulary ends at {VOCAB_SIZE - 1}": (
+        f"token id 500, but the model's token ids are 0 to {VOCAB_SIZE - 1}. Replace it.": (
             fill_mask.main,
             [*source, "--ids", "--mask-id", "3", "--text", "3 500"],
         ),

@@ -137,7 +137,7 @@ def _beyond_the_length(folder: Path) -> list[int]:
             ):
                 generate(decoder, [[1, 2], [1, 2, 3, 4, 5]], 30)
         with pytest.raises(
-            ConfigError, match=f"token id {VOCAB_SIZE}, but the model's vocabulary ends at {VOCAB_SIZE - 1}"
+            ConfigError, match=f"token id {VOCAB_SIZE}, but the model's token ids are 0 to {VOCAB_SIZE - 1}"
         ):
             generate(decoder, [[1, VOCAB_SIZE]], 3)
         with pytest.raises(ConfigError, match="prompt 1 has no tokens"):
