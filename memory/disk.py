@@ -125,7 +125,8 @@ class Disk:
             done += count // BLOCK * BLOCK  # an incomplete block is transferred again: offsets must be aligned
 
     def _failed(self, what: str, error: OSError) -> OSError:
-        return DiskError(error.errno, f"{KEY} ({self.folder}) cannot be {what}: {error.strerror}")
+        advice = "Check the disk, or use a folder on another disk"
+        return DiskError(error.errno, f"{KEY} ({self.folder}) cannot be {what}: {error.strerror}. {advice}")
 
 
 class DiskError(OSError):

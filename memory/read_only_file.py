@@ -127,7 +127,7 @@ class ReadOnlyFile:
         """Fill a writable buffer from the file, starting at byte `start`. Raises UnreadableFile."""
         if start + len(target) > self.size:
             raise UnreadableFile(
-                self.path, errno.EIO, f"it ends at byte {self.size}, but is read to {start + len(target)}"
+                self.path, errno.EIO, f"it ends at byte {self.size}, but bytes up to {start + len(target)} are needed"
             )
         if self.is_direct:
             self._read_direct(start, target)
@@ -181,7 +181,9 @@ class ReadOnlyFile:
                 raise UnreadableFile(self.path, error.errno, error.strerror or str(error)) from error
             if done + count < needed and count < block:
                 size = os.fstat(self._descriptor).st_size
-                raise UnreadableFile(self.path, errno.EIO, f"it was cut from {self.size} to {size} bytes meanwhile")
+                raise UnreadableFile(
+                    self.path, errno.EIO, f"it was cut from {self.size} to {size} bytes while it was read"
+                )
             done += count if done + count >= needed else count // block * block  # the next read must be aligned
 
     def _drop(self, descriptor: int) -> None:

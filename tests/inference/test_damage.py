@@ -128,7 +128,7 @@ def test_what_does_no_harm(kind: str, model: Path, victim: Path) -> None:
     [
         (
             "cut",
-            r"error: tensor \S+: (\S+) cannot be read: it was cut from \d+ to 100000 bytes meanwhile\. Copy the file",
+            r"error: tensor \S+: (\S+) cannot be read: it was cut from \d+ to 100000 bytes while it was read\. Copy",
         ),
         ("broken", r"error: tensor \S+: (\S+) cannot be read: Input/output error\. Copy the file again\."),
         ("stuck", r"error: (\S+): tensor \S+ was not read within 2 s\. Check the disk of this file\."),
