@@ -48,9 +48,11 @@ class Slices:
     def __post_init__(self) -> None:
         # An empty slice kills the process: torch's CPU kernel divides by its length.
         if min(self.queries.min(initial=1), self.keys.min(initial=1)) < 1:
-            raise ValueError("a slice must have at least one query row and one key row")
-        if ((self.kind != FULL) & (self.queries != self.keys)).any():
-            raise ValueError("a causal or anti-causal slice must have as many query rows as key rows")
+            shortest = f"{self.queries.min()} query rows and {self.keys.min()} key rows"
+            raise ValueError(f"a slice must have at least one query row and one key row, but the fewest are {shortest}")
+        if (oblong := (self.kind != FULL) & (self.queries != self.keys)).any():
+            sizes = f"{self.queries[oblong][0]} and {self.keys[oblong][0]}"
+            raise ValueError(f"a causal or anti-causal slice must have as many query rows as key rows, not {sizes}")
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -82,13 +82,13 @@ def shard_sequence(
             f"{total} rows cannot be divided equally among {cp_size} ranks: use a number of ranks that divides the rows"
         )
     if not len(lengths) or lengths.min() < 1:
-        raise ValueError(f"lengths ({list(lengths)[:5]}...) must have at least one segment, and each at least one row")
+        raise ValueError(f"lengths ({lengths[:5]}...) must have at least one segment, and each at least one row")
     if work is not None and len(work) <= lengths.max():
         raise ValueError(
-            f"work covers segments of up to {len(work) - 1} rows, but the longest segment has {lengths.max()} rows"
+            f"work has {len(work)} numbers, but needs {lengths.max() + 1}, one more than the longest segment has rows"
         )
     if keys is not None and (len(keys) != len(lengths) or np.any((keys < 1) | (keys > lengths))):
-        raise ValueError("keys must be from 1 to the number of rows for each segment")
+        raise ValueError(f"keys ({keys[:5]}...) must be from 1 to the rows of each segment ({lengths[:5]}...)")
     of_work = RowWork(_integer_work(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
     works = of_work.of_each(np.arange(len(lengths)), np.zeros_like(lengths), lengths).tolist()
     all_work = sum(works)

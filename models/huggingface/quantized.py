@@ -60,7 +60,9 @@ def read_quantization(hf: HfConfig) -> Fp8 | None:
     if section is None:
         return None
     if not kinds.OBJECT.fits(section):
-        raise ConfigError(f"config.json {SECTION} ({show_json(section)}) must be {kinds.OBJECT.rule}, or null.")
+        raise ConfigError(
+            f"config.json {SECTION} ({show_json(section)}) must be {kinds.OBJECT.rule}, or null. {COPY_AGAIN}"
+        )
     method = section.get("quant_method")
     if method != "fp8":
         named = "bitsandbytes" if section.get("load_in_4bit") or section.get("load_in_8bit") else method

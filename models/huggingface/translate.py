@@ -165,7 +165,7 @@ def write_config(config: Config) -> tuple[Family, HfConfig]:
         )
     raise ConfigError(
         f"no Hugging Face family ({', '.join(FAMILIES)}) can represent this model: {differs}. Only a folder of logical "
-        "weights can hold it."
+        "weights can hold it: write one with `python -m checkpoint.export`."
     )
 
 

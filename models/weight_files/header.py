@@ -60,14 +60,19 @@ def read_header(path: Path) -> SafetensorsHeader:
         tensors = {name: _span(name, value, 8 + length) for name, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"its header is not a valid safetensors header ({type(error).__name__}: {error})") from error
-    at = 8 + length
+    body = at = 8 + length
     for name, span in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
-        if span.start != at or span.num_bytes != math.prod(span.shape) * ITEM_BYTES[span.dtype]:
-            raise ValueError(f"its header has a wrong range of bytes for tensor {name}")
-        at += span.num_bytes
+        needed = at + math.prod(span.shape) * ITEM_BYTES[span.dtype]
+        found = (span.start, span.start + span.num_bytes)
+        if found != (at, needed):
+            raise ValueError(
+                f"its header gives tensor {name} data_offsets {[end - body for end in found]}, but its shape and the "
+                f"tensors before it call for {[at - body, needed - body]}"
+            )
+        at = needed
     if size != at:
         raise ValueError(f"it has {size} bytes, but its header describes {at}")
-    return SafetensorsHeader(metadata, tensors, 8 + length)
+    return SafetensorsHeader(metadata, tensors, body)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -80,7 +85,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _span(name: str, value: dict[str, Any], body: int) -> TensorSpan:
     dtype, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     if dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name} has the unknown type {dtype}")
+        raise ValueError(f"tensor {name} has type {dtype}, which is none of {', '.join(ITEM_BYTES)}")
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError(f"tensor {name} has shape {shape} and bytes {start} to {end}, which is not valid")
+        raise ValueError(
+            f"tensor {name} has shape {shape} and bytes {start} to {end}, which must be integers of at least 0"
+        )
     return TensorSpan(dtype, tuple(shape), body + start, end - start)

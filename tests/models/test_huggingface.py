@@ -427,7 +427,7 @@ def test_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model.num_layers is 2 in this run and 3 in the folder") as error:
         folder.load_logical_folder([], tmp_path, config, VOCAB_SIZE)
     assert "sequence_length" not in str(error.value)
-    with pytest.raises(ConfigError, match="config.yaml of format"):
+    with pytest.raises(ConfigError, match="config.yaml of format .*, but it has no config.yaml"):
         folder.load_logical_folder([], tmp_path / "nowhere", config, VOCAB_SIZE)
     config.model.num_layers = 3
     with pytest.raises(ConfigError, match="model.safetensors"):

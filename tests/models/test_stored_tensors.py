@@ -168,20 +168,25 @@ def _tensor(begin: int, end: int, dtype: str = "F32", shape: str = "[1]") -> str
     return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":[{begin},{end}]}}'
 
 
+def _wrong_range(name: str, found: str, expected: str) -> str:
+    reason = f"but its shape and the tensors before it call for {expected}"
+    return f"its header gives tensor {name} data_offsets {found}, {reason}"
+
+
 WRONG_HEADERS = {
     "short": (b"\x05\x00", "does not start with a safetensors header"),
     "long": (struct.pack("<Q", 10**9) + b"{}", "does not start with a safetensors header"),
     "no_json": (_file("{"), "JSONDecodeError"),
     "a_list": (_file("[]"), "not a valid safetensors header"),
     "twice": (_file(f'{{"a":{_tensor(0, 4)},"a":{_tensor(0, 4)}}}', bytes(4)), "the key a appears twice"),
-    "type": (_file(f'{{"a":{_tensor(0, 4, "F31")}}}', bytes(4)), "unknown type F31"),
+    "type": (_file(f'{{"a":{_tensor(0, 4, "F31")}}}', bytes(4)), "tensor a has type F31, which is none of "),
     "negative": (_file(f'{{"a":{_tensor(0, 4, shape="[-1]")}}}', bytes(4)), "shape [-1]"),
     "text": (_file('{"a":{"dtype":"F32","shape":["1"],"data_offsets":[0,4]}}', bytes(4)), "shape ['1']"),
-    "size": (_file(f'{{"a":{_tensor(0, 8)}}}', bytes(8)), "its header has a wrong range of bytes for tensor a"),
-    "gap": (_file(f'{{"a":{_tensor(4, 8)}}}', bytes(8)), "its header has a wrong range of bytes for tensor a"),
+    "size": (_file(f'{{"a":{_tensor(0, 8)}}}', bytes(8)), _wrong_range("a", "[0, 8]", "[0, 4]")),
+    "gap": (_file(f'{{"a":{_tensor(4, 8)}}}', bytes(8)), _wrong_range("a", "[4, 8]", "[0, 4]")),
     "overlap": (
         _file(f'{{"a":{_tensor(0, 4)},"b":{_tensor(2, 6)}}}', bytes(6)),
-        "its header has a wrong range of bytes for tensor b",
+        _wrong_range("b", "[2, 6]", "[4, 8]"),
     ),
     "cut": (_file(f'{{"a":{_tensor(0, 4)}}}', bytes(3)), "bytes, but its header describes"),
     "more": (_file(f'{{"a":{_tensor(0, 4)}}}', bytes(5)), "bytes, but its header describes"),
