@@ -146,7 +146,7 @@ def _counted(config: Config, vocab_size: int) -> Iterator[tuple[str, ModelOperat
                 category = next(
                     (value for prefix, value in CATEGORIES.items() if operation.name.startswith(prefix)), None
                 )
-                yield category or unknown("flops", "operation", operation.name), operation, forwards
+                yield category or unknown("flops", "name of an operation", operation.name), operation, forwards
             elif operation.kind not in OTHERS:
                 unknown("flops", f"kind of operation of {operation.name}", operation.kind)
 

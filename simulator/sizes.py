@@ -53,7 +53,7 @@ class Sizes:
     def bytes(self, tensor: Tensor) -> int:
         """Return the bytes of a tensor on this rank."""
         if tensor.dtype not in self._bytes:
-            unknown("Sizes", f"numbers of {tensor.name}", tensor.dtype)
+            unknown("Sizes", f"number type of {tensor.name}", tensor.dtype)
         return self.numbers(tensor) * self._bytes[tensor.dtype]
 
 

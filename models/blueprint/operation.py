@@ -186,7 +186,7 @@ def block(prefix: str, operations: Sequence[ModelOperation], module_order: Seque
         for number, module in enumerate(module_order):
             if weight.name.startswith(f"{module}."):
                 return number
-        unknown("module order", "weight", weight.name)
+        unknown("module order", "name of a weight", weight.name)
 
     weights = [
         weight
@@ -200,7 +200,7 @@ def block(prefix: str, operations: Sequence[ModelOperation], module_order: Seque
 def unknown(who: str, what: str, name: str) -> NoReturn:
     """Raise ValueError: `who` (the calling code) does not know the `what` (such as a kind of operation) called
     `name`."""
-    raise ValueError(f"{who} does not know the {what} {name!r}")
+    raise ValueError(f"{who} does not know {name!r}, the {what}. Add it to {who}.")
 
 
 def transformer_name(config: Config) -> str:

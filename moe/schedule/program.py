@@ -270,7 +270,9 @@ def line_for(table: Mapping[type[Operation], Line], operation: Operation, interp
     try:
         return table[type(operation)]
     except KeyError:
-        raise UnknownOperation(f"{interpreter} does not know the operation {type(operation).__name__}") from None
+        raise UnknownOperation(
+            f"{interpreter} does not know the operation {type(operation).__name__}. Add a line for it."
+        ) from None
 
 
 def perform(operations: Program, lines: Lines, state: Any, interpreter: str) -> None:

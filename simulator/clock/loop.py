@@ -92,7 +92,9 @@ class Loop:
                     continue
                 break
         if left := [tasks[queue[0]].name for queue in queues.values() if queue]:
-            raise RuntimeError(f"tasks wait for each other: {', '.join(left)}")
+            raise RuntimeError(
+                f"these tasks of the predicted step wait for each other, so none can start: {', '.join(left)}"
+            )
         return end
 
     def overlapping(self) -> dict[str, Reasons]:

@@ -160,5 +160,5 @@ def test_norms_begin_at_one_and_biases_at_zero() -> None:
 
 def test_an_unknown_kind_of_weight_is_named() -> None:
     item = _tensor(COLUMN, (40, 8), 0, False, 0, 1, None, dtype=torch.float32)
-    with pytest.raises(ValueError, match="initial_weights does not know the kind of weight of .*linear_qkv.* 'sieve'"):
+    with pytest.raises(ValueError, match="initial_weights does not know 'sieve', the kind of weight of .*linear_qkv"):
         fill(replace(item, kind="sieve"), Config())

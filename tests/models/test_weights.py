@@ -44,7 +44,7 @@ def test_shape_kind_and_split_are_the_blueprints() -> None:
 
 
 def test_what_is_unknown_is_named() -> None:
-    with pytest.raises(ValueError, match="logical_tensors does not know the axis of side.weight 'sideways'"):
+    with pytest.raises(ValueError, match="logical_tensors does not know 'sideways', the axis of side.weight"):
         _of(Split(0, "sideways"))
     with pytest.raises(ValueError, match="'side.weight', which its blueprint does not have"):
         logical_tensors([_Chunk()])

@@ -60,10 +60,12 @@ def test_programs_hold_what_their_interpreters_know() -> None:
 
 def test_an_unknown_operation_is_refused_by_name() -> None:
     for interpret in (timing.timeline, footprint.ledger):
-        with pytest.raises(UnknownOperation, match="does not know the operation Prefetch"):
+        with pytest.raises(UnknownOperation, match="does not know the operation Prefetch. Add a line for it."):
             interpret((Prefetch(),))
     for lines in (over_ranks.FORWARD, over_ranks.BACKWARD, on_one_rank.FORWARD, on_one_rank.BACKWARD):
-        with pytest.raises(UnknownOperation, match="schedule/.* does not know the operation Prefetch"):
+        with pytest.raises(
+            UnknownOperation, match="schedule/.* does not know the operation Prefetch. Add a line for it."
+        ):
             program.perform((Prefetch(),), lines, None, "schedule/")
 
 

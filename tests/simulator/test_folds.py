@@ -44,24 +44,28 @@ def _memory(config: Config, chunk: blueprint.ModelChunk) -> Any:
 
 
 CASES: list[tuple[Callable[[Config, blueprint.ModelChunk], Any], ModelOperation, str]] = [
-    (_flops, STRANGE, "flops does not know the kind of operation of self_attention.far 'attend_far'"),
-    (_flops, replace(LINEAR, name="elsewhere"), "flops does not know the operation 'elsewhere'"),
-    (_memory, STRANGE, "memory does not know the kind of operation of self_attention.far 'attend_far'"),
-    (_memory, replace(LINEAR, weights=(SHEAR,)), "memory does not know the kind of weight of mlp.shear.weight 'shear'"),
-    (_memory, replace(LINEAR, weights=(SIDEWAYS,)), "does not know the axis of mlp.side.weight 'sideways'"),
-    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, axis="up"),)), "does not know the axis of new 'up'"),
-    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, row_kind="pages"),)), "does not know the rows of new 'pages'"),
-    (_parameters, replace(LINEAR, weights=(SHEAR,)), "parameters does not know the kind of weight"),
-    (_parameters, replace(LINEAR, weights=(SIDEWAYS,)), "does not know the axis of mlp.side.weight 'sideways'"),
+    (_flops, STRANGE, "flops does not know 'attend_far', the kind of operation of self_attention.far"),
+    (_flops, replace(LINEAR, name="elsewhere"), "flops does not know 'elsewhere', the name of an operation"),
+    (_memory, STRANGE, "memory does not know 'attend_far', the kind of operation of self_attention.far"),
+    (
+        _memory,
+        replace(LINEAR, weights=(SHEAR,)),
+        "memory does not know 'shear', the kind of weight of mlp.shear.weight",
+    ),
+    (_memory, replace(LINEAR, weights=(SIDEWAYS,)), "does not know 'sideways', the axis of mlp.side.weight"),
+    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, axis="up"),)), "does not know 'up', the axis of new"),
+    (_memory, replace(LINEAR, outputs=(Tensor("new", 8, row_kind="pages"),)), "does not know 'pages', the rows of new"),
+    (_parameters, replace(LINEAR, weights=(SHEAR,)), "parameters does not know 'shear', the kind of weight"),
+    (_parameters, replace(LINEAR, weights=(SIDEWAYS,)), "does not know 'sideways', the axis of mlp.side.weight"),
     (
         _communication,
         replace(LINEAR, collectives=(Collective("shout", "tensor", Tensor("x", 8)),)),
-        "communication does not know the collective of mlp.new 'shout'",
+        "communication does not know 'shout', the collective of mlp.new",
     ),
     (
         _communication,
         replace(LINEAR, collectives=(Collective("all_gather", "sideways", Tensor("x", 8)),)),
-        "communication does not know the axis of mlp.new 'sideways'",
+        "communication does not know 'sideways', the axis of mlp.new",
     ),
 ]
 
