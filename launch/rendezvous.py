@@ -119,7 +119,7 @@ class JsonState:
             fields = json.loads(content)
             state = _RendezvousState()
             if fields.keys() != vars(state).keys():
-                raise ValueError(f"it has the fields {sorted(fields)}")
+                raise ValueError(f"it must have the fields {sorted(vars(state))}, not {sorted(fields)}")
             state.round = _typed(fields["round"], int)
             state.complete = _typed(fields["complete"], bool)
             state.deadline = None if fields["deadline"] is None else _time(fields["deadline"])
@@ -147,7 +147,7 @@ def _node(fields: list[Any]) -> _NodeDesc:
 def _time(text: str) -> datetime:
     time = datetime.fromisoformat(text)
     if time.tzinfo is None:
-        raise ValueError(f"{text} has no time zone")
+        raise ValueError(f"the time {text} must have a time zone")
     return time
 
 

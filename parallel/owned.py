@@ -116,7 +116,11 @@ def own(
     Raises ValueError if the parameter is owned already, needs no gradient, or does not fit into its box.
     """
     if owner_of(parameter) is not None or not parameter.requires_grad:
-        raise ValueError(f"The parameter of shape {tuple(parameter.shape)} is owned already, or needs no gradient.")
+        fault = "is owned already" if parameter.requires_grad else "needs no gradient"
+        raise ValueError(
+            f"The parameter of shape {tuple(parameter.shape)} {fault}. Own only a parameter that needs a gradient, and "
+            "only once."
+        )
     if box is not None:
         bounds = zip(box.offset, parameter.shape, box.shape)
         inside = all(0 <= start <= end - size for start, size, end in bounds)

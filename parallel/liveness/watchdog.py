@@ -376,5 +376,5 @@ def _read_verdict(text: bytes, world_size: int) -> Verdict:
         raise ValueError(f"it must have the fields {', '.join(get_type_hints(Verdict))} in their types, not {fields}")
     verdict = Verdict(**fields)
     if verdict.rank not in range(world_size):
-        raise ValueError(f"it accuses rank {verdict.rank} of a job with {world_size} ranks")
+        raise ValueError(f"its rank ({verdict.rank}) must be from 0 to {world_size - 1}")
     return verdict

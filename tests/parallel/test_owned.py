@@ -207,6 +207,7 @@ def test_what_cannot_be_owned_is_refused() -> None:
         with pytest.raises(ValueError, match="does not fit"):
             own(weight, None, box=ShardBox(shape, offset))
     own(weight, None, box=ShardBox((8, 3), (4, 0)))
-    for refused in (weight, torch.nn.Parameter(torch.zeros(2), requires_grad=False)):
-        with pytest.raises(ValueError, match="is owned already, or needs no gradient"):
+    frozen = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+    for refused, fault in ((weight, "is owned already"), (frozen, "needs no gradient")):
+        with pytest.raises(ValueError, match=f"The parameter of shape .* {fault}. Own only a parameter that needs a"):
             own(refused, None)

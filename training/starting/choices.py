@@ -44,9 +44,10 @@ def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
         content = read_summed(path)
         values = content.get("values")
         if not isinstance(values, dict):
-            raise ValueError("it has no values")
+            raise ValueError("it has no object `values` with the chosen keys")
         if others := sorted(set(values) - set(keys)):
-            raise ValueError(f"it has the unknown keys {', '.join(map(str, others))}")
+            others_text = ", ".join(map(str, others))
+            raise ValueError(f"its values have the keys {others_text}, but may have only {', '.join(keys)}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
