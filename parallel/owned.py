@@ -125,7 +125,10 @@ def own(
         bounds = zip(box.offset, parameter.shape, box.shape)
         inside = all(0 <= start <= end - size for start, size, end in bounds)
         if not (inside and parameter.dim() == len(box.shape) == len(box.offset)):
-            raise ValueError(f"A shard of shape {tuple(parameter.shape)} does not fit into its parameter: {box}.")
+            raise ValueError(
+                f"A shard of shape {tuple(parameter.shape)} at {box.offset} does not fit into a parameter of shape "
+                f"{box.shape}."
+            )
     owner = OwnedParameter(parameter, group, box, grad_dtype, off_device)
     parameter.owned = owner  # torch.nn.Parameter has no argument for this; `owner_of` reads it.
     return owner
