@@ -143,7 +143,7 @@ def test_expert_loads_are_the_runs(run_dir: Path) -> None:
 def test_placement_shows_loads_before_and_after_and_the_primaries(run_dir: Path) -> None:
     found, lines = make(run_dir).data, read_metrics(run_dir)
     busiest, gain, copies_chart = found["charts"]["placement"]
-    assert [series["name"] for series in busiest["series"]] == ["experts at home", "placed"]  # on one scale
+    assert [series["name"] for series in busiest["series"]] == ["without placement", "with placement"]  # on one scale
     for picture, key in zip(found["ranks"]["pictures"], ("ranks_at_home", "ranks_placed"), strict=True):
         assert picture["columns"][7] == pytest.approx(lines[7]["placement"][key], rel=1e-4)
     assert [series["name"] for series in gain["series"]] == ["predicted", "measured, in rows"]

@@ -69,7 +69,7 @@ def read(run_dir: Path) -> RunFiles:
 def _config(source: RunFiles) -> dict[str, Any]:
     path = source.run_dir / "config.yaml"
     if not path.exists():
-        source.notes.append("config.yaml is missing: what was trained is not known.")
+        source.notes.append("config.yaml is missing, so the trained model is not known.")
         return {}
     try:
         source.config_text = read_regular(path).decode()
@@ -77,7 +77,7 @@ def _config(source: RunFiles) -> dict[str, Any]:
     except (OSError, yaml.YAMLError, ValueError):
         config = None
     if not isinstance(config, dict):
-        source.notes.append("config.yaml cannot be read: what was trained is not known.")
+        source.notes.append("config.yaml cannot be read, so the trained model is not known.")
         return {}
     return config
 

@@ -53,21 +53,21 @@ CURVES: dict[str, list[Chart]] = {
     "placement": [
         (
             "Load of the busiest rank",
-            "assignments, by the mean rank's",
+            "assignments, divided by the mean rank's",
             False,
-            [("placement/at_home", "experts at home"), ("placement/placed", "placed")],
+            [("placement/at_home", "without placement"), ("placement/placed", "with placement")],
         ),
         (
             "Gain of placement",
-            "time or rows without by with it",
+            "time or rows without placement, divided by those with it",
             False,
             [("placement/predicted_gain", "predicted"), ("placement/measured_gain", "measured, in rows")],
         ),
         (
-            "Copies and moves",
+            "Replicas and moves",
             "number of experts",
             False,
-            [("placement/copies", "copies that travelled"), ("placement/moved", "homes that moved")],
+            [("placement/copies", "replicas that were sent"), ("placement/moved", "primaries that moved")],
         ),
     ],
     "tiers": [
@@ -229,15 +229,17 @@ def memory_of(
     }
     missing = None
     if not planned:
-        missing = "No plan.json in the run's folder: the peaks stand alone. python train.py plan=true works it out."
+        missing = (
+            "No plan.json in the run's folder: only measured peaks are shown. python train.py plan=true prints a plan."
+        )
     elif source.plan_device == "cpu":
         missing = (
-            "On a CPU the measured peak is that of the whole process, with Python and its libraries; the plan is "
-            "the model's part."
+            "On a CPU the measured peak is that of the whole process, with Python and its libraries; the plan has "
+            "only the model."
         )
     return {
-        "chart": chart_of_bytes("Memory by tier, of the rank with most", keys),
-        "state": chart_of_bytes("State by tier, of the rank with most", STATE),
+        "chart": chart_of_bytes("Memory on device, host and disk, of the rank with the most", keys),
+        "state": chart_of_bytes("State on device, host and disk, of the rank with the most", STATE),
         "kinds": kinds,
         "ranks": [{"rank": i, "peak": peaks.get(i), "plan": planned.get(i)} for i in sorted({*peaks, *planned})],
         "missing": missing,

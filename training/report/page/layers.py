@@ -9,18 +9,18 @@ from training.report.sources import Line, RunFiles, finite
 MAX_WINDOWS = 100  # columns of a picture of all layers
 MAX_CELLS = 130_000  # numbers of the picture of each expert of each layer
 LAYER_PICTURES = (  # key, title, unit
-    ("max_over_mean", "Busiest expert's tokens by the mean", "times the mean"),
+    ("max_over_mean", "Busiest expert's tokens, divided by the mean", "times the mean"),
     ("router_entropy", "Entropy of the router, nats", "nats"),
-    ("at_home", "Busiest rank's load by the mean rank's, experts at home", "times the mean"),
-    ("placed", "Busiest rank's load by the mean rank's, placed", "times the mean"),
-    ("copies", "Copies of experts that travelled", "copies"),
+    ("at_home", "Busiest rank's load without placement, divided by the mean", "times the mean"),
+    ("placed", "Busiest rank's load with placement, divided by the mean", "times the mean"),
+    ("copies", "Replicas of experts that were sent", "replicas"),
     ("dropped_share", "Share of assignments dropped, %", "%"),
     ("aux_loss", "Load-balancing loss", "loss"),
     ("global_aux_loss", "Load-balancing loss over the global batch", "loss"),
 )
 RANK_PICTURES = (
-    ("ranks_at_home", "Load of each rank by the mean rank's, experts at home"),
-    ("ranks_placed", "Load of each rank by the mean rank's, placed"),
+    ("ranks_at_home", "Load of each rank without placement, divided by the mean"),
+    ("ranks_placed", "Load of each rank with placement, divided by the mean"),
 )
 
 
@@ -163,7 +163,7 @@ def plans_of(
             series.append({"key": f"moe_{name}_seconds", "name": name})
     missing = None if series else "No predictions: the plans are fixed by the configuration."
     if not series and any(row[5] is not None for row in table_rows):
-        missing = "No layer's time was measured yet."
+        missing = "No layer's time has been measured yet."
     title = "Calls of MoE layers, forward and backward: mean of the layers whose time is known"
     chart = {"title": title, "unit": "seconds", "log": False, "series": series, "missing": missing}
     return {"rows": table_rows, "chart": chart, "decisions": sum("load" in line for line in source.plans)}

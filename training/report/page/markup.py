@@ -49,7 +49,7 @@ def _charts(name: str, data: dict[str, Any]) -> str:
         pictures = data["ranks"]["pictures"] if data["ranks"] else []
         figures += [_figure(f"ranks-{i}", picture["title"]) for i, picture in enumerate(pictures)]
         choice = _choice("Layer", "homes-layer", data["homes"]["layers"], data["homes"]["first"])
-        figures.append(_figure("homes-chart", "Rank that each expert is at home on", choice, "wide tall"))
+        figures.append(_figure("homes-chart", "Rank of each expert's primary", choice, "wide tall"))
     lacking = _remark(" ".join(chart["missing"] for chart in charts if chart["missing"]))
     tables = data["buckets"] if name == "loss" else []
     below = [f"<p>{html.escape(table['title'])}</p>{_table(table['heads'], table['rows'])}" for table in tables]
@@ -79,9 +79,9 @@ def _plans(data: dict[str, Any]) -> str:
 def _timeline(data: dict[str, Any]) -> str:
     choice = _choice("Step", "timeline-step", [step["step"] for step in data["timeline"]])
     text = (
-        "Each rank has three rows: what it does, which part of a layer, and messages on their way. Gaps in the "
-        "first row, and pipeline exchanges, are waits; messages under computation are hidden behind it. A stage as "
-        "it was predicted stands below its ranks. Drag the handles below to zoom."
+        "Each rank has three rows: what it does, which part of a layer, and messages in transfer. Gaps in the "
+        "first row, and pipeline exchanges, are waits; messages during a computation are hidden behind it. The "
+        "predicted stage is below its ranks. Drag the handles below to zoom."
     )
     figure = _figure("timeline-chart", "", choice, "wide timeline")
     return f'<p>{text}</p>{figure}<div id="timeline-table"></div>'
@@ -107,7 +107,7 @@ def _memory(data: dict[str, Any]) -> str:
 
 def _run(data: dict[str, Any]) -> str:
     run = data["run"]
-    table = _table(["What", "Which"], run["rows"]) if run["rows"] else ""
+    table = _table(["Fact", "Value"], run["rows"]) if run["rows"] else ""
     lacking = "" if table else "No environment.json in the run's folder: versions and hardware are not known."
     config = f"<details><summary>config.yaml</summary><pre>{html.escape(run['config'])}</pre></details>"
     return _remark(lacking) + table + (config if run["config"] else "")

@@ -37,8 +37,8 @@ def collect(source: RunFiles) -> dict[str, Any]:
         missing["loss"] = missing["speed"] = "No steps yet: metrics.jsonl is missing or empty."
     elif len(kept) < len(source.metrics):
         notes.append(
-            f"Curves show {len(kept)} of {len(source.metrics)} steps: of each stretch those with the least and the "
-            "greatest loss and the longest time."
+            f"Curves show {len(kept)} of {len(source.metrics)} steps: in each interval, those with the least and "
+            "the greatest loss, and with the longest time."
         )
     for section, charts in CURVES.items() if kept else ():
         data["charts"][section] = [chart_of(chart, flat, data["curves"]) for chart in charts]
@@ -49,7 +49,7 @@ def collect(source: RunFiles) -> dict[str, Any]:
         missing["experts"] = "No experts: a dense model." if dense else "No expert loads in metrics.jsonl."
     data["homes"], data["ranks"] = primaries_of(source), ranks_of(source)
     if data["homes"] is None:
-        missing["placement"] = "Every expert is computed at its home: moe.placement.policy is static."
+        missing["placement"] = "Every expert is computed on its primary rank: moe.placement.policy is static."
     if not any(line.get("expert_tiers/up") is not None for line in flat):
         missing["tiers"] = "No experts off the device: moe.weights_device is device."
     data["plans"] = plans_of(source, flat, data["curves"])
@@ -64,7 +64,7 @@ def collect(source: RunFiles) -> dict[str, Any]:
         missing["memory"] = "No steps yet: nothing was measured."
     data["run"] = run_of(source)
     if not data["run"]["rows"] and not data["run"]["config"]:
-        missing["run"] = "Neither config.yaml nor environment.json is there."
+        missing["run"] = "The run's folder has neither config.yaml nor environment.json."
     data["events"], data["checkpoints"] = events_of(source), source.checkpoints
     if not data["events"]:
         missing["events"] = "No events."
