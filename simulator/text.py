@@ -84,7 +84,7 @@ def _model(plan: RunPlan) -> str:
         f"Plan of {config.name}: {config.model.family}, {job.world_size} {job.device} rank(s), "
         f"{config.training.precision}",
         f"  parameters         {plan.total_parameters:,} ({format_count(plan.total_parameters).strip()}), "
-        f"active on a token {plan.active_parameters:,} ({format_count(plan.active_parameters).strip()})",
+        f"active per token {plan.active_parameters:,} ({format_count(plan.active_parameters).strip()})",
         f"  FLOPs per token    forward {format_count(forward_flops_per_token(config, vocab, share))}FLOP, training "
         f"{format_count(flops)}FLOP (of MFU); carried out {format_count(executed)}FLOP "
         f"({square}, recomputation, padding)",
@@ -93,7 +93,7 @@ def _model(plan: RunPlan) -> str:
         f"{config.training.micro_batch_size} on each rank",
     ]
     if config.data.documents == "separate":
-        known = "the corpus is not prepared with these settings: FLOPs are those of joined ones, the most they can be"
+        known = "the corpus is not prepared with these settings: FLOPs are those of joined ones, the maximum"
         if share is not None:
             known = f"{share:.1%} of the pairs of one-document samples attend, by the corpus' lengths"
         lines.append(f"  separate documents {known}")
@@ -156,14 +156,14 @@ def _memory(plan: RunPlan) -> str:
     if host := max(rank.host_activations for rank in plan.memory):
         out, back = map(max, zip(*(rank.link_activations for rank in plan.memory), strict=True))
         lines.append(
-            f"  Layer inputs on the host come beside these: up to {format_size(host)} a rank; a step copies "
-            f"{format_size(out)} there and {format_size(back)} back."
+            f"  Layer inputs on the host are not included: up to {format_size(host)} per rank; a step copies "
+            f"{format_size(out)} to the host and {format_size(back)} back."
         )
-    lines.append("  Tensors alone: a GPU's libraries and its allocator's gaps come on top, some GiB.")
+    lines.append("  These are tensors only: libraries of a GPU and gaps of its allocator take some GiB more.")
     if derived.is_moe(config) and config.parallel.expert > 1:
         bound = format_size(derived.dispatch_bound(config))
         lines.append(
-            f"  Dispatch of a chunk, to a rank and back, never takes more than {bound}, whatever routing does "
+            f"  Dispatch of a chunk, to a rank and back, never takes more than {bound}, whatever the routing "
             "(moe.token_budget)."
         )
     if derived.places_experts(config):
@@ -171,7 +171,7 @@ def _memory(plan: RunPlan) -> str:
         blocks = derived.block_rows(config) is not None
         grads = "their blocks' gradients travel at once" if blocks else "and as many gradients in fp32"
         lines.append(
-            f"  Buffers have {num_slots} slots for copies of experts in each MoE layer, {format_size(replicas)} of "
+            f"  Buffers have {num_slots} slots for replicas of experts in each MoE layer, {format_size(replicas)} of "
             f"weights, {grads}."
         )
     if derived.limits_load(config):
@@ -183,8 +183,8 @@ def _memory(plan: RunPlan) -> str:
         )
     elif derived.is_moe(config):
         lines.append(
-            "  With every expert equally busy; the busiest rank's experts take as many times more as it has more "
-            "tokens."
+            "  For equally busy experts; if a rank's experts have twice the tokens, their activations take twice the "
+            "memory."
         )
     return "\n".join(lines)
 
@@ -195,7 +195,7 @@ def _optimizer_state(plan: RunPlan) -> str:
     if not found:
         return ""
     config, settings, memory = plan.job.config, plan.job.config.optimizer, plan.job.config.memory
-    lines = [f"Optimizer state by tier (optimizer.state_device={settings.state_device}), of the rank with most in it:"]
+    lines = [f"Optimizer state by target (optimizer.state_device={settings.state_device}), of the rank with the most:"]
     for target, key, given in (
         ("device", "training.memory_limit_gib", None),
         ("host", "memory.host_budget", memory.host_budget),
@@ -216,9 +216,7 @@ def _optimizer_state(plan: RunPlan) -> str:
         lines.append(f"  {target:<6} {held:>11}  rank {rank.rank}: {', '.join(notes)}")
     share = min(arrangement.early_share for _, arrangement in found)
     why = "" if config.parallel.overlap_grad_reduce else " (parallel.overlap_grad_reduce is false)"
-    lines.append(
-        f"  in the backward pass the gradients of {share:.1%} of the parameters (at least) can leave or be used{why}"
-    )
+    lines.append(f"  at least {share:.1%} of the gradients can be offloaded or used during the backward pass{why}")
     if settings.state_device != "device":
         saved = min(arrangement.saved for _, arrangement in found)
         saving = f"this saves {format_size(saved)} of a rank's device, or more"
@@ -261,7 +259,7 @@ def _time(plan: RunPlan) -> str:
         where = Path(plan.job.config.run_dir) / TRACES
         return f"{describe_step(plan.step, plan.hardware, plan.tokens)}\n  its timeline is in {where}"
     names = ", ".join(hardware_files.names())
-    return f"Step time: no prediction without a machine: give hardware=NAME, one of {names}, or a file's path."
+    return f"Step time: a prediction needs a machine: give hardware=NAME, one of {names}, or a file's path."
 
 
 def describe_context(plan: RunPlan) -> str:

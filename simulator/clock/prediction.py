@@ -25,7 +25,7 @@ REASONS: dict[str, str] = {
     "host_update": "the optimizer's update on the host",
     "host_link": "the link to the host",
     "disk": "the disk",
-    "step": "what a step takes beside its passes",
+    "step": "the fixed time of a step",
 }
 LINKS = {"inside": "inside a node", "between": "between nodes"}
 LEAST_SHARE = 0.01  # reasons with a smaller share of the step are not shown

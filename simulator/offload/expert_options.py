@@ -174,17 +174,17 @@ def format_expert_options(found: Sequence[ExpertOption], memory: Sequence[RankMe
         return ""
     own = found[0]
     lines = [
-        "Experts by where their weights lie (bytes of one rank in a step; the first is this run's):",
+        "Experts by the offload target of their weights (bytes of one rank per step; the first line is this run's):",
         format_table(HEADINGS, [_row(each) for each in found]),
-        "  tokens: of an expert between two transfers of its weights; below the break-even the link is slower.",
+        "  tokens: per expert, between two transfers of its weights; below the break-even, the link is slower.",
         *_format_kept(memory),
     ]
     if own.written_a_day:
-        lines.append(f"  This run writes {own.written_a_day / 1e12:.3g} TB a day to a node's disk.")
+        lines.append(f"  This run writes {own.written_a_day / 1e12:.3g} TB per day to a node's disk.")
     elif own.written and own.seconds is None:
         lines.append(
-            f"  This run writes {format_size(own.written)} a rank and step to the disk; hardware=NAME says how "
-            "much a day."
+            f"  This run writes {format_size(own.written)} per rank and step to the disk; with hardware=NAME, the plan "
+            "says how much per day."
         )
     return "\n".join(lines)
 
@@ -213,6 +213,6 @@ def _format_kept(memory: Sequence[RankMemory]) -> list[str]:
         text = ", ".join(f"{purpose} {format_size(number)}" for purpose, number in sizes.items() if number)
         if text:
             lines.append(f"  {target:<6} {format_size(sum(sizes.values())):>11}  {text}")
-    shared = f"; {most.num_shards} ranks keep a part each" if most.num_shards > 1 else ""
+    shared = f"; each of {most.num_shards} ranks keeps a shard" if most.num_shards > 1 else ""
     lines.append(f"  of {most.num_layers} MoE layers, {most.weight_slots} on the device at once{shared}")
     return lines

@@ -29,7 +29,7 @@ VERBS = {
     "host_update": "is the optimizer's update on the host",
     "host_link": "waits for the link to the host",
     "disk": "waits for the disk",
-    "step": "is what a step takes beside its passes",
+    "step": "is the fixed time of a step",
 }
 
 
@@ -137,7 +137,7 @@ def answer_text(answer: LayoutAnswer) -> str:
         lines += ["", f"Runner-up {number}{choices}: {layout.why}", *_layout(layout, answer.errors)]
     if answer.too_large:
         names = {"device": limits.device_name, "host": limits.host_name, "disk": "memory.disk_budget"}
-        lines += ["", "Nothing that was looked at fits with:"]
+        lines += ["", "No layout that was tried fits with:"]
         lines += [
             f"  {each.choice}: {format_bytes(each.short)} more than {names[each.target]}" for each in answer.too_large
         ]

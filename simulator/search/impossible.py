@@ -129,7 +129,7 @@ def no_layout_error(asked: Asked) -> ConfigError:
     nearest = closest(asked)
     found = _change(asked, nearest) or (
         "Use a smaller model (model.num_layers, model.hidden_size): no other value of a given key and no other number "
-        "of ranks was found that helps"
+        "of ranks that was tried is enough"
     )
     return ConfigError(f"{_missing(asked, nearest)}. {found}.")
 

@@ -503,7 +503,7 @@ def test_text_names_everything() -> None:
         "experts 0 | 1",
         *KINDS,
         "<- most",
-        "no prediction",
+        "a prediction needs a machine",
     ):
         assert quoted in words, quoted
     assert dataclasses.asdict(plan.worst)["rank"] == plan.as_dict()["worst_rank"]

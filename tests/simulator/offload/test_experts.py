@@ -208,7 +208,7 @@ def test_the_plan_says_what_experts_are_worth_off_the_device(tmp_path: object) -
     assert disk.written_a_day == pytest.approx(disk.written * 86400 / disk.seconds)  # type: ignore[operator]
     assert disk.written > disk.moved.written  # all else's state is there too
     lines = text(plan).splitlines()
-    first = next(i for i, line in enumerate(lines) if line.startswith("Experts by where"))
+    first = next(i for i, line in enumerate(lines) if line.startswith("Experts by the offload target of their weights"))
     assert lines[first + 2].split()[:3] == ["host", "by_layer", "host"]
     assert "8,192" in lines[first + 2] and any("2 on the device at once" in line for line in lines[first:])
     known = json.loads(json.dumps(plan.as_dict()))["experts_off_device"]

@@ -198,7 +198,7 @@ def test_a_plan_says_where_state_lies() -> None:
     plan = _plan(*config)
     shown, kept = text(plan), plan.as_dict()["memory_per_rank"][0]
     assert "host     " in shown and "of 64.00 MiB (memory.host_budget)" in shown
-    assert "gradients of 100.0% of the parameters" in shown
+    assert "at least 100.0% of the gradients can be offloaded" in shown
     assert "it takes" not in shown  # on a CPU there is no link whose rate could be assumed
     assert "(assumed) it takes" in text(dataclasses.replace(plan, job=dataclasses.replace(plan.job, device="cuda")))
     assert kept["host"] == plan.worst.host == sum(kept["host_parts"].values())
