@@ -159,7 +159,7 @@ def main() -> int:
     for name, figure in found.figures.items():
         if figure.stated is not None and abs(figure.value / figure.stated - 1) >= 0.01:
             print(f"{name}: {figure.value:.4g} {FIGURES[name][0]}, stated {figure.stated:.4g}")
-    print(f"mean absolute error {tested['mean_absolute_error_percent']}% on the {len(steps)} steps that were fitted to")
+    print(f"mean absolute error {tested['mean_absolute_error_percent']}% on the {len(steps)} steps of the fit")
     print(f"written: {path}" + (f"; the earlier file is now {kept}" if kept else ""))
     if args.json:
         print(json.dumps({"hardware": str(path), **tested, "values": {k: v.value for k, v in found.figures.items()}}))

@@ -150,7 +150,8 @@ def test_an_error_of_the_disk_names_its_folder(
     with pytest.raises(OSError) as caught:
         call(0, numbers(BLOCK, 6))
     assert caught.value.errno == errno.EIO
-    assert str(caught.value) == f"memory.disk_dir ({disk.folder}) {says}: Input/output error"
+    advice = "Check the disk, or use a folder on another disk"
+    assert str(caught.value) == f"memory.disk_dir ({disk.folder}) {says}: Input/output error. {advice}"
 
 
 def test_a_file_that_ends_early_is_an_error(disk: Disk) -> None:

@@ -112,7 +112,7 @@ def test_operations_name_tensors_that_are_there(preset: str, recompute: str, seq
 
 def test_what_is_not_known_is_named() -> None:
     weight = Weight("mlp.linear_fc3.weight", (8, 8), "matrix", (Split(0, "sideways"),))
-    with pytest.raises(ValueError, match=r"axis of mlp\.linear_fc3\.weight 'sideways'"):
+    with pytest.raises(ValueError, match=r"does not know 'sideways', the axis of mlp\.linear_fc3\.weight"):
         local_shape(weight, blueprint.axis_sizes(Config()))
     with pytest.raises(ValueError, match=r"does not know 'mlp\.linear_fc3\.weight', the name of a weight"):
         block("", [ModelOperation("column_linear", "mlp.linear_fc3", weights=(weight,))], ["self_attention"])

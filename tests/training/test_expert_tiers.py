@@ -311,7 +311,8 @@ def failing(config: Any, call: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(("call", "what"), [("preadv", "read"), ("pwrite", "written")])
 def test_a_disk_that_fails_is_named(call: str, what: str, tmp_path: Path) -> None:
     ((said, same),) = distributed.run(failing, 1, config_of(DISK, 1, tmp_path), call)
-    assert said == f"memory.disk_dir ({tmp_path}) cannot be {what}: Input/output error"
+    advice = "Check the disk, or use a folder on another disk"
+    assert said == f"memory.disk_dir ({tmp_path}) cannot be {what}: Input/output error. {advice}"
     assert same or call == "pwrite"  # weights come before a step changes any
 
 

@@ -118,7 +118,8 @@ def test_a_prompt_stays_whole(prompt: str, most: int, answer_tokens: int, monkey
     )
     assert samples.continue_text(run, prompt, most, temperature=0.0) == ""
     assert asked == ([(list(prompt), answer_tokens)] if answer_tokens else [])
-    assert printed == (["a prompt of 8 tokens fills the model's 8 learned positions"] if len(prompt) == 8 else [])
+    full = "a prompt of 8 tokens fills the model's 8 learned positions, so it is not continued"
+    assert printed == ([full] if len(prompt) == 8 else [])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -33,7 +33,8 @@ def continue_text(run: Run, prompt: str, num_tokens: int, *, temperature: float,
         if decoder.max_length is not None and num_tokens > 0:
             num_tokens = answer_limit(len(ids), num_tokens, decoder.max_length)
             if num_tokens == 0:
-                run.log(f"a prompt of {len(ids)} tokens fills the model's {decoder.max_length} learned positions")
+                full = f"a prompt of {len(ids)} tokens fills the model's {decoder.max_length} learned positions"
+                run.log(f"{full}, so it is not continued")
         if num_tokens == 0:
             return ""
         sampling = Sampling(temperature, top_p=top_p, seed=run.config.training.seed)
