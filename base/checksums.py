@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from base.errors import reason_of
 from base.files import write_text
 
 SUM = "xxh3"  # the key under which an object holds its own checksum
@@ -87,7 +88,7 @@ def read_folder_sums(folder: Path) -> dict[str, FileSum]:
     try:
         return {name: FileSum(**entry) for name, entry in read_summed(folder / FOLDER_SUMS)["files"].items()}
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it must list the size and checksum of each file ({type(error).__name__}: {error})") from None
+        raise ValueError(f"it must list the size and checksum of each file ({reason_of(error)})") from None
 
 
 def write_summed(path: Path, content: dict[str, Any], *, in_place: bool = False) -> None:

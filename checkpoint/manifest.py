@@ -18,7 +18,7 @@ from pathlib import Path
 import yaml
 
 from base.checksums import FOLDER_SUMS, SUM, FileSum, own_sum, size_problem, sum_of, wrong_files
-from base.errors import ConfigError
+from base.errors import ConfigError, reason_of
 from base.files import read_yaml, writing
 from checkpoint import record, safetensors_header
 
@@ -79,7 +79,7 @@ def read(folder: Path) -> dict[str, FileSum]:
     except _Invalid:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _Invalid(f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise _Invalid(f"its {MANIFEST} cannot be read ({reason_of(error)})") from error
     missing = {STATE, CONFIG} - files.keys()
     elsewhere = [name for name in files if Path(name).name != name]
     if missing or elsewhere:

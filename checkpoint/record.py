@@ -86,6 +86,8 @@ def read(run_dir: Path) -> Record | None:
     try:
         content = checksums.read_summed(path)
         known = {field.name for field in dataclasses.fields(Record)}
+        if missing := [name for name in ("id", "resume") if name not in content]:
+            raise ValueError(f"it lacks {missing[0]!r}")
         found = Record(**{key: value for key, value in content.items() if key in known})
         for name, kinds in _KINDS.items():
             if not isinstance(getattr(found, name), kinds):

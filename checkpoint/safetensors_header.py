@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base.errors import reason_of
 from models.weight_files.header import SafetensorsHeader, TensorSpan, read_header
 
 SUFFIX = ".safetensors"
@@ -75,7 +76,7 @@ def read_all(path: Path) -> tuple[SafetensorsHeader, dict[str, Entry]]:
         boxes = json.loads(header.metadata["boxes"])
         return header, {name: _entry(span, header.body, *boxes[name]) for name, span in header.tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is not that of a checkpoint file ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its header is not that of a checkpoint file ({reason_of(error)})") from error
 
 
 def _entry(span: TensorSpan, body: int, key: str, global_shape: list[int], offset: list[int]) -> Entry:

@@ -18,8 +18,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's state.json. Raises ConfigError if it cannot be read or lacks a key."""
     try:
         state = json.loads((folder / STATE).read_bytes())
+        if not isinstance(state, dict):
+            raise ValueError("it contains no JSON object")
         missing = [key for key in _STATE_KEYS if key not in state]
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"checkpoint {folder} cannot be read: {STATE}: {error}. {ADVICE}.") from error
     if missing:
         raise ConfigError(f"checkpoint {folder} cannot be read: {STATE} lacks {missing[0]}. {ADVICE}.")

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from base.errors import ConfigError
+from base.errors import ConfigError, reason_of
 from configs.compose import compose, load
 from configs.job import Job
 from configs.schema import Config
@@ -156,7 +156,9 @@ def read_run(run_dir: Path) -> MeasuredStep:
         file = run_dir / METRICS
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is damaged ({error!r}). Restore the file, or give a different run.") from None
+        raise ConfigError(
+            f"{file} is damaged ({reason_of(error)}). Restore the file, or give a different run."
+        ) from None
     seconds = [
         float(line["step_seconds"]) for line in lines if line.get("step", 0) >= FIRST_STEP and "step_seconds" in line
     ]

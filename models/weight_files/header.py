@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base.errors import reason_of
+
 MAX_BYTES = 100_000_000  # what safetensors itself accepts
 ITEM_BYTES = {
     **dict.fromkeys(["F64", "I64", "U64", "C64"], 8),
@@ -59,7 +61,7 @@ def read_header(path: Path) -> SafetensorsHeader:
             raise TypeError("__metadata__ must map names to texts")
         tensors = {name: _span(name, value, 8 + length) for name, value in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"its header is not a valid safetensors header ({type(error).__name__}: {error})") from error
+        raise ValueError(f"its header is not a valid safetensors header ({reason_of(error)})") from error
     body = at = 8 + length
     for name, span in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
         needed = at + math.prod(span.shape) * ITEM_BYTES[span.dtype]

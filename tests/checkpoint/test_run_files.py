@@ -87,6 +87,12 @@ def test_a_record_without_a_checksum_is_named(tmp_path: Path) -> None:
         start.find(config)
 
 
+def test_a_record_without_an_id_is_named(tmp_path: Path) -> None:
+    checksums.write_summed(tmp_path / record.RECORD, {"resume": "auto"})
+    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it lacks 'id'\): it identifies"):
+        record.read(tmp_path)
+
+
 def test_growing_files_are_hashed_once_and_compared_by_what_was_there(tmp_path: Path) -> None:
     metrics, plans = tmp_path / "metrics.jsonl", tmp_path / "placement_0_1.plans"
     running = GrowingFiles(tmp_path)

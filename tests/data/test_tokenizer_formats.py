@@ -262,7 +262,7 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path: Path) -> None:
     refused({"cl100k_base.tiktoken": "IQ== 0\nx\n"}, "line 2", "base64")
     refused({"cl100k_base.tiktoken": "IQ== 0\n"}, "a token for every byte, but has none for byte 0")
     refused({"mine.tiktoken": "IQ== 0\n"}, "tells how texts are split", "cl100k_base.tiktoken")
-    refused({"tekken.json": "{}"}, "is not a tekken.json")
+    refused({"tekken.json": "{}"}, "is not a tekken.json: it lacks 'config'. Download it again")
     config = {"pattern": r"\s++$", "default_vocab_size": 1, "default_num_special_tokens": 0}
     vocab = [{"rank": 0, "token_bytes": "IQ=="}]
     content = json.dumps({"config": config, "vocab": vocab, "special_tokens": []})

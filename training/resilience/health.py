@@ -184,7 +184,9 @@ class SkippedSamples:
                 [Skip(**skip) for skip in json.loads(text)]
                 answer[0] = text
             except (OSError, ValueError, TypeError) as error:
-                answer[1] = f"{path} cannot be read ({error}). Restore it, or delete it to use all samples again."
+                rule = "it must be a list of objects with first, end, step and reason"
+                why = rule if isinstance(error, TypeError) else error
+                answer[1] = f"{path} cannot be read ({why}). Restore it, or delete it to use all samples again."
         dist.broadcast_object_list(answer, src=0)
         if answer[1] is not None:
             raise ConfigError(answer[1])
