@@ -123,8 +123,8 @@ def token_name(token: Any) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if the message is empty. Of a KeyError, the
-    message is only the missing key."""
+    """Return the first line of an error's message, or the name of its type if the message is empty; for a KeyError, a
+    clause that names the missing key."""
     if isinstance(error, KeyError):
         return f"it lacks {error}"
     return (str(error) or type(error).__name__).splitlines()[0]
