@@ -132,7 +132,7 @@ def read_with_sum(path: Path) -> str:
     except FileNotFoundError:
         return content.decode()
     if xxhash.xxh3_128_hexdigest(content) not in sums:
-        raise ValueError(f"it was changed: its checksum is not recorded in {_sum_path(path).name}")
+        raise ValueError(f"it was changed: its checksum must be one of those in {_sum_path(path).name}")
     return content.decode()
 
 

@@ -243,8 +243,8 @@ def _defaults(entries: Any, group: str) -> list[tuple[str, str]]:
         if isinstance(entry, Mapping) and override != ["override", "model"]:
             other = override[-1] if override else str(name)
             raise ConfigError(
-                f"defaults may override only model, so that {other}=... on the command line has an effect. Set keys of "
-                f"{other} instead"
+                f"defaults may override only model, but override {other}: {other}=... on the command line would have "
+                f"no effect. Set keys of {other} instead"
             )
         found.append((override[-1], choice))
     return found

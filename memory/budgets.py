@@ -88,7 +88,7 @@ class Budget:
         return mib * MIB <= self._free
 
     def error_message(self, num_bytes: int, purpose: str, other_keys: str = "") -> str:
-        """Return the error message for `num_bytes` that exceed the limit. `other_keys`: more settings to advise."""
+        """Return the error message for `num_bytes` that exceed the limit. `other_keys`: further settings to try."""
         least, left = self.least(num_bytes), max(self.limit - self.total, 0)
         share = f" is {SHARE:.0%} of the free bytes by default, which is {self.limit / MIB:.1f} MiB per rank. It"
         advice = f"Try {self.key}={least}{other_keys}" if self.could_be(least) else NOT_FREE + MORE[self.key]

@@ -188,7 +188,7 @@ class MixtrainMoELayer(MoELayer):
             self.exchange = shared_exchange(self.ep_group, all_to_all)
 
     def copy_through(self, link: HostLink) -> None:
-        """Copy offloaded activations between device and host through this link."""
+        """From now on, copy offloaded activations between device and host through this link."""
         self.expert_compute.link = link
 
     def stream_weights(self, streamed: StreamedExperts) -> None:

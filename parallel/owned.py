@@ -126,8 +126,8 @@ def own(
         inside = all(0 <= start <= end - size for start, size, end in bounds)
         if not (inside and parameter.dim() == len(box.shape) == len(box.offset)):
             raise ValueError(
-                f"A shard of shape {tuple(parameter.shape)} at {box.offset} does not fit into a parameter of shape "
-                f"{box.shape}."
+                f"A shard of shape {tuple(parameter.shape)} at offset {box.offset} must be inside its parameter, whose "
+                f"shape is {box.shape}. Give the shard's own offset."
             )
     owner = OwnedParameter(parameter, group, box, grad_dtype, off_device)
     parameter.owned = owner  # torch.nn.Parameter has no argument for this; `owner_of` reads it.
@@ -156,7 +156,7 @@ def is_at_hand(parameter: torch.Tensor) -> bool:
 
 @contextmanager
 def at_hand(parameters: Sequence[torch.nn.Parameter], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within this context, offloaded parameters have the values of these tensors, which have their shapes."""
+    """Within this context, offloaded parameters have the values of these tensors of the same shapes."""
     stand_ins = [parameter.data for parameter in parameters]
     try:
         for parameter, tensor in zip(parameters, tensors, strict=True):

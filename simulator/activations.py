@@ -245,7 +245,8 @@ class Activations:
         return self._apply(tape, operation, held, OperationBytes(during=gathered))
 
     def _token_loss(self, tape: Tape, operation: ModelOperation, held: Held) -> list[TapeTensor]:
-        """Compute the loss and all gradients tile by tile in the forward pass; keep the hidden states' gradient."""
+        """Record the output layer with its loss, which compute all gradients tile by tile in the forward pass and keep
+        the gradient of the hidden states."""
         sizes, matrix = self.sizes, operation.weights[0]
         hidden_size, element, weight = matrix.shape[1], sizes.element, self._weight_bytes(operation.weights)
         tile_rows = min(self.tile, sizes.predicted)

@@ -182,7 +182,8 @@ def _normalizers(proto: Any, symbols: Symbols) -> list[Any]:
         steps += prefix  # also for a text that becomes empty
     if spec.precompiled_charsmap:
         if spec.name not in COMPOSING:
-            raise NotConvertible(f"its normalization rules ({spec.name or 'without a name'}) are not known")
+            known, rules = ", ".join(sorted(COMPOSING)), spec.name or "without a name"
+            raise NotConvertible(f"its normalization rules ({rules}) must be one of {known}")
         remove_separators = normalizers.Replace(BETWEEN, "")
         # One mark at a time, up to three per letter, in the given order: sentencepiece does not sort them.
         marks = Regex(f"{BETWEEN_MARKS}|{BEFORE_LOWER_MARKS}")

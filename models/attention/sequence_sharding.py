@@ -185,8 +185,8 @@ class _Packing:
         self.pool_rows, self.pool_work = self.pool_rows + span.num_rows, self.pool_work + span.work
 
     def expected(self, wanted: Iterable[int]) -> list[tuple[int, int]]:
-        """Return (expected work, rank) for each rank in `wanted`, assuming that the unassigned rows are spread evenly
-        over all ranks. Ranks with a reservation sort last."""
+        """Return (expected work, rank) for each rank in `wanted`, as keys to sort ranks by. The work assumes that the
+        unassigned rows are spread evenly over all ranks; ranks for which rows are reserved sort last."""
         light = self._until(self.counted)
         num_rows, work = max(self.pool_rows - self.counted, 1), max(self.pool_work - light, 0)
         counted, left, now, last = max(self.counted, 1), self.ledger.missing, self.ledger.work, 2 * self.cap

@@ -145,7 +145,7 @@ class CallReplicas:
 
     @property
     def separate_experts(self) -> list[int]:
-        """Numbers of the experts on this rank whose gradients are stored per block."""
+        """Indices (in the layer) of this rank's experts whose gradients are stored per block of tokens."""
         return [each.expert for each in self._blocks]
 
     @named("copies")

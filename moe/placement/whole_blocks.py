@@ -206,7 +206,7 @@ class _State:
         return True
 
     def exactly(self) -> Integers | None:
-        """Return a rank for each block [B] that keeps the limit, from an exhaustive search, largest blocks first.
+        """Return a rank for each block [B] so that no rank exceeds the limit, by exhaustive search, large blocks first.
 
         Returns None if no solution exists, or none is found in the first `NODES` nodes of the search tree.
         """

@@ -174,7 +174,8 @@ def expert_records(config: Config, world_size: int, num_layers: int) -> ExpertRe
 
 
 def records_of_stage(config: Config, world_size: int, stage: int) -> ExpertRecords | None:
-    """Return the planned sizes for the ranks of a pipeline stage, or None if the stage has no offloaded experts."""
+    """Return the planned sizes of the records of offloaded experts on each rank of a pipeline stage; None if there are
+    none."""
     is_moe = derived.moe_layer_pattern(config)
     layers = [layer for chunk in layers_of_stage(config, stage) for layer in chunk]
     return expert_records(config, world_size, sum(bool(is_moe[layer]) for layer in layers))

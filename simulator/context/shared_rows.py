@@ -127,7 +127,8 @@ class _Batch:
         self._rounds: dict[int | None, list[tuple[Slices, list[ExchangeRound]]]] = {}
 
     def _window_of(self, slides: bool) -> int | None:
-        """Return the window of layers with or without a sliding window; None if no document is longer."""
+        """Return the window, in tokens, of the layers with (`slides`) or without a sliding window; None if it is at
+        least as long as every document, so that it cuts nothing."""
         return self._window if slides and self._window is not None and self._window < self._segments.max() else None
 
     def schedule(self, slides: bool) -> ExchangeSchedule:

@@ -148,7 +148,7 @@ def test_presets_of_ones_own(
     (folder / "broken.yaml").write_text(header + "name: [\n", encoding="utf-8")
     says = {
         "typo": "experiment/typo.yaml: training.stesp is not a known key. Try training.steps=20.",
-        "layout": "experiment/layout.yaml: defaults may override only model, so that",
+        "layout": "experiment/layout.yaml: defaults may override only model, but override parallel: parallel=",
         "model": "experiment/model.yaml: model (gpt_tinny) must be one of",
         "broken": f"cannot read {folder / 'broken.yaml'}: while parsing",
     }

@@ -87,8 +87,8 @@ def ranks_of(source: RunFiles) -> dict[str, Any] | None:
 
 
 def primaries_of(source: RunFiles) -> dict[str, Any] | None:
-    """Return each expert's primary rank at the end of each window of steps: [window][layer][expert]. `first` is the
-    index of the layer whose experts migrated first, or 0 without migrations."""
+    """Return each expert's primary rank at the end of each window of steps: [window][layer][expert]. Key `first`: the
+    index of the layer whose experts were the first to migrate, or 0 without migrations. None without plans."""
     lines = [line for line in _with_experts(source.metrics) if isinstance(line.get("placement"), dict)]
     if not lines:
         return None
