@@ -141,7 +141,7 @@ class Tape:
         self.leaving = None
 
     def _copy_back(self, layer: _Operation) -> None:
-        """Copy a layer's input back to the device, and prefetch the input of the layer below."""
+        """Count a layer's input as copied back to the device, and the input of the layer below as being fetched."""
         if layer.away and self.leaving is not None:  # it is still on the device
             layer.kept.append(self.leaving)
             layer.away, self.leaving = 0, None

@@ -45,7 +45,7 @@ PROBES = (
 
 def runs_of(texts: Iterable[str]) -> list[str]:
     """Return texts on which a slow regular expression takes long: repetitions of each of `texts`, and runs of their
-    characters and some common characters, each with an end that no pattern matches."""
+    characters and of some common ones; a run ends in a character that no pattern matches."""
     texts = list(texts)
     characters = dict.fromkeys(["a", "Z", "0", " ", "_", ".", "\n", "\xe9", "\u4e2d", *"".join(texts)[:4096]])
     repeated = [text[:RUN] * 8 for text in texts[:MOST_RUNS]]
