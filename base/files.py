@@ -350,4 +350,4 @@ def parse_yaml(content: bytes) -> Any:
             raise ValueError(f"its aliases (*name) expand to more than {MOST_NODES} values; write the values out")
         return yaml.safe_load(content)
     except RecursionError as error:
-        raise ValueError("its lists or mappings are nested too deeply") from error
+        raise ValueError("its lists or mappings are nested more deeply than Python can read") from error

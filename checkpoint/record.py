@@ -97,8 +97,8 @@ def read(run_dir: Path) -> Record | None:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({' '.join(str(error).split())}): it identifies the folder's run. Restore it, or "
-            "delete it so that the run's checkpoints and events identify it, or choose another run_dir."
+            f"{path}, which says which run the folder belongs to, cannot be read ({' '.join(str(error).split())}). "
+            "Restore it, or delete it (checkpoints and events then identify the run), or choose another run_dir."
         ) from error
 
 

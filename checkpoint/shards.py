@@ -145,7 +145,7 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> memoryview:
     if tensor.dtype.is_floating_point and tensor.numel() > 0:
         low, high = tensor.aminmax()  # NaN if any is
         if not (math.isfinite(low) and math.isfinite(high)):
-            raise NotFinite(f"{name} is not finite")
+            raise NotFinite(f"{name} must be finite, but contains NaN or infinity")
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 

@@ -155,7 +155,9 @@ def read_mapping(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"cannot read {path}: {one_line(str(error))}. Correct or restore the file") from error
     mapping = OmegaConf.to_container(content) if OmegaConf.is_dict(content) else None
     if not isinstance(mapping, dict):
-        raise ConfigError(f"{path} must contain a mapping of keys to values. Correct or restore the file")
+        raise ConfigError(
+            f"{path} must contain a mapping, with lines `key: value`, but has none. Correct or restore the file"
+        )
     return mapping
 
 
@@ -221,8 +223,8 @@ def _package(path: Path, group: str) -> str:
         return ""
     if package == "experiment":
         raise ConfigError(
-            "the first line must be # @package _global_. Without it, the keys would belong to a section named "
-            "experiment, which does not exist"
+            "the first line must be `# @package _global_`, but is not: the keys would belong to a section named "
+            "experiment, which does not exist. Add the line"
         )
     return f"{group if package == '_group_' else package}."
 

@@ -114,8 +114,8 @@ class Reader:
         for name, dtype in dtypes.items():
             if dtype not in (main, "F32"):
                 raise ConfigError(
-                    f"tensor {name} of folder {self.folder} has type {dtype}, but most of the weights have {main}: the "
-                    f"others must have F32. Save the model again with all weights in {main}."
+                    f"tensor {name} of folder {self.folder} has type {dtype}, but must have F32 or the type of most "
+                    f"weights, {main}. Save the model again with all weights in {main}."
                 )
         return WEIGHT_DTYPES[main]
 

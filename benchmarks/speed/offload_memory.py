@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,12 @@ class MemoryCgroup:
         return int(dict(line.split() for line in lines.splitlines()).get("oom_kill", 0))
 
     def close(self) -> None:
-        """Take it away; nobody is in it any more."""
+        """Take it away; nobody is in it any more, except for a killed process that still ends."""
+        for _ in range(100):
+            try:
+                return self.folder.rmdir()
+            except OSError:
+                time.sleep(0.1)
         self.folder.rmdir()
 
 

@@ -166,8 +166,8 @@ def _open_source(path: str, weight: float | None) -> list[Source]:
         ]
     if full.suffix in (".bin", ".idx"):
         raise ConfigError(
-            f"data.corpus={path}: token files come in pairs, but {prefix}.bin and {prefix}.idx do not both exist. "
-            "Restore the missing file"
+            f"data.corpus={path}: token files come in pairs, but {prefix}.bin or {prefix}.idx is missing. Restore "
+            "the missing file"
         )
     if not file_kinds.format_of(full.name):
         module = file_kinds.ARCHIVES.get(file_kinds.suffix_of(path))

@@ -82,7 +82,7 @@ def _finished_job(process: subprocess.Popen[bytes], verb: str) -> int:
     if not line:
         raise RuntimeError(
             f"{verb}: a worker process died with status {process.wait(timeout=10)}. Repeat the command to continue "
-            "from the finished shards; data.num_workers=1 needs least memory"
+            "from the finished shards; if memory was short, set data.num_workers=1, which needs the least"
         )
     reply = json.loads(line)
     if "error" not in reply:

@@ -106,11 +106,11 @@ class BertSamples:
         shared.check_files(files)
         if not 0 < mask_probability <= 1:
             raise ConfigError(
-                f"data.mask_probability={mask_probability} must be a probability above 0, for example 0.15"
+                f"data.mask_probability={mask_probability} must be above 0 and at most 1, for example 0.15"
             )
         if not 0 <= short_sequence_probability <= 1:
             raise ConfigError(
-                f"data.short_sequence_probability={short_sequence_probability} must be a probability, for example 0.1"
+                f"data.short_sequence_probability={short_sequence_probability} must be from 0 to 1, for example 0.1"
             )
         self.pairs = sentence_head != "none"
         self.sentence_head, self.seed, self.sequence_length = sentence_head, seed, sequence_length

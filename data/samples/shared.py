@@ -43,9 +43,8 @@ class Blend:
         if len(weights) > BLEND_PERIOD // 10 or shares.min() < 0.5:
             least = min(weights) / sum(weights)
             raise ConfigError(
-                f"data.corpus: a blend may have at most {BLEND_PERIOD // 10} sources, each with at least "
-                f"{0.5 / BLEND_PERIOD} of the weight. This one has {len(weights)}, the smallest with {least:.2g}. "
-                "Merge small sources into a folder"
+                f"data.corpus has {len(weights)} sources (at most {BLEND_PERIOD // 10}), of which the smallest has "
+                f"{least:.2g} of the total weight (at least {0.5 / BLEND_PERIOD}). Merge small sources into a folder"
             )
         self.counts = np.maximum(np.round(shares), 1).astype(np.int64)
         # The k-th of a file's c samples is at (k + 1/2) / c of the pattern: as even as possible.
@@ -83,7 +82,7 @@ def open_tokens(file: TokenFile) -> IndexedTokens:
     file.opened = file.opened or indexed.fingerprints
     if indexed.fingerprints != file.opened:
         raise ConfigError(
-            f"data.corpus: {file.prefix}.bin or .idx was exchanged during the run. Restore the file, and start the run "
+            f"data.corpus: {file.prefix}.bin or .idx was replaced during the run. Restore the file, and start the run "
             "again to resume"
         )
     return indexed
@@ -103,6 +102,6 @@ def check_files(files: Sequence[TokenFile]) -> None:
     """Raise ConfigError if `files`, the token files of a split, is empty."""
     if not files:
         raise ConfigError(
-            "data.validation_fraction: this split of the corpus has no documents. Raise data.validation_fraction, or "
-            "set training.eval_interval=0"
+            "data.validation_fraction leaves a split of the corpus without documents, but training and validation need "
+            "some. Raise data.validation_fraction, or set training.eval_interval=0"
         )

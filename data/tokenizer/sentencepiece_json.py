@@ -102,7 +102,7 @@ def _compare(path: Path, proto: Any, tokenizer: Any, symbols: list[str]) -> None
             continue
         likelihoods = [sum(proto.pieces[i].score for i in ids) for ids in splits]  # logarithms; scores are float32
         if not (by_score and math.isclose(*likelihoods)):
-            raise NotConvertible(f"the text {text[:40]!r} would get other tokens")
+            raise NotConvertible(f"the text {text[:40]!r} would get other tokens than from sentencepiece")
     tokenizer.encode_special_tokens = False
 
 
@@ -216,7 +216,9 @@ def _byte_pairs(proto: Any, symbols: Symbols) -> Any:
     for token, score in scores.items():
         if len(token) > 1:
             if not set(token) <= scores.keys():
-                raise NotConvertible(f"its piece {token!r} contains a character that is not a piece")
+                raise NotConvertible(
+                    f"its piece {token!r} contains a character that has no piece of its own, but each must have one"
+                )
             by_score.setdefault(score, []).append(token)
     # Of pieces with equal scores, sentencepiece merges the leftmost first, and the library all of one piece before
     # those of another. Runs of a single character give the same result.

@@ -101,7 +101,9 @@ def _read(file: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not JSON: {first_line(error)}. Download it again") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{file} must contain a JSON object. Download it again")
+        raise ConfigError(
+            f"{file} must contain a JSON object, but contains a {type(content).__name__}. Download it again"
+        )
     return content
 
 
@@ -112,7 +114,7 @@ def refuse_unknown_end(tokenizer: str, settings: Settings, vocabulary: str, know
     if name and not known:
         raise ConfigError(
             f"data.tokenizer={tokenizer}: {settings.files['eos_token']} names the eos_token {name!r}, which is not in "
-            f"{vocabulary}. Use the {vocabulary} that contains it, or name a token of this one"
+            f"{vocabulary}. Use a {vocabulary} with this token, or change eos_token to a token that {vocabulary} has"
         )
 
 

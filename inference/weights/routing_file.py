@@ -219,10 +219,10 @@ def _visit(where: str, line: bytes, header: RoutingHeader, before: RoutedLayer |
     _check_order(where, number, layer, header, before)
     if not (_is_table(tokens) and _is_table(experts) and len(tokens) == len(experts) > 0):
         raise ConfigError(
-            f"{where}: tokens and experts must be lists of integer lists, of the same length, at least 1. {AGAIN}"
+            f"{where}: tokens and experts must be two lists of equal length, at least 1, of lists of integers. {AGAIN}"
         )
     if wrong := [token for token in tokens if len(token) != 2]:
-        raise ConfigError(f"{where} has token {wrong[0]}: it must be a prompt and a position. {AGAIN}")
+        raise ConfigError(f"{where} has token {wrong[0]}: it must be a pair of integers, prompt and position. {AGAIN}")
     for choice in experts:
         if len(choice) != header.top_k or len(set(choice)) != len(choice):
             raise ConfigError(f"{where} has the choice {choice}: it must be {header.top_k} different experts. {AGAIN}")
@@ -245,7 +245,7 @@ def _check_order(where: str, number: int, layer: int, header: RoutingHeader, bef
         right = layer == follows and number == before.pass_number
         rule = f"layer {follows} of pass {before.pass_number}"
     if not right:
-        raise ConfigError(f"{where} has layer {layer} of pass {number}: the next line must be {rule}. {AGAIN}")
+        raise ConfigError(f"{where} has layer {layer} of pass {number}, but must have {rule}. {AGAIN}")
 
 
 def _is_count(value: Any) -> bool:

@@ -49,7 +49,7 @@ class Slices:
         # An empty slice kills the process: torch's CPU kernel divides by its length.
         if min(self.queries.min(initial=1), self.keys.min(initial=1)) < 1:
             shortest = f"{self.queries.min()} query rows and {self.keys.min()} key rows"
-            raise ValueError(f"a slice must have at least one query row and one key row, but the fewest are {shortest}")
+            raise ValueError(f"each slice must have query rows and key rows, but the smallest has {shortest}")
         if (oblong := (self.kind != FULL) & (self.queries != self.keys)).any():
             sizes = f"{self.queries[oblong][0]} and {self.keys[oblong][0]}"
             raise ValueError(f"a causal or anti-causal slice must have as many query rows as key rows, not {sizes}")

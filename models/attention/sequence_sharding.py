@@ -88,7 +88,7 @@ def shard_sequence(
             f"work has {len(work)} numbers, but needs {lengths.max() + 1}, one more than the longest segment has rows"
         )
     if keys is not None and (len(keys) != len(lengths) or np.any((keys < 1) | (keys > lengths))):
-        raise ValueError(f"keys ({keys[:5]}...) must be from 1 to the rows of each segment ({lengths[:5]}...)")
+        raise ValueError(f"keys ({keys[:5]}...) must each be from 1 to its segment's rows ({lengths[:5]}...)")
     of_work = RowWork(_integer_work(work, lengths), None if keys is None else np.asarray(keys, dtype=np.int64).tolist())
     works = of_work.of_each(np.arange(len(lengths)), np.zeros_like(lengths), lengths).tolist()
     all_work = sum(works)

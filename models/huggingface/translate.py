@@ -108,8 +108,8 @@ def read_config(hf: HfConfig) -> tuple[Family, HfConfig, Overrides]:
     moe = overrides.get("moe", {})
     if moe.get("top_k") == 1 and moe.get("normalize_top_k", True):
         raise ConfigError(
-            "config.json num_experts_per_tok (1) is not supported with weights that sum to 1. Choose a model with at "
-            "least 2 experts per token."
+            "config.json num_experts_per_tok (1) must be at least 2 if the probabilities of a token's experts are "
+            "scaled to sum to 1 (norm_topk_prob). Choose a model with at least 2 experts per token."
         )
     model = overrides["model"]
     if model["position_embedding"] == "rope":

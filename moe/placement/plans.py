@@ -277,7 +277,7 @@ def _header(line: dict[str, Any], before: Sequence[PlanHeader]) -> PlanHeader:
     even = Counter(dict.fromkeys(range(ranks), experts // ranks))
     if not primaries or any(Counter(of_layer) != even for of_layer in primaries.values()):
         raise _InvalidLine(
-            f"homes must list, for each layer, {experts // ranks} of {experts} experts on each of {ranks} ranks"
+            f"homes must give each of the {ranks} ranks {experts // ranks} of the {experts} experts, in every layer"
         )
     found = PlanHeader(str(line["run"]), step, ranks, experts, replica_slots, primaries)
     if before and found.run != before[0].run:

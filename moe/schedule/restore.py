@@ -58,7 +58,7 @@ class DispatchedRows:
 
     def get(self, index: int, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a buffer [N, H] with the rows of a backward chunk, and each assignment's row in the buffer [n]."""
-        raise AssertionError("rows that are dispatched again are received, not restored")
+        raise AssertionError("rows that are dispatched again must be received, but `get` was called to restore them")
 
     def free(self) -> None:
         """Free all memory; called after the backward pass."""

@@ -52,8 +52,8 @@ def read_choice(path: Path, keys: Iterable[str]) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{path} cannot be read ({' '.join(str(error).split())}). Restore it, or delete it so that the "
-            "choice is made again."
+            f"{path}, which records what an earlier start chose, cannot be read ({' '.join(str(error).split())}). "
+            "Restore it, or delete it so that the choice is made again."
         ) from error
     return content
 

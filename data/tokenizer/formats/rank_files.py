@@ -83,15 +83,15 @@ def tekken(file: Path, settings: dict[str, Any]) -> spec.Converted:
         ) from error
     if size > count + len(ranks) or count > MOST_SPECIALS or any(not 0 <= i < count for i in specials):
         raise ConfigError(
-            f"data.tokenizer={file} contains {len(ranks)} tokens and {len(specials)} special tokens, which contradicts "
-            f"its own numbers: {size} tokens in all, {count} of them special (at most {MOST_SPECIALS}). "
+            f"data.tokenizer={file} contains {len(ranks)} tokens and {len(specials)} special tokens, but its "
+            f"config declares {size} tokens in all, {count} of them special (at most {MOST_SPECIALS} are allowed). "
             "Download the file again"
         )
     found = OTHERWISE_READ.search(pattern)
     if found is not None:
         raise ConfigError(
             f"data.tokenizer={file}: its pattern contains {found[0]!r}, which the tokenizers library interprets "
-            f"differently. {OTHER}"
+            f"differently from tiktoken. {OTHER}"
         )
     specials = {i: specials.get(i, f"<SPECIAL_{i}>") for i in range(count)}
     ranks = {token: rank + count for token, rank in ranks.items() if rank < size - count}

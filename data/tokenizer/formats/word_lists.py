@@ -91,8 +91,8 @@ def word_pieces(file: Path, settings: dict[str, Any]) -> spec.Converted:
     settings = {**BERT_ROLES, **settings}
     if token_name(settings["unk_token"]) not in vocabulary:
         raise ConfigError(
-            f"data.tokenizer={file}: a vocabulary of BERT has one piece per line and must contain "
-            f"{settings['unk_token']}. {OTHER}"
+            f"data.tokenizer={file} lacks {settings['unk_token']}: a vocabulary of BERT has one piece per line, and "
+            f"must contain it. {OTHER}"
         )
     added = spec.add_tokens(vocabulary, settings, file.parent)
     begin, end = (_with_id(settings[role], vocabulary, file) for role in ("cls_token", "sep_token"))
