@@ -200,7 +200,7 @@ def block(prefix: str, operations: Sequence[ModelOperation], module_order: Seque
 def unknown(who: str, what: str, name: str) -> NoReturn:
     """Raise ValueError: `who` (the calling code) does not know the `what` (such as a kind of operation) called
     `name`."""
-    raise ValueError(f"{who} does not support the {what} {name!r}. Add it to {who}.")
+    raise ValueError(f"{who} does not know {name!r}, the {what}. Add it to {who}.")
 
 
 def transformer_name(config: Config) -> str:

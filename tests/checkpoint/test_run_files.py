@@ -89,7 +89,9 @@ def test_a_record_without_a_checksum_is_named(tmp_path: Path) -> None:
 
 def test_a_record_without_an_id_is_named(tmp_path: Path) -> None:
     checksums.write_summed(tmp_path / record.RECORD, {"resume": "auto"})
-    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it lacks 'id'\): it identifies"):
+    with pytest.raises(
+        ConfigError, match=r"run.json, which says .* belongs to, cannot be read \(it lacks 'id'\)\. Restore it"
+    ):
         record.read(tmp_path)
 
 

@@ -351,7 +351,7 @@ def test_a_token_file_that_is_deleted_or_exchanged_while_it_is_read(tmp_path):
     for suffix in ("bin", "idx"):
         (tmp_path / f"other.{suffix}").rename(tmp_path / f"a.{suffix}")
     assert windows(samples, range(40)) == expected  # the file that was opened is still there
-    with pytest.raises(ConfigError, match="a.bin or .idx was exchanged during the run"):
+    with pytest.raises(ConfigError, match="a.bin or .idx was replaced during the run"):
         GPTSamples([file], 32, seed=0)
     (tmp_path / "a.bin").unlink()
     assert windows(samples, range(40)) == expected

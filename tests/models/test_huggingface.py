@@ -502,11 +502,15 @@ def test_import_refuses_what_it_cannot_do(
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok (1) is not supported with weights that sum to 1"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 1},
+            "num_experts_per_tok (1) must be at least 2 if the probabilities of a token's experts",
+        ),
         (
             "deepseek_v3",
             {"num_experts_per_tok": 1, "topk_group": 4},
-            "num_experts_per_tok (1) is not supported with weights that sum to 1",
+            "num_experts_per_tok (1) must be at least 2 if the probabilities of a token's experts",
         ),
         (
             "qwen3_moe",

@@ -221,7 +221,7 @@ def test_a_broken_record_is_no_new_run(tmp_path: Path) -> None:
     (tmp_path / "run" / record.RECORD).write_text("{")
     config = Config()
     config.run_dir = str(tmp_path / "run")
-    with pytest.raises(ConfigError, match="identifies the folder's run"):
+    with pytest.raises(ConfigError, match="which says which run the folder belongs to"):
         start.find(config)
 
 

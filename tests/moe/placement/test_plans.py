@@ -167,9 +167,12 @@ def put(number: int, **fields: Any) -> Change:
         ),
         (
             put(0, homes={"0": [0, 0, 0, 1], "2": [0, 0, 1, 1]}),
-            "line 1: homes must list, for each layer, 2 of 4 experts on each of 2 ranks",
+            "line 1: homes must give each of the 2 ranks 2 of the 4 experts, in every layer",
         ),
-        (put(0, homes={"0": [0, 0, 1, -1], "2": [0, 0, 1, 1]}), "line 1: homes must list, for each layer, 2 of 4"),
+        (
+            put(0, homes={"0": [0, 0, 1, -1], "2": [0, 0, 1, 1]}),
+            "line 1: homes must give each of the 2 ranks 2 of the 4",
+        ),
         (
             put(0, expert_ranks=0),
             r"line 1: step \(1\), expert_ranks \(0\), num_experts \(4\) and slots \(\d+\) must be at least 1",
