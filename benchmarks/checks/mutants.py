@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from base.exit_handler import WRONG_CONFIG
 from benchmarks.kit.tables import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -504,6 +505,9 @@ def main() -> int:
         for mutant in MUTANTS
         if not arguments.only or any(word in f"{mutant.subject} {mutant.what}" for word in arguments.only)
     ]
+    if not chosen:
+        print(f"--only ({' '.join(arguments.only)}) must be words of a mutant, such as attention", file=sys.stderr)
+        return WRONG_CONFIG
     begin = time.monotonic()
     problem = None if arguments.no_check else check_unchanged(chosen)
     if problem is not None:
