@@ -98,7 +98,7 @@ def test_keys_that_may_change_numbers_are_refused_together(base: str, keys: dict
         translate.read_config(_config(base, {**keys, "colour": "red"}))
     text = str(error.value)
     assert all(f"{key} (" in text for key in keys) and "colour" not in text and "\n" not in text
-    assert f"{len(keys)} keys" in text and f"a {base} model" in text
+    assert f"{len(keys)} keys" in text and f"for model_type {base} " in text
     # the advice: what changes nothing is removed
     assert _carried(_config(base, {"colour": "red"})) == {"colour": "red"}
 
