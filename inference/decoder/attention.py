@@ -53,7 +53,9 @@ class Attention:
         mask = step.window_mask if self.slides else step.mask
         if step.is_prefill:
             query, causal = query.flatten(2, 3).transpose(1, 2), step.is_causal and mask is None
-            output = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=r > 1)
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, enable_gqa=r > 1
+            )
             output = output.transpose(1, 2)
         else:
             # The r queries of a group read the same keys: the kernel takes them as r tokens of one head.

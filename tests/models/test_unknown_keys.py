@@ -104,7 +104,9 @@ def test_keys_that_may_change_numbers_are_refused_together(base: str, keys: dict
 
 
 def test_one_key_is_refused_by_its_name() -> None:
-    with pytest.raises(ConfigError, match=r"has a key that .* a llama model .*: logit_scale \(0.5\)\. Remove it if"):
+    with pytest.raises(
+        ConfigError, match=r"has a key that .* for model_type llama .*: logit_scale \(0.5\)\. Remove it if"
+    ):
         translate.read_config(_config("llama", {"logit_scale": 0.5}))
 
 
