@@ -70,7 +70,10 @@ def test_a_flipped_id_of_the_record_is_named_and_the_advice_works(tmp_path: Path
     config = run_with(tmp_path, [2])
     path = tmp_path / "run" / record.RECORD
     flipped(path, ID.encode(), b"7f3a91c3")
-    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it was changed: its checksum.*delete it so that"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run.json, which says .* belongs to, cannot be read \(it was changed: its checksum.*delete it so that",
+    ):
         start.find(config)
     path.unlink()
     found = start.find(config)
@@ -83,7 +86,9 @@ def test_a_record_without_a_checksum_is_named(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     del content["xxh3"]
     path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"run.json cannot be read \(it contains no checksum\)"):
+    with pytest.raises(
+        ConfigError, match=r"run.json, which says which run .* belongs to, cannot be read \(it contains no checksum\)"
+    ):
         start.find(config)
 
 
@@ -172,7 +177,10 @@ def test_a_choice_that_was_changed_is_not_obeyed(tmp_path: Path) -> None:
     checksums.write_summed(path, {"values": {"a": 1}, "world_size": 2})
     assert read_choice(path, ("a", "b")) == {"values": {"a": 1}, "world_size": 2}
     path.write_text(path.read_text().replace('"a": 1', '"a": 2'))
-    with pytest.raises(ConfigError, match=r"experts_chosen.json cannot be read \(it was changed.*or delete it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"experts_chosen.json, which records .* chose, cannot be read \(it was changed.*or delete it",
+    ):
         read_choice(path, ("a", "b"))
     other_keys = {"values": {"a": 1, "optimizer.lr": 1.0}}
     for content in (other_keys, {"world_size": 2}, {"values": [1]}):

@@ -142,7 +142,8 @@ def test_a_run_keeps_its_layout_on_as_many_ranks(tmp_path: Path, ranks: Any, mon
     )
     (tmp_path / "run" / LAYOUT_CHOSEN).write_text("{")
     with pytest.raises(
-        ConfigError, match=rf"{LAYOUT_CHOSEN} cannot be read .* or delete it so that the choice is made again"
+        ConfigError,
+        match=rf"{LAYOUT_CHOSEN}, which records .* cannot be read .* or delete it so that the choice is made again",
     ):
         choose_layout(*auto(tmp_path))
     (tmp_path / "run" / LAYOUT_CHOSEN).unlink()

@@ -545,7 +545,7 @@ def test_tokenizers_are_exchanged_there_and_back(tmp_path: Path) -> None:
 )
 def test_a_record_of_another_shape_is_one_line(tmp_path: Path, content: str) -> None:
     (tmp_path / record.RECORD).write_text(content)
-    with pytest.raises(ConfigError, match="run.json cannot be read"):
+    with pytest.raises(ConfigError, match="run.json, which says which run .* belongs to, cannot be read"):
         record.read(tmp_path)
 
 
