@@ -273,7 +273,7 @@ def changed_settings(config: Config, start: Start) -> list[Change]:
         more = f" (and {', '.join(change.key for change in refused[1:])})" if len(refused) > 1 else ""
         after, before = show_both(first.after, first.before)
         raise ConfigError(
-            f"{first.key} is {after}, but was {before} when {start.checkpoint} was written{more}: "
+            f"{first.key} ({after}) was {before} when {start.checkpoint} was written{more}: "
             "training and validation documents, or the order or meaning of samples, would change during the run. Try "
             f"{as_typed(first.key, first.before)}, or checkpoint.accept_changes=[{keys}] to continue anyway."
         )

@@ -72,7 +72,7 @@ def test_a_flipped_id_of_the_record_is_named_and_the_advice_works(tmp_path: Path
     flipped(path, ID.encode(), b"7f3a91c3")
     with pytest.raises(
         ConfigError,
-        match=r"run.json, which says .* belongs to, cannot be read \(it was changed: its checksum.*delete it so that",
+        match=r"run.json, which says .* belongs to, cannot be read \(it was changed: its checksum.*or delete it \(",
     ):
         start.find(config)
     path.unlink()
