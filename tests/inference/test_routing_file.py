@@ -198,7 +198,7 @@ def test_a_broken_line_is_named(tmp_path: Path, text: str, said: str) -> None:
 def test_a_layer_in_the_middle_of_a_pass_is_not_missing(tmp_path: Path) -> None:
     path = tmp_path / "routing.jsonl"
     write(path, [VISITS[0], *VISITS[2:]])
-    with pytest.raises(ConfigError, match=r":3 has layer 1 of pass 1: the next line must be layer 3 of pass 0"):
+    with pytest.raises(ConfigError, match=r":3 has layer 1 of pass 1, but must have layer 3 of pass 0"):
         read_routing(path)
 
 
