@@ -178,7 +178,7 @@ def test_padding_is_no_key() -> None:
 def test_slices_have_rows() -> None:
     for wrong in ((FULL, 0, 0, 0, 0, 3), (FULL, 0, 0, 3, 0, 0)):
         with pytest.raises(
-            ValueError, match=f"one key row, but the fewest are {wrong[3]} query rows and {wrong[5]} key"
+            ValueError, match=f"query rows and key rows, but the smallest has {wrong[3]} query rows and {wrong[5]} key"
         ):
             slices_of(wrong)
     with pytest.raises(ValueError, match="as many query rows as key rows, not 3 and 4"):
