@@ -4,5 +4,7 @@ from moe.kernels.compiler import cache_folder
 from moe.kernels.shared_object import can_multiply_tiles, loaded
 
 if loaded() is not None:
-    matmuls = ", with bfloat16 matmuls" if can_multiply_tiles() else ""
-    print(f"kernels: compiled for this CPU, in {cache_folder()}{matmuls}")
+    print(
+        "kernels: compiled for this CPU, in "
+        f"{cache_folder()}{', with bfloat16 matmuls' if can_multiply_tiles() else ''}"
+    )

@@ -59,8 +59,10 @@ def add_up(
 
     The rows are added in the order of `index`; a sum of no rows is zero.
     """
-    name, weights = f"add_up_{SUFFIXES[source.dtype]}", None if weights is None else weights.float()
-    call(name, source, source.size(1), index, starts, len(starts), len(index), weights, out)
+    weights = None if weights is None else weights.float()
+    call(
+        f"add_up_{SUFFIXES[source.dtype]}", source, source.size(1), index, starts, len(starts), len(index), weights, out
+    )
     return out
 
 
@@ -97,7 +99,13 @@ def _operation(arguments: str) -> Callable[[_Function], _Function]:
     return define
 
 
-def _call_for(blocks: list[int], name: str, source: torch.Tensor, *arguments: Any, kind: tuple[int, ...] = ()) -> None:
+def _call_for(
+    blocks: list[int],
+    name: str,
+    source: torch.Tensor,
+    *arguments: torch.Tensor | int | None,
+    kind: tuple[int, ...] = (),
+) -> None:
     array = (ctypes.c_int64 * len(blocks))(*blocks)
     which = *kind, ctypes.addressof(array), len(blocks) // BLOCK_NUMBERS, gemm()
     call(f"{name}_{SUFFIXES[source.dtype]}", *which, source, *arguments)
@@ -107,10 +115,23 @@ def _call_for(blocks: list[int], name: str, source: torch.Tensor, *arguments: An
     f"int[] blocks, int tile, Tensor source, Tensor rows, {_MATRICES}, Tensor(a!)? preactivation, Tensor(b!) output, "
     "Tensor(c!) scratch"
 )
-def _forward_blocks(blocks: list[int], tile: int, source: torch.Tensor, token_rows: torch.Tensor, *others: Any) -> None:
-    fc1, fc1_bias, fc2, fc2_bias, activation, *outputs = others
-    inputs = source, token_rows, source.size(1), fc2.size(2), fc1, fc1_bias, fc2, fc2_bias
-    _call_for(blocks, "forward_blocks", *inputs, *outputs, kind=(ACTIVATIONS[activation],))
+def _forward_blocks(
+    blocks: list[int],
+    tile: int,
+    source: torch.Tensor,
+    token_rows: torch.Tensor,
+    fc1: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+    activation: str,
+    *outputs: torch.Tensor | None,
+) -> None:
+    sizes = source.size(1), fc2.size(2)
+    matrices = fc1, fc1_bias, fc2, fc2_bias
+    _call_for(
+        blocks, "forward_blocks", source, token_rows, *sizes, *matrices, *outputs, kind=(ACTIVATIONS[activation],)
+    )
 
 
 @_operation(
@@ -118,20 +139,55 @@ def _forward_blocks(blocks: list[int], tile: int, source: torch.Tensor, token_ro
     f"{_MATRICES}, Tensor? preactivation, Tensor(a!)? preactivation_grad, Tensor(b!)? activated, "
     "Tensor(c!) probs_grad, Tensor(d!) input_grad, Tensor(e!)? fc1_grad, Tensor(f!)? fc2_grad, Tensor(g!) scratch"
 )
-def _backward_blocks(blocks: list[int], tile: int, source: torch.Tensor, *others: Any) -> None:
-    *read, probs, fc1, fc1_bias, fc2, fc2_bias, activation = others[:9]
-    inputs = source, *read, probs.float(), source.size(1), fc2.size(2), fc1, fc1_bias, fc2, fc2_bias
-    _call_for(blocks, "backward_blocks", *inputs, *others[9:], kind=(ACTIVATIONS[activation],))
+def _backward_blocks(
+    blocks: list[int],
+    tile: int,
+    source: torch.Tensor,
+    token_rows: torch.Tensor,
+    output_grad: torch.Tensor,
+    output_rows: torch.Tensor,
+    probs: torch.Tensor,
+    fc1: torch.Tensor,
+    fc1_bias: torch.Tensor | None,
+    fc2: torch.Tensor,
+    fc2_bias: torch.Tensor | None,
+    activation: str,
+    *tensors: torch.Tensor | None,
+) -> None:
+    inputs = source, token_rows, output_grad, output_rows, probs.float(), source.size(1), fc2.size(2)
+    _call_for(
+        blocks, "backward_blocks", *inputs, fc1, fc1_bias, fc2, fc2_bias, *tensors, kind=(ACTIVATIONS[activation],)
+    )
 
 
 @_operation(
     "int[] blocks, int tile, Tensor source, Tensor rows, Tensor output_grad, Tensor output_rows, "
     "Tensor preactivation_grad, Tensor activated, Tensor(a!) fc1_grad, Tensor(b!) fc2_grad, Tensor(c!) scratch"
 )
-def _weights_blocks(blocks: list[int], tile: int, source: torch.Tensor, *others: torch.Tensor) -> None:
-    *_, preactivation_grad, activated = others[:5]
+def _weights_blocks(
+    blocks: list[int],
+    tile: int,
+    source: torch.Tensor,
+    token_rows: torch.Tensor,
+    output_grad: torch.Tensor,
+    output_rows: torch.Tensor,
+    preactivation_grad: torch.Tensor,
+    activated: torch.Tensor,
+    *outputs: torch.Tensor,
+) -> None:
     sizes = source.size(1), activated.size(1), preactivation_grad.size(1)
-    _call_for(blocks, "weights_blocks", source, *others[:5], *sizes, *others[5:])
+    _call_for(
+        blocks,
+        "weights_blocks",
+        source,
+        token_rows,
+        output_grad,
+        output_rows,
+        preactivation_grad,
+        activated,
+        *sizes,
+        *outputs,
+    )
 
 
 @_operation("Tensor x, Tensor weight, Tensor(a!) logits, Tensor(b!) scratch")
@@ -171,8 +227,17 @@ def _gate_flops(x: Sequence[int], weight: Sequence[int], logits: Sequence[int], 
 
 
 @register_flop_formula(forward_blocks)
-def _forward_flops(*shapes: Any, out_shape: object = None) -> int:
-    blocks, tile, _, _, fc1, _, fc2, *_ = shapes
+def _forward_flops(
+    blocks: Sequence[int],
+    tile: int,
+    source: Sequence[int],
+    token_rows: Sequence[int],
+    fc1: Sequence[int],
+    fc1_bias: object,
+    fc2: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
     return 2 * _computed(blocks, tile) * (math.prod(fc1[1:]) + math.prod(fc2[1:]))
 
 
@@ -180,13 +245,24 @@ def _forward_flops(*shapes: Any, out_shape: object = None) -> int:
 def _backward_flops(*shapes: Any, out_shape: object = None) -> int:
     blocks, tile, _, _, _, _, _, fc1, _, fc2, _, _, preactivation, _, _, _, _, fc1_grad, *_ = shapes
     again, weights = int(preactivation is None), int(fc1_grad is not None)
-    of_fc1, of_fc2 = math.prod(fc1[1:]) * (1 + again + weights), math.prod(fc2[1:]) * (1 + weights)
-    return 2 * _computed(blocks, tile) * (of_fc1 + of_fc2)
+    return (
+        2 * _computed(blocks, tile) * (math.prod(fc1[1:]) * (1 + again + weights) + math.prod(fc2[1:]) * (1 + weights))
+    )
 
 
 @register_flop_formula(weights_blocks)
-def _weights_flops(*shapes: Any, out_shape: object = None) -> int:
-    blocks, tile, source, _, _, _, preactivation_grad, activated, *_ = shapes
+def _weights_flops(
+    blocks: Sequence[int],
+    tile: int,
+    source: Sequence[int],
+    token_rows: Sequence[int],
+    output_grad: Sequence[int],
+    output_rows: Sequence[int],
+    preactivation_grad: Sequence[int],
+    activated: Sequence[int],
+    *_: Any,
+    **__: Any,
+) -> int:
     return 2 * _computed(blocks, tile) * source[1] * (preactivation_grad[1] + activated[1])
 
 

@@ -28,10 +28,11 @@ def loaded() -> ctypes.CDLL | None:
         flags = flags_for(torch.backends.cpu.get_cpu_capability())
         return ctypes.CDLL(str(compile_library(SOURCE, cache_folder(), flags)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the home folder is unknown
-        reason = str(getattr(error, "stderr", None) or error).strip().splitlines()[0]
+        reason = getattr(error, "stderr", None) or error
+        first_line = str(reason).strip().splitlines()[0]
         _LOGGER.warning(
             "the CPU kernels for experts cannot be compiled or loaded, so torch's slower operations run instead: %s",
-            reason,
+            first_line,
         )
         return None
 
