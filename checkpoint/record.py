@@ -19,6 +19,7 @@ import psutil
 
 from base import checksums
 from base.errors import ConfigError
+from configs.keys import TYPE_NAMES
 from configs.schema import Config
 
 RECORD = "run.json"
@@ -62,8 +63,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _kind_text(kinds: type | tuple[type, ...]) -> str:
-    names = {str: "a text", int: "an integer", float: "a number", type(None): "null"}
-    return " or ".join(names[kind] for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+    return " or ".join(TYPE_NAMES[kind] for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
 
 
 def requested_start(config: Config) -> tuple[str, str | None]:

@@ -271,9 +271,16 @@ def make_samples(
     if model.family == "gpt":
         separate = config.data.documents == "separate"
         return GPTSamples(files, model.sequence_length, seed, shuffle, prepared.vocab_size, separate)
-    tokenizer = load_tokenizer(prepared.tokenizer_path, tried=True)
-    probabilities = config.data.mask_probability, config.data.short_sequence_probability
-    return BertSamples(files, tokenizer, model.sequence_length, seed, model.sentence_head, *probabilities, shuffle)
+    return BertSamples(
+        files,
+        load_tokenizer(prepared.tokenizer_path, tried=True),
+        model.sequence_length,
+        seed,
+        model.sentence_head,
+        config.data.mask_probability,
+        config.data.short_sequence_probability,
+        shuffle,
+    )
 
 
 def label_counts(steps: Iterable[list[dict[str, torch.Tensor]]], vocab_size: int) -> torch.Tensor:

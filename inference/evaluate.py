@@ -102,8 +102,9 @@ def _evaluate_tasks(options: argparse.Namespace, model: OpenModel, decoder: Deco
         from inference.lm_harness import run_tasks
     except ImportError as error:
         raise ConfigError(f"--tasks needs the package lm-eval ({error}). Try {HARNESS}.") from error
-    of_tasks = options.tasks, options.task_folder, options.few_shots, options.limit
-    results = run_tasks(model, decoder, *of_tasks, options.batch)
+    results = run_tasks(
+        model, decoder, options.tasks, options.task_folder, options.few_shots, options.limit, options.batch
+    )
     if dist.get_rank() == 0 and not options.json:
         for task, metrics in results.items():
             for name, value in metrics.items():

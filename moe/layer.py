@@ -215,9 +215,18 @@ class MixtrainMoELayer(MoELayer):
     def _routed(
         self, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, shared_expert: SharedExpert | None = None
     ) -> torch.Tensor:
-        experts, streamed = self.expert_compute, self.expert_compute.streamed
-        given = self.exchange, shared_expert, self._assignments_per_token, self._most_per_token, self.placement
-        setting = Setting(*given, comes_again=self.training, strided=self._strided, experts=experts, timer=self.timer)
+        streamed = self.expert_compute.streamed
+        setting = Setting(
+            self.exchange,
+            shared_expert,
+            self._assignments_per_token,
+            self._most_per_token,
+            self.placement,
+            comes_again=self.training,
+            strided=self._strided,
+            experts=self.expert_compute,
+            timer=self.timer,
+        )
         primaries = self.experts() if streamed is None else streamed.open()
         primaries = replace(primaries, block_rows=self._block_rows)
         return routed_experts(x, probs, routing_map, primaries, self.plan, setting)
@@ -263,10 +272,15 @@ def moe_spec(
     `activation`: swiglu, gelu or gelu_tanh. `strided`: each chunk takes every K-th token. `off_device`: the experts'
     weights are offloaded.
     """
-    of_layer = {"plan": plan, "all_to_all": all_to_all, "placement": placement, "strided": strided}
     return ModuleSpec(
         module=MixtrainMoELayer,
-        params={"pg_collection": groups, **of_layer},
+        params={
+            "pg_collection": groups,
+            "plan": plan,
+            "all_to_all": all_to_all,
+            "placement": placement,
+            "strided": strided,
+        },
         submodules=MoESubmodules(
             experts=ModuleSpec(module=StackedExperts, params={"activation": activation, "off_device": off_device}),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linear),

@@ -175,8 +175,18 @@ class _LayerWiseStep:
         if self._is_half:
             output = float16_to_fp32(output)
         # The last two: the size of context parallelism, and that this is the last pipeline stage.
-        rest = self._collects, self._count, self._results, self._config.context_parallel_size, True
-        output, _ = schedules.forward_step_calc_loss(self._model, output, micro_batch.loss, self._config, None, *rest)
+        output, _ = schedules.forward_step_calc_loss(
+            self._model,
+            output,
+            micro_batch.loss,
+            self._config,
+            None,
+            self._collects,
+            self._count,
+            self._results,
+            self._config.context_parallel_size,
+            True,
+        )
         del micro_batch.loss, micro_batch.end  # they have references to the batch
         return schedules.backward_step(hidden, output, None, None, self._config)  # type: ignore[no-any-return]
 

@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kit.cgroups import MemoryCgroup
 from benchmarks.kit.tables import table
 
 MIB = 2**20
@@ -52,39 +52,6 @@ def overrides(args: argparse.Namespace, run_dir: Path, steps: int) -> list[str]:
     ]
 
 
-class MemoryCgroup:
-    """A cgroup of version 1 or 2 under this process's own, with a limit in bytes."""
-
-    def __init__(self, limit: int):
-        root = Path("/sys/fs/cgroup/memory")
-        self._is_first = root.is_dir()
-        self.folder = (root if self._is_first else Path("/sys/fs/cgroup")) / f"mixtrain-{os.getpid()}"
-        self.folder.mkdir()
-        name = "memory.limit_in_bytes" if self._is_first else "memory.max"
-        (self.folder / name).write_text(str(limit))
-
-    def enter(self) -> None:
-        """Put the calling process in."""
-        (self.folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    def failures(self) -> int:
-        """How often a process was killed for memory."""
-        if self._is_first:
-            lines = (self.folder / "memory.oom_control").read_text()
-        else:
-            lines = (self.folder / "memory.events").read_text()
-        return int(dict(line.split() for line in lines.splitlines()).get("oom_kill", 0))
-
-    def close(self) -> None:
-        """Take it away; nobody is in it any more, except for a killed process that still ends."""
-        for _ in range(100):
-            try:
-                return self.folder.rmdir()
-            except OSError:
-                time.sleep(0.1)
-        self.folder.rmdir()
-
-
 def train(words: list[str], cgroup: MemoryCgroup | None = None, mode: str = "train") -> dict[str, Any]:
     """One run as a process of its own; what it says of itself at its end. Raises RuntimeError where it failed."""
     command = [sys.executable, "-m", "benchmarks.speed.offload_memory", "--child", mode, *words]
@@ -95,10 +62,10 @@ def train(words: list[str], cgroup: MemoryCgroup | None = None, mode: str = "tra
         text=True,
         env=environment,
         timeout=1800,
-        preexec_fn=None if cgroup is None else cgroup.enter,
+        preexec_fn=None if cgroup is None else lambda: cgroup.entrance.write_text(str(os.getpid())),
     )
     if done.returncode != 0:
-        killed = "" if cgroup is None or not cgroup.failures() else " (killed for memory)"
+        killed = "" if cgroup is None or not cgroup.kills() else " (killed for memory)"
         raise RuntimeError(f"status {done.returncode}{killed}: {done.stderr.strip().splitlines()[-1:]}")
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
@@ -167,12 +134,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"memory.disk_dir={args.folder}",
         f"memory.host_budget={budget / MIB}",
     ]
-    cgroup = MemoryCgroup(limit)
-    try:
+    with MemoryCgroup(limit) as cgroup:
         first = train([*overrides(args, folder / "disk", STEPS // SAVES * 2 - 1), *disk], cgroup)
         second = train([*overrides(args, folder / "disk", STEPS), *disk], cgroup)
-    finally:
-        cgroup.close()
     if losses(folder / "disk") != losses(folder / "device"):
         raise RuntimeError("the run from the disk has other losses than the one on the device")
     if max(first["host"], second["host"]) > budget:

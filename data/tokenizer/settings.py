@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from base.errors import ConfigError
+from base.errors import ConfigError, reason_of
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -128,5 +128,5 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty; for a KeyError, a
     clause that names the missing key."""
     if isinstance(error, KeyError):
-        return f"it lacks {error}"
+        return reason_of(error)
     return (str(error) or type(error).__name__).splitlines()[0]

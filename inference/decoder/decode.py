@@ -197,8 +197,10 @@ class Decoder(Transformer):
         start = longest if alike else None
         tokens = zip(cache.prompts or range(batch_size), counts, strict=True)
         recorded = None if self.source.record is None else list(tokens)
-        masks = mask, self._windowed(counts, positions, mask)
-        return Step(batch_size, 1, cos, sin, cache, start, positions, longest + 1, *masks, recorded_tokens=recorded)
+        within = self._windowed(counts, positions, mask)
+        return Step(
+            batch_size, 1, cos, sin, cache, start, positions, longest + 1, mask, within, recorded_tokens=recorded
+        )
 
     def _first_step(self, batch: TextBatch) -> Step:
         batch_size, length = batch.tokens.shape

@@ -184,10 +184,17 @@ class LatentAttention(MLASelfAttention):
             return self.linear_proj(tensor_parallel.checkpoint(attend_all, False, query, latents))
         return self.linear_proj(attend_all(query, latents))
 
-    def get_query_key_value_tensors(self, *inputs: Any, **others: Any) -> tuple[torch.Tensor, ...]:
-        """Return Megatron-core's query, key and value tensors, without passing on `packed_seq_params`, the fourth
-        input: Megatron-core would take it for packed sequences."""
-        return super().get_query_key_value_tensors(*inputs[:3], **{**others, "packed_seq_params": None})
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: MicroBatchRows | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return Megatron-core's query, key and value tensors, without passing on `packed_seq_params`: Megatron-core
+        would take it for packed sequences."""
+        return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, None, **others)
 
     def _rotated(self, x: torch.Tensor, sequence_rows: MicroBatchRows) -> torch.Tensor:
         """Rotate channels `[s, 1, heads, p]` by the rotary angles of their rows (`sequence_rows`), with Megatron-core's

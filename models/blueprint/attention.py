@@ -252,13 +252,25 @@ def _core(
     row = Tensor("key_value", sum(widths), SCALAR, axis)
     # In the backward pass, keys and values are sent again, and their gradients are sent back.
     rounds = (*_both_directions("rounds", row), Collective("rounds", CONTEXT, row, is_backward=True))
-    kind, held = "attention" if expansion is None else "latent_attention", (*names, attended.name)
-    core = ModelOperation(kind, f"{MODULE}.core_attention", names, (attended,), saved=held)
-    flops = 2.0 * heads * sum(channels) * config.model.sequence_length
-    operations.append(replace(core, flops=flops, collectives=rounds if num_cp_ranks(config) > 1 else ()))
+    operations.append(
+        ModelOperation(
+            "attention" if expansion is None else "latent_attention",
+            f"{MODULE}.core_attention",
+            names,
+            (attended,),
+            saved=(*names, attended.name),
+            flops=2.0 * heads * sum(channels) * config.model.sequence_length,
+            collectives=rounds if num_cp_ranks(config) > 1 else (),
+        )
+    )
     if exchanges:
-        back = ModelOperation("exchange", f"{MODULE}.heads", (attended.name,), (output,), frees=held)
-        operations.append(replace(back, collectives=_both_directions("all_to_all", attended)))
+        collectives = _both_directions("all_to_all", attended)
+        frees = (*names, attended.name)
+        operations.append(
+            ModelOperation(
+                "exchange", f"{MODULE}.heads", (attended.name,), (output,), frees=frees, collectives=collectives
+            )
+        )
     if config.training.recompute == "selective":
         return [recomputed(f"{MODULE}.core_attention", inputs, operations)]
     return operations

@@ -110,11 +110,18 @@ def head(config: Config, vocab_size: int, is_first: bool) -> list[ModelOperation
     sums = Tensor("softmax", 3, whole.row_kind, dtype=FLOAT32)  # per token: largest logit, sum, label's logit
     gathered = [Collective("all_gather", TENSOR, whole), Collective("reduce_scatter", TENSOR, whole)]
     exchanged = gathered if config.parallel.sequence else [Collective("all_reduce", TENSOR, whole)]
-    collectives = (*exchanged, Collective("all_reduce", TENSOR, sums))
-    flops = 2.0 * size * vocab_size * derived.predicted_share(config)
-    # The hidden states are held until the loss is computed.
-    loss = ModelOperation("token_loss", "output_layer", (last,), (Tensor("loss", 1, dtype=FLOAT32),), frees=tuple(done))
-    operations.append(replace(loss, weights=tuple(weights), flops=flops, collectives=collectives))
+    operations.append(
+        ModelOperation(
+            "token_loss",
+            "output_layer",
+            (last,),
+            (Tensor("loss", 1, dtype=FLOAT32),),
+            frees=tuple(done),  # the hidden states are held until the loss is computed
+            weights=tuple(weights),
+            flops=2.0 * size * vocab_size * derived.predicted_share(config),
+            collectives=(*exchanged, Collective("all_reduce", TENSOR, sums)),
+        )
+    )
     if sentences:
         total = Tensor("total_loss", 1, SCALAR, dtype=FLOAT32)
         operations.append(ModelOperation("sum", "loss", ("loss", "pooled"), (total,), frees=("loss",)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from configs import derived
 from configs.schema import Config
 from models.blueprint.operation import (
@@ -101,10 +99,19 @@ def experts(config: Config, x: str, output: str) -> list[ModelOperation]:
         routed = hidden(config, name)
     kept = moe.top_k * derived.kept_share(config)  # assignments per token
     matrices = 3 if config.model.activation == "swiglu" else 2
-    flops = 2.0 * matrices * size * derived.expert_ffn_hidden_size(config) * kept
-    exchange = (Collective("all_to_all", EXPERT, routed),)
-    layer = ModelOperation("experts", "mlp.experts", (source, "probs"), (routed,), saved=(source,), frees=("probs",))
-    operations.append(replace(layer, weights=_expert_weights(config), flops=flops, collectives=exchange))
+    operations.append(
+        ModelOperation(
+            "experts",
+            "mlp.experts",
+            (source, "probs"),
+            (routed,),
+            saved=(source,),
+            frees=("probs",),
+            weights=_expert_weights(config),
+            flops=2.0 * matrices * size * derived.expert_ffn_hidden_size(config) * kept,
+            collectives=(Collective("all_to_all", EXPERT, routed),),
+        )
+    )
     if split > 1:
         operations.append(scatter("mlp.experts", routed, hidden(config, name), (source, routed.name), EXPERT_TENSOR))
     if moe.shared_expert_ffn_hidden_size is None:

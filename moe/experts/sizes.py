@@ -20,37 +20,49 @@ SPARE_ROWS = 64  # extra rows of a buffer to which blocks are written, because a
 def forward_scratch(load: LayerLoad, num_rows: int, own_preactivation: bool) -> int:
     """Return the elements of scratch memory for a block's forward pass; `own_preactivation`: plus the preactivation."""
     if load.tiled:
-        return _tiled(load, "forward_bytes", num_rows)
-    gathered = 0 if load.block == WHOLE else load.hidden_size
-    return num_rows * (gathered + load.width + (load.hidden_columns if own_preactivation else 0))
+        from moe import kernels
+
+        return _elements(load, kernels.forward_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns))
+    if load.block == WHOLE:
+        return num_rows * (load.width + (load.hidden_columns if own_preactivation else 0))
+    return num_rows * (load.hidden_size + load.width + (load.hidden_columns if own_preactivation else 0))
 
 
 def input_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
     """Return the elements of scratch memory for a block's input gradients and, with `recompute`, its preactivation."""
     if load.tiled:
-        return _tiled(load, "backward_bytes", num_rows, recompute, False)
-    again = load.hidden_columns + (0 if load.block == WHOLE else load.hidden_size)
-    return num_rows * (load.hidden_size + load.width + (again if recompute else 0))
+        return _tiled_backward(load, num_rows, recompute, False)
+    if load.block == WHOLE:
+        return num_rows * (load.hidden_size + load.width + (load.hidden_columns if recompute else 0))
+    return num_rows * (load.hidden_size + load.width + (load.hidden_size + load.hidden_columns if recompute else 0))
 
 
 def weight_scratch(load: LayerLoad, num_rows: int) -> int:
     """Return the elements of scratch memory for a block's weight gradients."""
-    return _tiled(load, "weights_bytes", num_rows) if load.tiled else 2 * num_rows * load.hidden_size
+    if load.tiled:
+        from moe import kernels
+
+        return _elements(load, kernels.weights_bytes(num_rows, load.hidden_size, load.width, load.hidden_columns))
+    return 2 * num_rows * load.hidden_size
 
 
 def both_scratch(load: LayerLoad, num_rows: int, recompute: bool) -> int:
     """Return the elements of scratch memory for a block's input gradients, followed at once by its weight gradients."""
     if load.tiled:
-        return _tiled(load, "backward_bytes", num_rows, recompute, True)
-    widest = 2 * load.hidden_size + 2 * load.width
-    if load.block == WHOLE:  # the activation's gradient is freed before the weights' gradients are allocated
-        widest = max(widest, 3 * load.hidden_size + load.width)
-    return num_rows * (widest + load.hidden_columns * (2 if recompute else 1))
+        return _tiled_backward(load, num_rows, recompute, True)
+    if load.block == WHOLE:
+        # The activation's gradient is freed before the weights' gradients are allocated.
+        widest = max(2 * load.hidden_size + 2 * load.width, 3 * load.hidden_size + load.width)
+        return num_rows * (widest + load.hidden_columns * (2 if recompute else 1))
+    return num_rows * (2 * load.hidden_size + 2 * load.width + load.hidden_columns * (2 if recompute else 1))
 
 
-def _tiled(load: LayerLoad, function: str, num_rows: int, *variant: bool) -> int:
-    """Return the elements of the bytes that a function of the compiled kernels returns for these blocks."""
+def _tiled_backward(load: LayerLoad, num_rows: int, recompute: bool, weights: bool) -> int:
     from moe import kernels
 
-    num_bytes = getattr(kernels, function)(num_rows, load.hidden_size, load.width, load.hidden_columns, *variant)
+    sizes = num_rows, load.hidden_size, load.width, load.hidden_columns
+    return _elements(load, kernels.backward_bytes(*sizes, recompute, weights))
+
+
+def _elements(load: LayerLoad, num_bytes: int) -> int:
     return -(-num_bytes // load.element_size)

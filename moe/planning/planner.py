@@ -286,8 +286,10 @@ class Planner:
 
     def fits(self, plan: Plan, load: LayerLoad) -> bool:
         """Return whether a plan fits the memory budget with this load."""
-        budget, limits, rounded = self.limits.memory_budget, self.limits, rounded_up(load)
-        return budget is None or limits.replica_bytes + memory_bytes(rounded, plan, limits.live_calls) <= budget
+        limits, budget = self.limits, self.limits.memory_budget
+        if budget is None:
+            return True
+        return limits.replica_bytes + memory_bytes(rounded_up(load), plan, limits.live_calls) <= budget
 
     def expected(self, decision: Decision) -> float:
         """Return the sum of the scores of a decision's passes, in seconds, corrected by the factors of `learn`."""

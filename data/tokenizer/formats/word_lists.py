@@ -31,7 +31,13 @@ BYTE_PAIR_CLASSES: dict[str, tuple[dict[str, Any] | None, str | None, dict[str, 
     "RobertaTokenizer": (None, None, ROBERTA),
     "Qwen2Tokenizer": (NFC, QWEN, {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
 }
-BERT_ROLES = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+BERT_ROLES = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
 WORD_PIECE_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MobileBertTokenizer")
 SAVE = (
     "python -c \"from transformers import AutoTokenizer as A; A.from_pretrained('{0}').save_pretrained('tokenizer')\" "
